@@ -62,7 +62,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     except ConfigError as error:  # collected: one message names everything that is wrong
         problems.append(str(error))
     ErrorList(problems).raise_if_any()
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                              for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     # a preset that contradicts the folder is refused when the folder is read
     preset = {**_fields_of_huggingface_folder(values), **preset}
@@ -167,22 +168,22 @@ def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] =
 def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(arguments with --no-compile for `--compile=False` and so on, an error text for each other value of a switch)."""
     actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
-    kept, sentences = [], []
+    normalised, sentences = [], []
     for word in arguments:
         name, equals, value = word.partition("=")
         if not equals or name not in actions:
-            kept.append(word)
+            normalised.append(word)
             continue
         opposite = _negated_flag(name, actions[name])
         if value.lower() in YES:
-            kept.append(name)
+            normalised.append(name)
         elif value.lower() in NO:
-            kept += [opposite] if opposite else []
+            normalised += [opposite] if opposite else []
         elif name == "--deepspeed":
             sentences.append(f"{word}: use --deepspeed --deepspeed_config {value}")
         else:
             sentences.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
-    return kept, sentences
+    return normalised, sentences
 
 
 def _negated_flag(name: str, action: argparse.Action) -> str:

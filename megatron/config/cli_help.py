@@ -144,13 +144,13 @@ def answer_foreign_flags(arguments: Sequence[str], *,
                          starts_ranks: bool = True) -> tuple[list[str], list[str], list[str]]:
     """(arguments without foreign flags, error texts for those that cannot be ignored, notes on ignored ones)."""
     table = FOREIGN_FLAGS if starts_ranks else FOREIGN_FLAGS | _PLANNER_FLAGS
-    kept, sentences, notes, index = [], [], [], 0
+    remaining, sentences, notes, index = [], [], [], 0
     while index < len(arguments):
         name, equals, value = arguments[index].partition("=")
         known = table.get(name[2:].lower()) if name.startswith("--") else None
         index += 1
         if known is None:
-            kept.append(arguments[index - 1])
+            remaining.append(arguments[index - 1])
             continue
         if not equals:
             following = arguments[index] if index < len(arguments) else "--"
@@ -159,10 +159,10 @@ def answer_foreign_flags(arguments: Sequence[str], *,
         if value in known.accepted_values or value and "*" in known.accepted_values:
             notes += [f" note: {name} has no effect: {known.answer}"] if known.prints_note else []
         elif known.is_alias and value:
-            kept += [name.lower(), value]
+            remaining += [name.lower(), value]
         else:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
-    return kept, sentences, notes
+    return remaining, sentences, notes
 
 
 WIDTH, COLUMN = 100, 34
@@ -210,7 +210,7 @@ def short_help() -> str:
     for flag, text in COMMON_FLAGS.items():
         lines += _help_entry(flag, text)
     for item, hint in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
-        if setting_of(item).in_short_help:
+        if setting_of(item).common:
             text = setting_of(item).help
             shown = item.default not in (None, False, ()) and "(default" not in text
             lines += _help_entry(_flag_usage(item, hint), text + (f" (default: {item.default})" if shown else ""))

@@ -3,7 +3,7 @@
     read_ds_json(source)          every key checked against the table of ds_keys.py
     build_ds_config(source, ...)  the Config; a key and a flag that are both given must agree
 
-An absent key leaves the preset's value or the default. `"auto"` does the same, with a note.
+An absent key leaves the preset's value or the default; `"auto"` does the same, with a note.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are raised, or
     added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback, errors = flags or {}, fallback or {}, collector or ErrorCollector()
-    found, problems = parse_ds_json(source, argument)
+    ds_values, problems = parse_ds_json(source, argument)
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
-    in_effect = replace(found, auto_keys=tuple(path for path in found.auto_keys
-                                               if path != WARMUP_STEPS)) if in_engine else found
-    errors.ignore_later_errors_of(_flags_of_keys(found.invalid_keys))
+    in_effect = replace(ds_values, auto_keys=tuple(
+        path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
+    errors.ignore_later_errors_of(_flags_of_keys(ds_values.invalid_keys))
     values, conflicts = merge_with_flags(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr))
-    errors.add_errors(problems, found.name)
+    errors.add_errors(problems, ds_values.name)
     errors.add_errors(conflicts)
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
     keys_of_given = {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END if name == "optimizer_params"
                      else in_effect.name_as_written(path, "")
                      for name, _, path in _field_values(in_effect, flags, ErrorList()) if name not in flags}
-    errors.key_names = FlagToKeyNames(keys_of_given, others, in_engine, found.name)
+    errors.key_names = FlagToKeyNames(keys_of_given, others, in_engine, ds_values.name)
     dp = 1
     with errors.collecting_errors():
         tp = flags.get("model_parallel_size", 1)
@@ -66,18 +66,18 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
         errors.raise_if_any()
     if errors.has_errors:
         return config
-    of_keys = [name for name, _, _ in _field_values(found, flags, ErrorList()) if name not in flags]
-    unread = (f" {found.name}: {errors.key_names.translate(line)}"
+    of_keys = [name for name, _, _ in _field_values(ds_values, flags, ErrorList()) if name not in flags]
+    unread = (f" {ds_values.name}: {errors.key_names.translate(line)}"
               for line in unused_settings(config, of_keys, {*of_keys, *flags}))
-    return replace(config, notes=(*ds_notes(found, config, dp, in_engine), *unread), key_names=errors.key_names)
+    return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread), key_names=errors.key_names)
 
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
     """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
-    found, problems = parse_ds_json(source, argument)
-    merge_with_flags(found, {}, problems)
-    problems.raise_if_any(found.name)
-    return found
+    ds_values, problems = parse_ds_json(source, argument)
+    merge_with_flags(ds_values, {}, problems)
+    problems.raise_if_any(ds_values.name)
+    return ds_values
 
 
 def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
@@ -144,8 +144,7 @@ def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
 
 def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
                   peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
-    """(field, value, path of the key) for everything but the batch sizes. Two keys that give one field different values
-    are an error."""
+    """(field, value, path of the key) for all but the batch sizes; keys that contradict each other are errors."""
     rows = ((DS_KEYS[path], value, path) for path, value in ds_values.keys.items())
     alone = ((row.field, row.convert(value), path)
              for row, value, path in rows if isinstance(row, JsonKey) and row.is_independent)

@@ -41,10 +41,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ModelConfig:
     """The shape of the GPT-2. `--preset` fills it in; flags that are given win."""
 
-    num_layers: int = setting(24, "transformer blocks", "n-layer", in_short_help=True, ge=1)
-    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", in_short_help=True, ge=1)
-    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", in_short_help=True,
-                                       ge=1)
+    num_layers: int = setting(24, "transformer blocks", "n-layer", common=True, ge=1)
+    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", common=True, ge=1)
+    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", common=True, ge=1)
     intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size",
                                             ge=1)
     max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size", ge=1)
@@ -97,20 +96,19 @@ class DataConfig:
 
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
-        "data-path", "train-data-path", "train-file", in_short_help=True, is_location=True)
+        "data-path", "train-data-path", "train-file", common=True, is_location=True)
     valid_data: tuple[str, ...] = setting((), "validation corpus (default: the second part of --split)",
                                           "val-data-path", "validation-file", is_location=True)
     test_data: tuple[str, ...] = setting(
         (), "test corpus (default: the third part of --split)", "test-data-path", is_location=True)
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
-    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", in_short_help=True,
-                                     ge=1)
+    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", common=True, ge=1)
     tokenizer_type: str | None = setting(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or "
-                                         "CharacterLevelTokenizer", metavar="NAME", in_short_help=True)
+                                         "CharacterLevelTokenizer", metavar="NAME", common=True)
     vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", is_location=True)
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", is_location=True)
-    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", in_short_help=True,
+    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", common=True,
                                          is_location=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
     data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files",
@@ -138,15 +136,13 @@ class TrainConfig:
 
     batch_size: int = setting(
         4, "micro-batch: samples per data parallel rank in one forward", "micro-batch-size",
-        "per-device-train-batch-size", in_short_help=True,
+        "per-device-train-batch-size", common=True,
         json=JsonKey("train_micro_batch_size_per_gpu", COUNT, is_independent=False, nullable=True, default=""), ge=1)
     global_batch_size: int | None = setting(
-        None, "samples per optimizer step (default: batch size x data parallel size)", in_short_help=True,
+        None, "samples per optimizer step (default: batch size x data parallel size)", common=True,
         json=JsonKey("train_batch_size", COUNT, is_independent=False, nullable=True), ge=1)
-    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", in_short_help=True,
-                               ge=0)
-    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", in_short_help=True,
-                                 ge=0)
+    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", common=True, ge=0)
+    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", common=True, ge=0)
     eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off", ge=0)
     skip_train: bool = setting(False, "evaluate what --load or --load-hf names, and neither train nor save",
                                "eval-only")

@@ -211,22 +211,22 @@ class OptimConfig:
         return {**hyper, **params.extra, **self._parse_optimizer_params()}
 
     def _parse_optimizer_params(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
             require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
-            require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            require(name not in params, f"--optimizer-params {name} is given twice; leave one of them out")
             if name in OPTIMIZER_SWITCHES and name not in OPTIMIZERS[self.optimizer].extra and value == "false":
                 continue
             try:
                 is_text = isinstance(OPTIMIZERS[self.optimizer].extra.get(name), str)
-                found[name] = parse_extra_param(self.optimizer, name,
-                                                value.strip('"') if is_text else json.loads(value))
+                params[name] = parse_extra_param(self.optimizer, name,
+                                                 value.strip('"') if is_text else json.loads(value))
             except json.JSONDecodeError:
                 raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
             except ValueError as error:
                 raise ConfigError(f"--optimizer-params {error}") from None
-        return found
+        return params
 
 
 SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
@@ -246,7 +246,7 @@ def _scheduler_key(name: str, json_type: JsonType | None, default: str | None = 
 class ScheduleConfig:
     """The learning rate: warm up, then decay until --lr-decay-iters."""
 
-    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", in_short_help=True, ge=0, json=(
+    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", common=True, ge=0, json=(
         JsonKey("optimizer.params.lr", NUMBER),
         JsonKey("scheduler.params.warmup_max_lr", NUMBER,
                 help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),

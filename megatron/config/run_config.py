@@ -24,15 +24,15 @@ def refuse_checkpoint_key(file: str) -> NoReturn:
 class SaveConfig:
     """Checkpoints: where they are written and read, and what of them."""
 
-    save: str | None = setting(None, "folder to write checkpoints to", in_short_help=True)
+    save: str | None = setting(None, "folder to write checkpoints to", common=True)
     load: str | None = setting(None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an "
-                               "empty --save", in_short_help=True)
+                               "empty --save", common=True)
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names",
                                     ge=0)
     load_hf: str | None = setting(
-        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", in_short_help=True)
+        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", common=True)
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
-                                 in_short_help=True, ge=0)
+                                 common=True, ge=0)
     async_save: bool = setting(False, "train on while a copy of the state is written")
     keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit", ge=1)
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this", ge=1)
@@ -68,11 +68,11 @@ class LogConfig:
 
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
-        "least ten lines)", "logging-steps", in_short_help=True,
+        "least ten lines)", "logging-steps", common=True,
         json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"), ge=0)
-    metrics_file: str | None = setting(None, "append one JSON object per step to this file", in_short_help=True)
+    metrics_file: str | None = setting(None, "append one JSON object per step to this file", common=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
-                                          "logging-dir", in_short_help=True,
+                                          "logging-dir", common=True,
                                           json=JsonKey("tensorboard.enabled", BOOLEAN, is_independent=False))
     csv_dir: str | None = setting(None, "append steps and evaluations to two tables in this folder",
                                   json=JsonKey("csv_monitor.enabled", BOOLEAN, is_independent=False))

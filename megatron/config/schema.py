@@ -176,20 +176,20 @@ class FieldSetting:
     aliases: tuple[str, ...] = ()
     keys: tuple[JsonKey, ...] = ()
     metavar: str | None = None
-    in_short_help: bool = False  # listed by `--help`; the others are listed by `--help-all` only
+    common: bool = False  # listed by `--help`; the others are listed by `--help-all` only
     is_location: bool = False  # a path, which may differ between nodes: ranks compare only whether it is given
     range: NumberRange | None = None  # of a number
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
-            metavar: str | None = None, in_short_help: bool = False, is_location: bool = False,
+            metavar: str | None = None, common: bool = False, is_location: bool = False,
             ge: float | None = None, gt: float | None = None, le: float = math.inf) -> Any:
     """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it, `ge` or `gt`
     and `le` bound its numbers (config_errors.range_errors checks them)."""
     allowed = NumberRange(gt, le, excludes_low=True) if gt is not None else None if ge is None else NumberRange(ge, le)
     keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
     return field(default=default,
-                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location, allowed)})
+                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, common, is_location, allowed)})
 
 
 def setting_of(item: Field[Any]) -> FieldSetting:

@@ -55,31 +55,32 @@ class Config:
     conflicts: InitVar[ErrorList | None] = None  # receives errors across sections; None: they are raised
 
     def __post_init__(self, errors: ErrorList | None) -> None:
-        found = ErrorList() if errors is None else errors
-        self._check_model(found)
-        self._check_schedule(found)
-        self._check_stage(found)
+        problems = ErrorList() if errors is None else errors
+        self._check_model(problems)
+        self._check_schedule(problems)
+        self._check_stage(problems)
         if self.train.cuda_graphs:
-            self._check_graphs(found)
+            self._check_graphs(problems)
         recompute = self.recompute
         buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
-        found.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
-                      f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
-                      f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
-                      f"{recompute.checkpoint_num_layers}: leave it out")
-        found.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
-                      "--skip-train without weights to evaluate: the model's would be random; give --load or --load-hf")
+        problems.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
+                         f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
+                         f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
+                         f"{recompute.checkpoint_num_layers}: leave it out")
+        problems.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
+                         "--skip-train without weights to evaluate: the model's would be random; give --load or "
+                         "--load-hf")
         if self.layer_drop.progressive_layer_drop:
-            found.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs "
-                          "--ignore-unused-parameters: a block that is left out has no gradient")
-            found.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, not "
-                          "1: the first block is never left out")
+            problems.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs "
+                             "--ignore-unused-parameters: a block that is left out has no gradient")
+            problems.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, "
+                             "not 1: the first block is never left out")
         if self.optim.optimizer in ONE_BIT_OPTIMIZERS:
-            self._check_one_bit(found)
+            self._check_one_bit(problems)
         if self.optim.optimizer == "muon":
-            self._check_muon(found)
+            self._check_muon(problems)
         if errors is None:
-            found.raise_if_any()
+            problems.raise_if_any()
 
     def _check_model(self, errors: ErrorList) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings

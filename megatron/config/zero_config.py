@@ -15,8 +15,7 @@ from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey,
 class ParallelConfig:
     """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
 
-    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", in_short_help=True,
-                                       ge=1)
+    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", common=True, ge=1)
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
     distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective", gt=0)
@@ -46,13 +45,12 @@ def data_parallel_size(world_size: int, tp: int) -> int:
 class PrecisionConfig:
     """The working precision of weights and activations. Master weights and moments are always fp32."""
 
-    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", in_short_help=True)
-    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", in_short_help=True)
+    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", common=True)
+    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", common=True)
     loss_scale: float | None = setting(None, "fp16: fixed loss scale (default: dynamic)", json=JsonKey(
         "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"), gt=0, le=2.0**64)
-    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", json=JsonKey(
-        "fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16", help="as the exponent of 2"),
-                                        gt=0, le=2.0**64)
+    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", gt=0, le=2.0**64, json=JsonKey(
+        "fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16", help="as the exponent of 2"))
     loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.", ge=1)
     hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.", ge=1)
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
@@ -102,7 +100,7 @@ class ZeroConfig:
     """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
 
     zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
-                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", in_short_help=True)
+                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", common=True)
     contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
                                          "zero-contiguous-gradients", "zero-contigious-gradients",
                                          json=_ZERO_OPTIMIZATION)
@@ -268,7 +266,7 @@ class RecomputeConfig:
 
     checkpoint_activations: bool = setting(False, "recompute activations in backward",
                                            "deepspeed-activation-checkpointing", "gradient-checkpointing",
-                                           in_short_help=True)
+                                           common=True)
     checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk", ge=1)
     partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
                                           json=_ACTIVATION_CHECKPOINTING)

@@ -266,11 +266,12 @@ class DesyncWatchdog:
         if unknown := sorted(set(self._ranks) - positions.keys()):
             where += f" (nothing is known of {format_ranks(unknown)})"
         if any(what in (FAILED, INTERRUPTED) for what, _ in positions.values()):
-            kind, text = PeerError, f"{where}, so that the ranks would wait for each other forever: {_RESUME}"
+            report = PeerError.__name__, f"{where}, so that the ranks would wait for each other forever: {_RESUME}"
         else:
-            kind, text = ConfigError, ("the ranks do not do the same, and would wait for each other forever: "
-                                       f"{where}{describe_setting_differences(list(known.values()))}; {_REMEDY}")
-        self._store.write("error", [kind.__name__, text])
+            report = ConfigError.__name__, (
+                "the ranks do not do the same, and would wait for each other forever: "
+                f"{where}{describe_setting_differences(list(known.values()))}; {_REMEDY}")
+        self._store.write("error", report)
 
     def _reported_error(self) -> TrainerError | None:
         report = self._store.read("error")

@@ -168,11 +168,11 @@ class RendezvousServer:
         if (node_info.nodes, node_info.ranks) != (self._own.nodes, self._own.ranks):
             options = (f"--nnodes {one.nodes} --nproc-per-node {one.ranks} on node {one.node} ({one.host})"
                        for one in (self._own, node_info))
-            error = ConfigError(f"launcher: the nodes were started differently: {', '.join(options)}; give all the "
-                                "same")
-            connection.send(_refusal_message(error))
+            mismatch = ConfigError(f"launcher: the nodes were started differently: {', '.join(options)}; give all "
+                                   "the same")
+            connection.send(_refusal_message(mismatch))
             self._refused_count += 1
-            raise error
+            raise mismatch
         known = self._nodes.get(node_info.node)
         if known is not None:
             connection.send(_refusal_message(ConfigError(

@@ -57,6 +57,6 @@ class StragglerMonitor:
         """The `running` local ranks that the others wait for now, the one without progress for longest first."""
         self.update()
         now = time.monotonic()
-        found = [Straggler(local, self.status_of(local), now - self._unchanged_since[local]) for local in running]
-        return sorted((one for one in found if not one.status.is_waiting and one.seconds >= STRAGGLER_SECONDS),
+        ranks = [Straggler(local, self.status_of(local), now - self._unchanged_since[local]) for local in running]
+        return sorted((one for one in ranks if not one.status.is_waiting and one.seconds >= STRAGGLER_SECONDS),
                       key=lambda one: -one.seconds)
