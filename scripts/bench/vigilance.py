@@ -107,26 +107,26 @@ def start_up_child(kind: str, note: str) -> int:
     import pretrain_gpt2
     from megatron.distributed import process_group
 
-    facts_of_code, check_alike = process_group.code_identity, process_group.check_ranks_match
+    code_digest, check_ranks_match = process_group.code_digest, process_group.check_ranks_match
     taken: list[float] = []
 
-    def facts(version: str) -> dict[str, str]:
+    def timed_digest() -> str:
         began = time.perf_counter()
-        found = facts_of_code(version)
+        digest = code_digest()
         taken.append(time.perf_counter() - began)
-        return found
+        return digest
 
-    def check(store: Any, rank: int, ranks: int, facts: Any, limit: Any) -> None:
+    def check(store: Any, rank: int, ranks: int, settings: Any, limit: Any) -> None:
         store.add("bench", 1)
         while store.add("bench", 0) < ranks:  # the others' imports are not its cost
             time.sleep(0.0005)
         began = time.perf_counter()
-        check_alike(store, rank, ranks, facts, limit)
+        check_ranks_match(store, rank, ranks, settings, limit)
         if rank == 0:
             Path(note).write_text(str(sum(taken) + time.perf_counter() - began))
 
     with_it = kind == "with"
-    process_group.code_identity = facts if with_it else lambda version: {}
+    process_group.code_digest = timed_digest if with_it else lambda: ""
     process_group.check_ranks_match = check if with_it else lambda *words: None
     sys.argv[1:] = JOB
     return pretrain_gpt2.program()

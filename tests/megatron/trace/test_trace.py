@@ -98,7 +98,7 @@ def test_what_is_no_range_of_steps_is_refused(asked: str) -> None:
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
     config = parse_args([*RUN, "--profile-steps", "1:2", "--profile-rank", "2"], 2)
-    with pytest.raises(ConfigError, match="--profile-rank 2 is none of 2 ranks"):
+    with pytest.raises(ConfigError, match="--profile-rank 2 is not one of the 2 ranks"):
         config.check_world(2)
 
 
