@@ -73,7 +73,9 @@ class RowSorter:
             for number, (_, stop) in enumerate(self._runs):
                 count = min(rows_per_run - len(buffered[number]), stop - cursors[number])
                 if count > 0:
-                    buffered[number] = np.concatenate([buffered[number], self._read(cursors[number], count)])
+                    self._file.seek(cursors[number] * self._width * 8)
+                    rows = np.frombuffer(self._file.read(count * self._width * 8), np.uint64).reshape(count, -1)
+                    buffered[number] = np.concatenate([buffered[number], rows])
                     cursors[number] += count
             # Rows still in the file come after the last row held of their run.
             lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(buffered, cursors, self._runs) if cursor < stop]
@@ -84,11 +86,6 @@ class RowSorter:
             yield _sort(np.concatenate([held[:cut] for held, cut in zip(buffered, cuts)]))
             buffered = [held[cut:] for held, cut in zip(buffered, cuts)]
         yield _sort(np.concatenate(buffered))
-
-    def _read(self, first: int, count: int) -> Rows:
-        self._file.seek(first * self._width * 8)
-        raw = self._file.read(count * self._width * 8)
-        return np.frombuffer(raw, np.uint64).reshape(count, self._width)
 
 
 def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
@@ -107,8 +104,7 @@ def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
 
 
 def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
-    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key), with the first `max_earlier` only.
-    """
+    """Sorted rows (key ..., document) -> pairs (document, one of the first `max_earlier` documents with its key)."""
     head: Rows | None = None  # first rows of the last key so far
     for block in blocks:
         old = 0 if head is None else len(head)
