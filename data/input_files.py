@@ -102,9 +102,9 @@ def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
     if shards is None:
         if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
             raise DataError(f"{folder}: this stage is not complete; run its command again first")
-        here = Path(os.path.abspath(folder))
-        above = read_shard_records(here.parent) or {}
-        shards = {name.partition("/")[2]: shard for name, shard in above.items() if name.startswith(f"{here.name}/")}
+        part = Path(os.path.abspath(folder))
+        of_stage = read_shard_records(part.parent) or {}
+        shards = {name.partition("/")[2]: shard for name, shard in of_stage.items() if name.startswith(f"{part.name}/")}
         if not shards:
             return None
     found = {str(folder / name): shard for name, shard in shards.items()}
@@ -218,8 +218,8 @@ def walk_files(folder: Path, found: InputFiles, skip: Callable[[os.DirEntry[str]
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         raise DataError(f"{folder}: cannot read: {error.strerror or error}") from error
-    here = (status.st_dev, status.st_ino)
-    if here in parents:
+    identity = (status.st_dev, status.st_ino)
+    if identity in parents:
         found.link_loops.append(str(folder))
         return
     for entry in entries:
@@ -229,7 +229,7 @@ def walk_files(folder: Path, found: InputFiles, skip: Callable[[os.DirEntry[str]
         if entry.name.startswith("."):
             found.hidden += 1
         elif entry.is_dir():
-            yield from walk_files(path, found, skip, (*parents, here))
+            yield from walk_files(path, found, skip, (*parents, identity))
         elif entry.is_file() or not path.exists():  # opening a dangling link reports the error
             yield path
         else:

@@ -156,8 +156,8 @@ class RowFile:
         if not 0 <= row < self.shape[0]:
             raise IndexError(f"row {row}: expected 0 to {self.shape[0] - 1}")
         number, within = row // self._page_rows + 1, row % self._page_rows
-        held, rows = self._cached_page  # read and replaced as one tuple, for thread safety
-        if held != number:
+        cached, rows = self._cached_page  # read and replaced as one tuple, for thread safety
+        if cached != number:
             used = self._page_rows * self._dtype.itemsize * math.prod(self.shape[1:])
             rows = self._read_page(number)[:used].view(self._dtype).reshape(self._page_rows, *self.shape[1:])
             self._cached_page = number, rows

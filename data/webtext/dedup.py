@@ -57,8 +57,8 @@ class BitSet:
         np.bitwise_or.at(self._bits, documents >> 3, np.left_shift(1, documents & 7).astype(np.uint8))
 
     def contains(self, documents: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        held: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
-        return held
+        are_set: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
+        return are_set
 
 
 def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: BitSet, threshold: float,
@@ -132,10 +132,10 @@ def compare_pairs(batch: Sequence[CandidatePair], paths: Sequence[str]) -> list[
             return np.unique(shingle_hashes(parse_shard_line(file.read(size), f"{paths[shard]} (byte {offset})").text))
 
     compared = []
-    held: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
+    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
     for (later, place), (earlier, other) in batch:
-        held = {p: held[p] if p in held else shingle_set(p) for p in (place, other)}
-        compared.append((later, earlier, jaccard_similarity(held[place], held[other])))
+        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
+        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
     return compared
 
 

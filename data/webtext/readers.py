@@ -53,19 +53,19 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple
 
 def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
     """(offset, size with delimiter, bytes before it, delimiter) for each outermost `[`, `,` and `]`, then b""."""
-    offset, held, forgotten = 0, bytearray(), 0  # of the current part: offset, bytes held, bytes discarded
+    offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
     at, depth, inside = 0, 0, False
     while True:
-        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(held, at)
+        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(buffer, at)
         if found is None:
-            at = max(at, len(held))
-            if len(held) > limit:
-                forgotten, at = forgotten + len(held), at - len(held)
-                held.clear()
+            at = max(at, len(buffer))
+            if len(buffer) > limit:
+                discarded, at = discarded + len(buffer), at - len(buffer)
+                buffer.clear()
             if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
-                held += more
+                buffer += more
                 continue
-            yield offset, forgotten + len(held), None if forgotten else bytes(held), b""
+            yield offset, discarded + len(buffer), None if discarded else bytes(buffer), b""
             return
         mark, at = found[0], found.end()
         if inside:
@@ -75,9 +75,9 @@ def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[i
         inside = mark == b'"'
         before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
         if (before, depth, mark) in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
-            yield offset, forgotten + at, None if forgotten else bytes(held[:found.start()]), mark
-            offset, forgotten = offset + forgotten + at, 0
-            del held[:at]
+            yield offset, discarded + at, None if discarded else bytes(buffer[:found.start()]), mark
+            offset, discarded = offset + discarded + at, 0
+            del buffer[:at]
             at = 0
 
 

@@ -152,9 +152,9 @@ def url_hash_rows(shard: tuple[int, Path]) -> Rows:
 def _copy_tasks(inputs: Sequence[Path], output: Path,
                 repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, dict[int, str]]]:
     """(shard, target, line to drop -> reason) per shard, from sorted rows (shard, line)."""
-    held = np.empty((0, 2), np.uint64)
+    rest = np.empty((0, 2), np.uint64)
     for number, path in enumerate(inputs):
-        parts = [held]
+        parts = [rest]
         while not len(parts[-1]) or parts[-1][-1, 0] <= number:
             block = next(repeated, None)
             if block is None:
@@ -163,4 +163,4 @@ def _copy_tasks(inputs: Sequence[Path], output: Path,
         rows = np.concatenate(parts)
         cut = int(np.searchsorted(rows[:, 0], number, "right"))
         yield path, output / shard_name(number), dict.fromkeys(rows[:cut, 1].tolist(), DUPLICATE_URL)
-        held = rows[cut:]
+        rest = rows[cut:]
