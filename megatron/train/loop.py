@@ -109,8 +109,7 @@ class Trainer:
                between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; returns why it stopped early, or "". The last save may still be in progress."""
         train, save_interval = self.config.train, self.config.save.save_interval
-        lr_scheduler = self.engine.lr_scheduler
-        assert isinstance(lr_scheduler, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
+        lr_scheduler = lr_scheduler_of(self.engine)
         zero_lr_steps = find_zero_lr_steps(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration)
         lr_warning = ZeroLRWarning(zero_lr_steps, self.engine.get_lr()[0], self.log.print_line)
         timer, reason, pending_logs = StepTimer(self.engine.drive_use), "", list[CompletedStep]()
@@ -262,8 +261,9 @@ class Trainer:
         return score is not None
 
     def _requests_of_rank(self) -> LoopRequests:
-        late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
-        return LoopRequests(bool(self.stop) or self.log.console_is_lost, self.stop.signal == SIGINT, late)
+        is_late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
+        console_is_lost = self.log.console.write_error is not None  # the files continue until the stop
+        return LoopRequests(bool(self.stop) or console_is_lost, self.stop.signal == SIGINT, is_late)
 
     def _should_continue(self, seconds: float) -> float:
         """The largest value over ranks; inf if any rank was asked to stop. Collective."""
@@ -283,6 +283,12 @@ class Trainer:
         if is_due(iteration, train.exit_interval):
             return f"leaving after iteration {iteration} (--exit-interval {train.exit_interval})"
         return ""
+
+
+def lr_scheduler_of(engine: Engine) -> LRScheduleAdapter:
+    scheduler = engine.lr_scheduler
+    assert isinstance(scheduler, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
+    return scheduler
 
 
 def _unsaved_message(iteration: int) -> str:
