@@ -212,8 +212,8 @@ def _end_of_last_full_line(file: BinaryIO) -> int:
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = file.seek(max(0, end - READ_BLOCK_BYTES))
-        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found + 1
+        if (line_end := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + line_end + 1
         end = begin
     return 0
 

@@ -129,7 +129,7 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
         said = train([*again, "--load-precision-change"])
     assert total_digest(tmp_path / "loaded") == total_digest(tmp_path / "s")
     assert f" resharded: precision {written} -> {asked}" in said
-    assert ("the loss scale starts anew at 1024" in said) == (asked == "fp16")
+    assert ("the loss scale starts again at 1024" in said) == (asked == "fp16")
     found = steps(tmp_path / "m")
     assert [step["iteration"] for step in found] == [4, 5, 6]
     assert found[0]["loss_scale"] == (1024 if asked == "fp16" else 1)
