@@ -1,11 +1,4 @@
-"""The console commands of an installation (`setup.cfg`): what `python -m` starts, under names of their own.
-
-    gpt2-train       pretrain_gpt2                 gpt2-checkpoint  megatron.checkpoint
-    gpt2-launch      megatron.launch               gpt2-preprocess  data.preprocess
-    gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
-    gpt2-generate    megatron.generate             gpt2-evaluate    megatron.evaluate
-    gpt2-serve       megatron.serve                gpt2-report      megatron.report
-    gpt2-tune        megatron.tune
+"""The console commands of an installation (`setup.cfg`): what `python -m` starts, as `gpt2-train`, `gpt2-launch`, ...
 
 Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
 """
@@ -15,14 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 
 from megatron.distributed.exit_codes import prepare_streams, run, write_error
 from megatron.distributed.signals import exit_on_stop_signal
 from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
-
-
-def _print_version() -> None:
-    print(f"{DISTRIBUTION} {__version__}")
 
 
 def _command(start: Callable[[], int]) -> Callable[[], int]:
@@ -32,7 +22,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
         prepare_streams()
         exit_on_stop_signal()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
-            return run(_print_version)
+            return run(lambda: print(f"{DISTRIBUTION} {__version__}"))
         try:
             check_package_shadowing()
         except ShadowedPackageError as hidden:
@@ -55,45 +45,21 @@ def launch() -> int:
 
 
 @_command
-def plan() -> int:
-    from megatron.plan.cli import main
-    return run(main)
-
-
-@_command
-def generate() -> int:
-    from megatron.inference.cli import main
-    return run(main)
-
-
-@_command
-def evaluate() -> int:
-    from megatron.evaluate.cli import main
-    return run(main)
-
-
-@_command
-def serve() -> int:
-    from megatron.serve.cli import main
-    return run(main)
-
-
-@_command
-def report() -> int:
-    from megatron.report.cli import main
-    return run(main)
-
-
-@_command
-def tune() -> int:
-    from megatron.tune.cli import main
-    return run(main)
-
-
-@_command
 def checkpoint() -> int:
     from megatron.checkpoint.cli import main
     return run(lambda: main(sys.argv[1:]))
+
+
+def _main_of(module: str) -> Callable[[], int]:
+    return _command(lambda: run(import_module(module).main))
+
+
+plan = _main_of("megatron.plan.cli")
+generate = _main_of("megatron.inference.cli")
+evaluate = _main_of("megatron.evaluate.cli")
+serve = _main_of("megatron.serve.cli")
+report = _main_of("megatron.report.cli")
+tune = _main_of("megatron.tune.cli")
 
 
 @_command

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
     values = torch.tensor(numbers, dtype=torch.float64)
     if not group.is_solo:
         dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
-    found: list[float] = values.tolist()
-    return found
+    return cast(list[float], values.tolist())
 
 
 def barrier(group: Group) -> None:
@@ -137,10 +136,8 @@ def broadcast_into(x: Tensor, src: int, group: Group) -> CollectiveWork:
 
 def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
     if full.numel() != group.size * shard.numel():
-        raise ParallelError(
-            f"a full buffer of {full.numel()} elements does not hold {group.size} shards of {shard.numel()}: "
-            f"pad it to {group.size * shard.numel()}"
-        )
+        raise ParallelError(f"a full buffer of {full.numel()} elements does not hold {group.size} shards of "
+                            f"{shard.numel()}: pad it to {group.size * shard.numel()}")
 
 
 # -- out of place: for autograd and small values -------------------------------------------------------------------

@@ -86,7 +86,10 @@ def _block_loss(logits: Tensor, target: Tensor, row_scale: Tensor | None, shard:
     if shard.tp.is_solo:
         loss = -at_target
     else:
-        lse = _log_sum_exp(logits, log_p) if shard.num_columns else torch.full_like(at_target, -torch.inf)
+        lse = torch.full_like(at_target, -torch.inf)
+        if shard.num_columns:  # what log_softmax subtracted: recovered at the largest logit, where rounding is smallest
+            top, at_top = logits.max(dim=1)
+            lse = top.float() - log_p.gather(1, at_top.unsqueeze(1)).squeeze(1)
         global_lse, at_target = _combine_across_ranks(shard, lse, (at_target + lse).masked_fill(~is_local, 0))
         loss = global_lse - at_target
         log_p += (lse - global_lse).unsqueeze(1)
@@ -104,13 +107,6 @@ def _combine_across_ranks(shard: VocabShard, lse: Tensor, at_target: Tensor) -> 
     top = all_reduce(lse, shard.tp, "max")
     total, at_target = all_reduce(torch.stack([(lse - top).exp(), at_target]), shard.tp)
     return top + total.log(), at_target
-
-
-def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
-    """The log-sum-exp that log_softmax subtracted from each row, recovered at the largest logit, where rounding is
-    smallest."""
-    top, column = logits.max(dim=1)
-    return top.float() - log_p.gather(1, column.unsqueeze(1)).squeeze(1)
 
 
 def _accumulate_weight_grad(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:

@@ -25,9 +25,8 @@ from mpu.groups import Group
 from mpu.split import split_range
 
 
-def split_tensor_along_last_dim(
-    x: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
+def split_tensor_along_last_dim(x: Tensor, num_partitions: int,
+                                contiguous_split_chunks: bool = False) -> tuple[Tensor, ...]:
     """[..., n] -> num_partitions times [..., n / num_partitions]."""
     start, stop = split_range(0, num_partitions, x.shape[-1])
     chunks = x.split(stop - start, dim=-1)

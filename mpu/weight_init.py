@@ -238,7 +238,7 @@ def _shift_right_numpy(z: Tensor, by: int, out: Tensor) -> Tensor:
 
 def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
     """The same integers from torch's signed int64."""
-    z.mul_(_SPLITMIX_INCREMENT).add_(_to_int64(key))
+    z.mul_(_SPLITMIX_INCREMENT).add_((key + 2**63) % 2**64 - 2**63)  # modulo 2**64, as a signed int64
     for shift, factor in _SPLITMIX_ROUNDS:
         z.bitwise_xor_(_shift_right_torch(z, shift, shifted)).mul_(factor)
     z.bitwise_xor_(_shift_right_torch(z, 31, shifted))
@@ -247,11 +247,6 @@ def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
 def _shift_right_torch(z: Tensor, by: int, out: Tensor) -> Tensor:
     """Logical right shift (fills with zeros)."""
     return torch.bitwise_right_shift(z, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _to_int64(number: int) -> int:
-    """The number modulo 2**64 as a signed int64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 _INITIALIZER_ATTRIBUTE = "mpu_source"

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.sharding import (check_shardable, compute_device_of, group_from_mesh, require_fsdp_state,
-                                    shard_module, sharded_modules)
+from megatron.fsdp.sharding import (check_shardable, compute_device_of, require_fsdp_state, resolve_group, shard_module,
+                                    sharded_modules)
 from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.zero.bucket import FlatBucket
 
@@ -80,7 +80,8 @@ class FSDPModule(NotCopyable, nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
             member.settings = replace(member.settings, reshard_after_forward=reshard_after_forward)
-            member.root.keep_for_backward(member.unit, not reshard_after_forward)
+            units = member.root.kept_for_backward
+            (units.discard if reshard_after_forward else units.add)(member.unit)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the reduced gradients of this module by `factor` instead of the number of ranks."""
@@ -131,7 +132,10 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
-    group = group_from_mesh(mesh)
+    if mesh is not None and mesh.ndim != 1:
+        raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
+                          "mesh['shard']")
+    group = resolve_group(None if mesh is None else mesh.get_group())
     settings = ShardingSettings(reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
                                 param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
                                 reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),

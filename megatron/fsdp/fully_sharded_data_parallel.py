@@ -1,9 +1,6 @@
-"""FairScale's FullyShardedDataParallel, its wrap helpers (`enable_wrap`, `wrap`, `auto_wrap`, policies) and
-`checkpoint_wrapper`.
+"""FairScale's FullyShardedDataParallel, its wrap helpers and `checkpoint_wrapper`.
 
     model = FullyShardedDataParallel(model, mixed_precision=True)
-    loss = model(batch).mean(); loss.backward(); model.clip_grad_norm_(1.0); optimizer.step()
-
     with enable_wrap(mixed_precision=True):
         model = auto_wrap(model)                    # or wrap(layer), where it is created
 
@@ -16,10 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +53,13 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         check_shardable(module, settings, group, device)
         shard_module(module, settings, group, device)
         self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
-        for line in self.arguments.notes(group.rank):
+        for line in self.arguments.notes() if group.rank == 0 else ():
             print(line, flush=True)
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        inside: nn.Module = self.__dict__[WRAPPED_ATTRIBUTE]
-        return inside
+        return cast(nn.Module, self.__dict__[WRAPPED_ATTRIBUTE])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -122,11 +118,9 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
-    @contextmanager
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
         """Inside, parameters are full. Edits, equal on every rank, are kept unless `volatile`. Collective."""
-        with summon_full_params(self.module, recurse, volatile):
-            yield
+        return summon_full_params(self.module, recurse, volatile)
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """The state dict of `optim` as over the unwrapped model, on the host of `recipient_rank` (None: every rank);

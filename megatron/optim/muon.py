@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.rule import SegmentwiseRule, UpdateSegment
+from megatron.optim.rule import UpdateRule, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
@@ -34,7 +34,7 @@ NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @final
 @dataclass
-class Muon(SegmentwiseRule):
+class Muon(UpdateRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
     _adam: AdamW = field(init=False)
@@ -64,7 +64,13 @@ class Muon(SegmentwiseRule):
             self._adam.step(segment, {**hyper, "lr": lr}, factor=factor, steps_taken=steps_taken)
 
     def _step_matrices(self, segment: UpdateSegment, hyper: Mapping[str, Any], lr: float, factor: float) -> None:
-        directions = self._update_directions(segment, hyper, factor)
+        decay = hyper["momentum"]
+        directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])  # u
+        for start in range(0, len(segment.master), self.tile):
+            tile = slice(start, start + self.tile)
+            grad, momentum = segment.grad[tile].to(torch.float32).mul_(factor), segment.states["exp_avg"][tile]
+            momentum.lerp_(grad, 1 - decay)
+            directions[tile] = grad.lerp_(momentum, decay) if hyper["nesterov"] else momentum
         segment.master.mul_(1 - lr * hyper["weight_decay"])
         for full_param in segment.gather_full_params(directions):
             matrices = full_param.tensors if hyper["split_qkv"] else (full_param.values,)
@@ -72,17 +78,6 @@ class Muon(SegmentwiseRule):
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
             scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])
             segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-lr * scale)
-
-    def _update_directions(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
-        """Update the momentum; returns u of the segment's elements in the dtype of the products."""
-        decay = hyper["momentum"]
-        directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])
-        for start in range(0, len(segment.master), self.tile):
-            tile = slice(start, start + self.tile)
-            grad, momentum = segment.grad[tile].to(torch.float32).mul_(factor), segment.states["exp_avg"][tile]
-            momentum.lerp_(grad, 1 - decay)
-            directions[tile] = grad.lerp_(momentum, decay) if hyper["nesterov"] else momentum
-        return directions
 
     def scalars(self) -> dict[str, Any]:
         return {"newton_schulz": self._precision, "on": self._device_type}
