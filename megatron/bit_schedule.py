@@ -60,9 +60,6 @@ class BitSchedule:
         """The counter at each drop, for a constant factor."""
         return [self.period * (2 * factor) ** number for number in range(self.start - self.target)]
 
-    def bits_at(self, counter: int, factor: int = 1) -> int:
-        return self.start - sum(counter >= drop for drop in self.drop_counters(factor))
-
 
 def period_factor(relative_eigenvalue: float) -> int:
     """The factor of a period (1 to 5) for a block with this eigenvalue relative to the steepest block's."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 
 from megatron.distributed.exit_codes import prepare_streams, run, write_error
 from megatron.distributed.signals import exit_on_stop_signal
@@ -50,16 +49,40 @@ def checkpoint() -> int:
     return run(lambda: main(sys.argv[1:]))
 
 
-def _main_of(module: str) -> Callable[[], int]:
-    return _command(lambda: run(import_module(module).main))
+@_command
+def plan() -> int:
+    from megatron.plan.cli import main
+    return run(main)
 
 
-plan = _main_of("megatron.plan.cli")
-generate = _main_of("megatron.inference.cli")
-evaluate = _main_of("megatron.evaluate.cli")
-serve = _main_of("megatron.serve.cli")
-report = _main_of("megatron.report.cli")
-tune = _main_of("megatron.tune.cli")
+@_command
+def generate() -> int:
+    from megatron.inference.cli import main
+    return run(main)
+
+
+@_command
+def evaluate() -> int:
+    from megatron.evaluate.cli import main
+    return run(main)
+
+
+@_command
+def serve() -> int:
+    from megatron.serve.cli import main
+    return run(main)
+
+
+@_command
+def report() -> int:
+    from megatron.report.cli import main
+    return run(main)
+
+
+@_command
+def tune() -> int:
+    from megatron.tune.cli import main
+    return run(main)
 
 
 @_command

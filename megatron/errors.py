@@ -37,8 +37,6 @@ class CheckpointError(TrainerError):
 class PeerError(TrainerError):
     """Another rank failed or stopped answering."""
 
-    code = EXIT_PEER
-
 
 class NumericsError(TrainerError):
     """Training produced a value it must not go on with."""
@@ -53,9 +51,7 @@ class StorageError(TrainerError):
 
 
 class RankOutOfMemory(TrainerError):
-    """A rank has too little memory for what all ranks do together: they leave with the same line."""
-
-    code = EXIT_PEER
+    """A rank has too little memory for what all ranks do together: all exit with the same message."""
 
 
 class Interrupted(TrainerError):

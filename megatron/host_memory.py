@@ -20,8 +20,8 @@ FILESYSTEM_ROOT = Path("/")
 
 def available_bytes() -> int | None:
     """Bytes that are free or reclaimable."""
-    known = [max(0, limit.bytes - limit.used_bytes()) for limit in _cgroup_limits()]
-    return min([*known, *_read_meminfo("MemAvailable")], default=None)
+    under_limits = [max(0, limit - used) for limit, used in _cgroup_limits()]
+    return min([*under_limits, *_read_meminfo("MemAvailable")], default=None)
 
 
 def peak_resident_bytes() -> int:
@@ -35,13 +35,12 @@ def peak_resident_bytes() -> int:
 
 def total_bytes() -> int | None:
     """Bytes that this process could use if no other process used any."""
-    return min([*(limit.bytes for limit in _cgroup_limits()), *_physical_bytes()], default=None)
+    return min([*(limit for limit, _ in _cgroup_limits()), *_physical_bytes()], default=None)
 
 
 def describe_owner(default: str) -> str:
     """What the memory belongs to, in words; `default` if only the machine limits it."""
-    is_limited = any(limit.bytes < total for limit in _cgroup_limits()
-                     for total in _physical_bytes() or [limit.bytes + 1])
+    is_limited = any(limit < total for limit, _ in _cgroup_limits() for total in _physical_bytes() or [limit + 1])
     return "this container or job" if is_limited else default
 
 
@@ -82,32 +81,19 @@ CGROUP_V2 = _CgroupVersion("sys/fs/cgroup", "memory.max", "memory.current",
                            ("inactive_file", "active_file", "slab_reclaimable"), None)
 
 
-@dataclass(frozen=True)
-class _CgroupLimit:
-    version: _CgroupVersion
-    folder: Path
-    bytes: int
-
-    def used_bytes(self) -> int:
-        try:
-            used = int((self.folder / self.version.usage_file).read_text())
-        except (OSError, ValueError):
-            return 0
-        stat = _read_memory_stat(self.folder)
-        return max(0, used - sum(stat.get(name, 0) for name in self.version.reclaimable))
-
-
-def _cgroup_limits() -> Iterator[_CgroupLimit]:
-    """Limits of this process's group and those around it. In a container the path may be that on the host; the
-    group's own folder is then the mount point."""
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used bytes) of this process's group and those around it. In a container the path may be that on the
+    host; the group's own folder is then the mount point."""
     for version, path in _process_cgroups():
         mounted = FILESYSTEM_ROOT / version.mount_point
         group = mounted / path.lstrip("/")
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # no limit here: no such file, or "max"
-                limit = int((folder / version.limit_file).read_text())
-                yield _CgroupLimit(version, folder,
-                                   min(limit, _read_memory_stat(folder).get(version.hierarchical_limit or "", limit)))
+                limit, stat, used = int((folder / version.limit_file).read_text()), _read_memory_stat(folder), 0
+                with suppress(OSError, ValueError):
+                    used = int((folder / version.usage_file).read_text())
+                yield (min(limit, stat.get(version.hierarchical_limit or "", limit)),
+                       max(0, used - sum(stat.get(name, 0) for name in version.reclaimable)))
             if folder == mounted:
                 break
 

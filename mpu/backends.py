@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, wraps
 from threading import Event
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -53,42 +53,26 @@ class CollectiveWork:
             on_complete()
 
 
-class CollectiveBackend(Protocol):
-    """The operations of one backend; groups have several ranks, and sizes are checked before.
-
-    `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
-    itself, always uses at least fp32. `max_in_flight` limits the elements in flight for backends that buffer received
-    copies; others ignore it."""
-
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
-        """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
-                       max_in_flight: int | None) -> CollectiveWork:
-        """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
-
-    def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
-                   max_in_flight: int | None) -> CollectiveWork:
-        """flat <- the reduction of every rank's `flat`."""
-
-    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
-        """x <- x of group rank `src`."""
-
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
-        """received[k] <- this rank's row of rank k's `sent`; both are [size, n]."""
-
-
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class NativeBackend:
+class CollectiveBackend:
+    """The collectives as torch's own operations, for accelerators; groups have several ranks, and sizes are checked
+    before.
+
+    `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
+    itself, always uses at least fp32. `max_in_flight` limits the elements in flight where received copies are buffered,
+    as in `GlooBackend`."""
+
     @track_async_collective
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
+        """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
         return CollectiveWork([start_all_gather(full, shard, group.process_group_or_none)])
 
     @track_async_collective
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
                        max_in_flight: int | None) -> CollectiveWork:
+        """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
         wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
         # torch 2.13 renames it, and warns about the old name
@@ -99,16 +83,19 @@ class NativeBackend:
     @track_async_collective
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
                    max_in_flight: int | None) -> CollectiveWork:
+        """flat <- the reduction of every rank's `flat`."""
         wide = flat.to(reduce_dtype or flat.dtype)
         work = dist.all_reduce(wide, REDUCE_OPS[op], group=group.process_group_or_none, async_op=True)
         return CollectiveWork([work], None if wide is flat else lambda: flat.copy_(wide))
 
     @track_async_collective
     def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
+        """x <- x of group rank `src`."""
         return CollectiveWork([dist.broadcast(x, group.ranks[src], group=group.process_group_or_none, async_op=True)])
 
     @track_async_collective
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
+        """received[k] <- this rank's row of rank k's `sent`; both are [size, n]."""
         return CollectiveWork(
             [dist.all_to_all_single(received, sent, group=group.process_group_or_none, async_op=True)])
 
@@ -128,7 +115,9 @@ SUM_BLOCK = 1 << 17
 """Elements summed at a time: the fp32 accumulator stays in the cache."""
 
 
-class GlooBackend:
+class GlooBackend(CollectiveBackend):
+    """The same collectives for the CPU, by broadcasts, sends and receives over gloo."""
+
     @track_async_collective
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
         parts = full.view(group.size, -1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu import backends
-from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, NativeBackend, Op, start_all_gather
+from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, Op, start_all_gather
 from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -81,7 +81,7 @@ __all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gathe
            "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
            "all_reduce_min", "reduce_scatter", "reduce_scatter_into"]
 
-_NATIVE, _GLOO = NativeBackend(), GlooBackend()
+_NATIVE, _GLOO = CollectiveBackend(), GlooBackend()
 
 
 def backend_for(x: Tensor) -> CollectiveBackend:

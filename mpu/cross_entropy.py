@@ -50,15 +50,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
     if loss_weight is None:
         if not wants_grad:
             return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses
-        losses = _LinearCrossEntropyPerToken.apply(hidden, weight, target, inputs.shard,
-                                                   chunk_rows)  # type: ignore[no-untyped-call]
-        return cast(Tensor, losses)
+        return cast(Tensor, _LinearCrossEntropyPerToken.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, target, inputs.shard, chunk_rows))
     normalized_weight = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
         return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses @ normalized_weight
-    mean = _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad)
-    return cast(Tensor, mean)
+    return cast(Tensor, _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad))
 
 
 def _chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None) -> LossOutputs:

@@ -81,7 +81,6 @@ class Group:
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether the process group was destroyed."""
         return not self.is_solo and not dist.is_initialized()
 
     @property

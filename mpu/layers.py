@@ -121,9 +121,7 @@ class ColumnParallelLinear(_ParallelModule):
                  dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(0, stride), init_method, tp, dtype, device)
-        self.gather_output = gather_output
-        self.stride = stride
-        self.skip_bias_add = skip_bias_add
+        self.gather_output, self.stride, self.skip_bias_add = gather_output, stride, skip_bias_add
         self.bias = self.make_bias(self.weight.shape[0], Partition(0, stride)) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None
@@ -157,9 +155,7 @@ class RowParallelLinear(_ParallelModule):
                  dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(1, stride), init_method, tp, dtype, device)
-        self.input_is_parallel = input_is_parallel
-        self.stride = stride
-        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel, self.stride, self.skip_bias_add = input_is_parallel, stride, skip_bias_add
         self.bias = self.make_bias(output_size, None) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None

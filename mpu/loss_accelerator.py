@@ -51,18 +51,11 @@ def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, summarie
 
 
 def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None = None) -> LossOutputs:
-    hidden, weight = inputs.hidden, inputs.weight.detach()
-    rows = max(1, min(chunk_rows or rows_per_chunk(len(hidden), len(weight), hidden.element_size()), len(hidden)))
-    total = _weight_grad_buffer(weight, rows >= len(hidden), request.weight_buffer) if request.for_weight else None
-    return run_in_chunks(inputs, request, rows, total, partial(_chunk_loss, inputs.shard), accumulate_weight_grad)
-
-
-def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
-    """Where the weight gradient is accumulated: its buffer if that is fp32, or in its own dtype for a single chunk."""
-    dtype = weight.dtype if one_chunk else torch.float32
-    if weight_buffer is not None and weight_buffer.dtype in (dtype, torch.float32):
-        return weight_buffer
-    return torch.empty_like(weight, dtype=dtype)
+    hidden = inputs.hidden
+    most = chunk_rows or rows_per_chunk(len(hidden), len(inputs.weight), hidden.element_size())
+    rows = max(1, min(most, len(hidden)))
+    return run_in_chunks(inputs, request, rows, partial(_chunk_loss, inputs.shard), accumulate_weight_grad,
+                         always_into_fp32_buffer=True)
 
 
 def _chunk_loss(shard: VocabShard, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:

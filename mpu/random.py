@@ -40,7 +40,6 @@ class RngTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget every stream."""
         self._states.clear()
         self._seeds.clear()
 

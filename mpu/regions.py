@@ -1,7 +1,7 @@
 """The four autograd functions between replicated and split activations.
 
-In a *region* of the model the last dimension of the activations (or the sum that computes them) is split over the
-tensor-parallel group. Each function crosses its border; forward and backward are transposes:
+In a *region* the last dimension of the activations, or the sum that computes them, is split over the tensor-parallel
+group. Each function crosses the border of a region; forward and backward are transposes:
 
     function              forward             backward
     copy_to_region        identity            all-reduce

@@ -1,8 +1,4 @@
-"""Arithmetic of tensor parallelism: which rank owns which slice. No process group, no torch.
-
-A *partition* says how a logical tensor is split over tensor-parallel ranks; a *range* is a half-open pair (start,
-stop).
-"""
+"""Arithmetic of tensor parallelism: which rank owns which slice, as half-open ranges. No process group, no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Initial weights from a counter-based random generator: any slice of a tensor is drawn alone, with the same values.
 
-The value at position e is a function of a key (seed and tensor name) and e only. So a rank draws just the elements it
-keeps, and every tensor-parallel size, ZeRO stage and device gives the same model.
+The value at position e depends only on e and a key (seed and tensor name). So a rank draws just its elements, and every
+tensor-parallel size, ZeRO stage and device gives the same model.
 
     bits      the finalizer of splitmix64 (Steele, Lea and Flood, 2014) over key + counter * odd
     uniform   one counter per element, its upper 24 bits: a value in [0, 1)

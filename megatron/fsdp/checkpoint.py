@@ -70,10 +70,15 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     kinds = sharded_kinds(optimizer, root.trained)
     with buffers_in_own_dtype(module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
+    # the scalar state of each parameter, unless all share one step count
+    scalars = {tuple(sorted(values.items())) for values in numbers.values()}
+    has_one_step_count = (len(scalars) == 1 and {name for name, _ in next(iter(scalars))} == {"step"}
+                          and len(numbers) == sum(len(bucket.parameters) for bucket in root.trained))
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
-                   "rule": _per_param_scalars(numbers, root), **root.loss_scaler.state_dict()},
+                   "rule": {} if has_one_step_count or not numbers else {"parameters": dict(numbers)},
+                   **root.loss_scaler.state_dict()},
         "optimizer": type(optimizer).__name__,
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -157,14 +162,6 @@ def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.d
     """The dtype of a kind of state, equal on all ranks."""
     found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
     return next((local_tensor(value).dtype for value in found if value is not None), bucket.master_state.dtype)
-
-
-def _per_param_scalars(numbers: Mapping[str, OptimState], root: FSDPRoot) -> dict[str, Any]:
-    """Scalar state of each parameter, unless all share one step count."""
-    kinds = {tuple(sorted(values.items())) for values in numbers.values()}
-    parameters = sum(len(bucket.parameters) for bucket in root.trained)
-    is_even = len(kinds) == 1 and len(numbers) == parameters and {name for name, _ in next(iter(kinds))} == {"step"}
-    return {} if is_even or not numbers else {"parameters": dict(numbers)}
 
 
 # ---- what is read ------------------------------------------------------------------------------------------------

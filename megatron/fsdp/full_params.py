@@ -39,7 +39,7 @@ def local_masters(bucket: FlatBucket) -> Tensor:
 
 
 def gather_masters(bucket: FlatBucket) -> list[Tensor]:
-    """The full masters, one tensor for each parameter. Collective."""
+    """One full tensor for each parameter. Collective."""
     return gather_shards(bucket, local_masters(bucket))
 
 

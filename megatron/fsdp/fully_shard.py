@@ -122,14 +122,20 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
                 offload_policy: Any = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
                 sync_module_states: bool = False) -> Modules:
     """Shard the parameters of `module`, except those of modules inside that are sharded already; returns the module.
-    Modules of a list are sharded one by one. Collective. If a check raises ConfigError, no module is sharded.
+    Modules of a list are sharded one by one, except those inside another one. Collective. If a check raises
+    ConfigError, no module is sharded.
 
     `mesh` has one dimension (None: all ranks). `reshard_after_forward` frees gathered parameters between forward and
     backward; with a number they stay sharded over that many neighbouring ranks. None means False for an outermost
     module, whose backward comes first, and True otherwise. Ranks must start from equal weights, or pass
     `sync_module_states` (not in torch) to take rank 0's.
     """
-    modules = [module] if isinstance(module, nn.Module) else _outermost(module)
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    if not all(isinstance(one, nn.Module) for one in given):
+        raise ConfigError("fully_shard takes a module or a list of modules, not "
+                          f"{', '.join(type(one).__name__ for one in given)}")
+    inside = {id(child) for one in given for child in one.modules() if child is not one}
+    modules = [one for one in dict.fromkeys(given) if id(one) not in inside]
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
     if mesh is not None and mesh.ndim != 1:
@@ -158,12 +164,3 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
 def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Cached: torch.compile guards on the class, so modules of one class must share it."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules that are inside no other one of the list."""
-    if not all(isinstance(one, nn.Module) for one in modules):
-        raise ConfigError("fully_shard takes a module or a list of modules, not "
-                          f"{', '.join(type(one).__name__ for one in modules)}")
-    inside = {id(child) for one in modules for child in one.modules() if child is not one}
-    return [one for one in dict.fromkeys(modules) if id(one) not in inside]

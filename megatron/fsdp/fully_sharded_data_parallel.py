@@ -157,9 +157,6 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
 Policy = Callable[..., bool]
 
-EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
-FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
-
 _WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = (
     ContextVar("wrap", default=None))
 
@@ -221,8 +218,8 @@ def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params:
                              exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
                              skip_params_check_for_root: bool = False) -> bool:
     """Select modules with at least `min_num_params` elements that are not yet wrapped."""
-    leaves = tuple(FORCE_LEAF if force_leaf_modules is None else force_leaf_modules)
-    excluded = tuple(EXCLUDE if exclude_wrap_modules is None else exclude_wrap_modules)
+    leaves = tuple((nn.MultiheadAttention,) if force_leaf_modules is None else force_leaf_modules)
+    excluded = tuple((nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else exclude_wrap_modules)
     is_large = unwrapped_params >= min_num_params
     if recurse:
         return is_large and not isinstance(module, leaves)

@@ -93,7 +93,7 @@ class FSDPLossScaler:
 
     @property
     def scale(self) -> float:
-        return self._state.scale if self.is_enabled else 1.0
+        return self._state.scale
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_scale": self.scale, "clean_steps": self._state.clean_steps,
@@ -107,8 +107,6 @@ class FSDPLossScaler:
     def update(self, overflow: bool) -> bool:
         """Update the scale after a reduced backward; True if it overflowed. Raises NumericsError if the scale cannot
         fall further."""
-        if not self.is_enabled:
-            return False
         exhausted = overflow and self._rule.is_exhausted(self._state)
         self._state = self._rule.next_state(self._state, overflow=overflow)
         self.skipped_backwards += overflow

@@ -96,8 +96,11 @@ def _is_sharded(parameter: nn.Parameter, kind: str, value: Any) -> bool:
                       "for all, and cannot be gathered")
 
 
-def shard_full_state(parameter: nn.Parameter, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
-    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split."""
+def shard_full_state(parameter: nn.Parameter | None, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
+    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split; all of it if the
+    parameter is not sharded."""
+    if not isinstance(parameter, ShardedParam):
+        return dict(state)
     whole, name, offset = segment_location(parameter)
     count = local_tensor(parameter).numel()
     local: OptimState = {}
@@ -164,8 +167,7 @@ def scatter_from_rank0(parameters: Mapping[str, nn.Parameter], states: Mapping[s
             # bytes: works for every dtype
             broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
         sharded = {kind for kind, what in kinds.items() if isinstance(what, list) and what[2]}
-        is_param_sharded = isinstance(parameters.get(name), ShardedParam)
-        local[name] = shard_full_state(parameters[name], full, sharded) if is_param_sharded else full
+        local[name] = shard_full_state(parameters.get(name), full, sharded)
     return local
 
 
@@ -202,8 +204,7 @@ def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full
         if int(index) >= len(names) or names[int(index)] not in parameters:
             raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
                               "parameter: give it that of this model's optimizer")
-        parameter = parameters[names[int(index)]]
-        state[index] = shard_full_state(parameter, whole, split) if isinstance(parameter, ShardedParam) else whole
+        state[index] = shard_full_state(parameters[names[int(index)]], whole, split)
     return {"state": state, "param_groups": full["param_groups"]}
 
 
@@ -284,9 +285,8 @@ def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
         if unknown and options.strict:
             raise ConfigError(f"set_optimizer_state_dict: {len(unknown)} names are not the optimizer's, {min(unknown)} "
                               "first")
-        state = {index: shard_full_state(parameter, states[name], split) if is_full and isinstance(
-            parameter, ShardedParam) else dict(states[name])
-            for index, (name, parameter) in enumerate(parameters.items()) if name in states}
+        state = {index: shard_full_state(parameter, states[name], split) if is_full else dict(states[name])
+                 for index, (name, parameter) in enumerate(parameters.items()) if name in states}
         own = optimizer.state_dict()["param_groups"]
         for group, with_params in zip(own, optimizer.param_groups, strict=True):
             # the saved group that has a parameter in common

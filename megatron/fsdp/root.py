@@ -167,7 +167,7 @@ class FSDPRoot:
         self._running_units.clear()  # left by a forward that raised
         if self.full_params_holder is not None:
             raise ConfigError(
-                f"a forward inside {self.full_params_holder}: its parameters are lent there; leave it first. (A "
+                f"a forward inside {self.full_params_holder}: its parameters are gathered there; leave it first. (A "
                 "forward needs none: every rank calls it, and parameters come as they are used.)")
         if not self._is_watched:  # roots are still merged until the first forward
             self._is_watched = True
@@ -257,7 +257,7 @@ class FSDPRoot:
         self.apply_user_writes()
         if self.full_params_holder is not None:
             raise ConfigError(
-                f"a backward inside {self.full_params_holder}: its parameters are lent there; leave it first")
+                f"a backward inside {self.full_params_holder}: its parameters are gathered there; leave it first")
         for views in self._grad_views:
             views.take_user_grads()
         self.passes.begin_backward(reduces=self.reduces_grads)

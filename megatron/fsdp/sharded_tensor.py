@@ -149,8 +149,6 @@ class ParamSegment(PartialTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Run(of {_describe(self)}, {local_tensor(self).numel()} elements from {self.offset}, {self.dtype})"
 
-    __str__ = __repr__
-
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
 
@@ -171,8 +169,6 @@ class UnreducedGrad(ParamSegment):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unsummed(gradient of {_describe(self)}, not summed over the ranks yet)"
-
-    __str__ = __repr__  # type: ignore[assignment]
 
     @staticmethod
     def error() -> ConfigError:
@@ -282,7 +278,6 @@ class ShardedParamViews:
         self.restore_views()
 
     def restore_views(self) -> None:
-        """Replace empty parameters by views of their segments."""
         bucket = self._bucket()
         if self in self.without_elements and bucket is not None and bucket.params_are_placeholders:
             self._set_views(bucket)

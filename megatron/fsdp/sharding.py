@@ -236,12 +236,12 @@ def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, gr
 def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]],
                             ) -> Iterator[tuple[FSDPState, list[nn.Parameter]]]:
     """Units inside, each with those of its parameters that are also used outside it."""
-    unit_of = {id(child): member.unit.module for _, child, member in inner}
+    units = {id(child) for _, child, _ in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
         child = unwrap(child)
-        unit = id(child) if id(child) in unit_of else unit
+        unit = id(child) if id(child) in units else unit
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(unit)
         for one in child.children():

@@ -5,10 +5,9 @@ momentum for hidden matrices, and AdamW for all other parameters.
     w <- (1 - lr decay) w - lr scale orthogonal(u)
 
 The full logical matrix is orthogonalized, so the result does not depend on ZeRO or tensor parallelism. u is gathered in
-the dtype of the products: bf16, or fp32 on a CPU without bf16 instructions. A checkpoint records the dtype, and a run
-resumed on that kind of device keeps it. q, k and v of a fused projection are three matrices. Param groups mark hidden
-matrices by `use_muon` (zero/units.py). Both kinds of parameter have two states, as all parameters of a bucket must have
-the same; the second of a matrix stays 0.
+the dtype of the products: bf16, or fp32 on a CPU without bf16 instructions; a run resumed on that kind of device keeps
+it. Param groups mark hidden matrices by `use_muon` (zero/units.py). All parameters of a bucket have the same two
+states; the second of a matrix stays 0.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Muon(UpdateRule):
             directions[tile] = grad.lerp_(momentum, decay) if hyper["nesterov"] else momentum
         segment.master.mul_(1 - lr * hyper["weight_decay"])
         for full_param in segment.gather_full_params(directions):
-            matrices = full_param.tensors if hyper["split_qkv"] else (full_param.values,)
+            matrices = full_param.values.chunk(full_param.num_fused if hyper["split_qkv"] else 1, full_param.dim)
             for matrix in matrices:
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
             scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])

@@ -130,23 +130,14 @@ class OneBitAdam(OneBitRule):
             weights.addcdiv_(momentum, rms, value=-hyper["lr"] / m_correction)
 
 
-@dataclass
-class _TrustState:
-    """Of the parameters of a bucket: [slots] in fp64, equal on all ranks that hold segments of them."""
-
-    average: Tensor
-    """Moving average of the trust ratios; 0 before the first."""
-    factor: Tensor
-    """The last one."""
-
-
 @final
 @dataclass
 class OneBitLamb(OneBitRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
-    _trust: dict[tuple[str, ...], _TrustState] = field(default_factory=dict, init=False)
-    """By the names of a bucket's parameters."""
+    _trust: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    """Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:
+    [slots] in fp64, equal on all ranks that hold segments of them."""
     _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
     """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
@@ -158,34 +149,32 @@ class OneBitLamb(OneBitRule):
         self._lamb = Lamb(self.tile)
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        trust = self._trust_of(segment)
+        names = tuple(segment.param_names)
+        if names not in self._trust:
+            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
+                                 device=segment.master.device).view(-1, 2)
+            self._trust[names] = known[:, 0], known[:, 1]
+        average, last_factor = self._trust[names]
         if self.frozen_at is None:
             ratios = self._lamb.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
-            after = trust.average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
-            trust.average = torch.where(ratios == 1, trust.average, after)
+            after = average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
+            self._trust[names] = torch.where(ratios == 1, average, after), last_factor
             return
         if steps_taken == self.frozen_at:
             segment.states["exp_avg_sq_fresh"].copy_(segment.states["exp_avg_sq"])
         update = _FrozenVarianceUpdate(segment, hyper, self.frozen_at, steps_taken, self.tile)
         largest, share = update.measure(factor)
         blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
-        low, high = (trust.factor * (1 + change) for change in (-hyper["factor_threshold"], hyper["factor_threshold"]))
-        trust.factor = torch.where(largest > 0, blended.clamp(low, high), trust.factor)
-        update.apply(torch.where(trust.average == 0, 1.0, trust.average) * trust.factor)
-
-    def _trust_of(self, segment: UpdateSegment) -> _TrustState:
-        names = tuple(segment.param_names)
-        if names not in self._trust:
-            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
-                                 device=segment.master.device)
-            self._trust[names] = _TrustState(*known.view(-1, 2).unbind(1))
-        return self._trust[names]
+        low, high = (last_factor * (1 + change) for change in (-hyper["factor_threshold"], hyper["factor_threshold"]))
+        new_factor = torch.where(largest > 0, blended.clamp(low, high), last_factor)
+        self._trust[names] = average, new_factor
+        update.apply(torch.where(average == 0, 1.0, average) * new_factor)
 
     def scalars(self) -> dict[str, Any]:
         """Of all parameters, as every rank knows them."""
         known = dict(self._restored_trust)
-        for names, trust in self._trust.items():
-            known |= zip(names, map(list, zip(trust.average.tolist(), trust.factor.tolist())))
+        for names, (averages, factors) in self._trust.items():
+            known |= zip(names, map(list, zip(averages.tolist(), factors.tolist())))
         return {**super().scalars(), "trust": known}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
@@ -218,7 +207,7 @@ class _FrozenVarianceUpdate:
             grad.copy_(momentum)  # the new exp_avg
             update = self._update_without_decay(tile)
             norms_without_decay[slot] += sum_of_squares(update)
-            with_decay[slot] += sum_of_squares(self._add_decay(update, tile))
+            with_decay[slot] += sum_of_squares(update.add_(segment.master[tile], alpha=self._hyper["weight_decay"]))
             frozen = states["exp_avg_sq"][tile]
             ratios = denominator(frozen, self._v_correction, self._hyper).div_(
                 denominator(fresh, self._fresh_v_correction, self._hyper)).masked_fill_(frozen == 0, 0.0)
@@ -231,11 +220,9 @@ class _FrozenVarianceUpdate:
         return (states["exp_avg"][tile] / self._m_correction).div_(
             denominator(states["exp_avg_sq"][tile], self._v_correction, self._hyper))
 
-    def _add_decay(self, update: Tensor, tile: slice) -> Tensor:
-        return update.add_(self._segment.master[tile], alpha=self._hyper["weight_decay"])
-
     def apply(self, coefficients: Tensor) -> None:
         """Update the weights."""
         for slot, tile in self._tiles:
-            update = self._add_decay(self._update_without_decay(tile), tile)
-            self._segment.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
+            weights = self._segment.master[tile]
+            update = self._update_without_decay(tile).add_(weights, alpha=self._hyper["weight_decay"])
+            weights.sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))

@@ -48,11 +48,6 @@ class FullParam:
     local_values: Callable[[], Tensor]
     """The segment's part of the current values, on the segment's device."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The concatenated tensors, as views of `values`."""
-        return self.values.chunk(self.num_fused, self.dim)
-
 
 def _no_full_params(values: Tensor) -> Iterator[FullParam]:
     raise AssertionError("the parameters of this segment cannot be gathered")

@@ -109,7 +109,13 @@ class TorchRule(UpdateRule):
             for name, state_tile in flat_states.items():
                 if state.get(name, state_tile) is not state_tile:
                     state_tile.copy_(state[name])
-            self._store_scalars(segment, state, steps_taken)
+            numbers, known = self._scalars_in(state), self._scalars_by_group.get(segment.group, {})
+            if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
+                self._scalars_by_group[segment.group] = {
+                    **{steps: known[steps] for steps in known if steps == steps_taken},
+                    steps_taken + 1: {name: value.item() if isinstance(value, Tensor) else value
+                                      for name, value in numbers.items()}}
+                self._scalar_templates[segment.group, segment.master.device] = numbers
 
     def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
         """The group's scalars after `steps_taken` steps, in the optimizer's types. Raises CheckpointError if they are
@@ -129,15 +135,6 @@ class TorchRule(UpdateRule):
                 "checkpoint is of another optimizer; go on without its optimizer state (--no-load-optim)")
         return {name: torch.full_like(template, known[name]) if isinstance(template, Tensor)
                 else type(template)(known[name]) for name, template in templates.items()}
-
-    def _store_scalars(self, segment: UpdateSegment, state: ParamState, steps_taken: int) -> None:
-        known = self._scalars_by_group.get(segment.group, {})
-        numbers = self._scalars_in(state)
-        if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
-            self._scalars_by_group[segment.group] = {steps: known[steps] for steps in known if steps == steps_taken}
-            self._scalars_by_group[segment.group][steps_taken + 1] = {
-                name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
-            self._scalar_templates[segment.group, segment.master.device] = numbers
 
     def _scalars_in(self, state: ParamState) -> ParamState:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}

@@ -79,8 +79,8 @@ class CheckpointInputStorage:
         if buffer is None or not (buffer.used_rows or buffer.fits(each, x.dtype)):
             buffer = self._buffers[argument] = _ContiguousBuffer(_allocate_like((self._rows, each), x, on_host))
         require(buffer.fits(each, x.dtype), f"{each} elements of {x.dtype} are to be kept of argument {argument} of a "
-                f"chunk, in a buffer with rows of {buffer}: contiguous_memory_optimization needs inputs of one size; "
-                "leave it out")
+                f"chunk, in a buffer with rows of {buffer.memory.shape[1]} of {buffer.memory.dtype}: "
+                "contiguous_memory_optimization needs inputs of one size; leave it out")
         return buffer
 
 
@@ -93,22 +93,19 @@ class _ContiguousBuffer:
     """Rows of equal length, in one allocation. A row becomes free when nothing refers to it."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+        self.memory = memory
         self.used_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
-    def __str__(self) -> str:
-        return f"{self._memory.shape[1]} of {self._memory.dtype}"
-
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
-        return self._memory.shape[1] == numel and self._memory.dtype == dtype
+        return self.memory.shape[1] == numel and self.memory.dtype == dtype
 
     def acquire_row(self) -> Tensor:
-        rows = len(self._memory)
+        rows = len(self.memory)
         free = next((row for row in range(rows) if row not in self.used_rows), None)
         if free is None:
             raise ConfigError(f"{rows} kept inputs wait for their backward, and number_checkpoints is {rows}: "
                               "raise it to the number of chunks between a forward and its backward")
-        self.used_rows[free] = row = self._memory[free]
+        self.used_rows[free] = row = self.memory[free]
         return row
 
 
@@ -156,10 +153,6 @@ def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None
             tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
     event: torch.cuda.Event = stream.record_event()
     return event
-
-
-SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary", "profile_backward")
 
 
 class Recomputation:
@@ -233,5 +226,6 @@ def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[s
     if device.type == "cpu":
         idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
     if not config.checkpoint_activations:
-        idle = dict.fromkeys(SWITCHES, "--checkpoint-activations is off")
+        idle = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                              "synchronize_checkpoint_boundary", "profile_backward"), "--checkpoint-activations is off")
     return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]
