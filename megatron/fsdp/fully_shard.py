@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.sharding import (check_shardable, compute_device_of, require_fsdp_state, resolve_group, shard_module,
-                                    sharded_modules)
+from megatron.fsdp.sharding import check_shardable, require_fsdp_state, resolve_group, shard_module, sharded_modules
 from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.zero.bucket import FlatBucket
 
@@ -153,9 +152,9 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
-        check_shardable(one, settings, group, compute_device_of(one, group), ignored)
+        check_shardable(one, settings, group, ignored)
     for one in modules:  # after all checks, so that an error leaves no module sharded
-        shard_module(one, settings, group, compute_device_of(one, group), ignored)
+        shard_module(one, settings, group, ignored)
         one.__class__ = _fsdp_class(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module
 

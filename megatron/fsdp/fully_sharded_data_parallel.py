@@ -29,8 +29,8 @@ from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.full_params import temporarily_replaced
 from megatron.fsdp.fully_shard import NotCopyable
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, compute_device_of, require_fsdp_state,
-                                    resolve_group, shard_module, sharded_modules)
+from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, require_fsdp_state, resolve_group,
+                                    shard_module, sharded_modules)
 from megatron.fsdp.sharding_settings import FairScaleArguments, parse_arguments
 from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
                                       local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
@@ -49,9 +49,9 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         super().__init__()
         self.arguments: FairScaleArguments = parse_arguments(given)
         group = resolve_group(process_group)
-        settings, device = self.arguments.to_settings(group.size), compute_device_of(module, group)
-        check_shardable(module, settings, group, device)
-        shard_module(module, settings, group, device)
+        settings = self.arguments.to_settings(group.size)
+        check_shardable(module, settings, group)
+        shard_module(module, settings, group)
         self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
         for line in self.arguments.notes() if group.rank == 0 else ():
             print(line, flush=True)

@@ -37,7 +37,6 @@ from megatron.zero.units import attach_main_grad_writers, detach_main_grad_write
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
-UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
 """A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
@@ -64,7 +63,7 @@ class FSDPRoot:
         self.summoned: set[FlatBucket] = set()
         """Buckets whose full parameters `summon_full_params` has given to the user."""
         self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
-        self.param_coordinator = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=kept_for_backward,
+        self.param_coordinator = ParamCoordinator(units, max_live=1 << 62, kept_for_backward=kept_for_backward,
                                                   prefetches=True, log=log)
         self.passes = PassCoordinator(
             units, self.param_coordinator, ReductionOrder(units, 1, log), log, NoGradForwardChecker(dp, device, log),

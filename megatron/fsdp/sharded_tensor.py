@@ -402,8 +402,8 @@ def _count_inplace_writes(func: Callable[..., Any], args: tuple[Any, ...]) -> No
     if not (name.endswith("_") and not name.endswith("__") or name.startswith("__i")):
         return
     for one in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
-        if isinstance(one, ParamSegment) and one.owner is not None:
-            _count_write(one.owner)
+        if isinstance(one, ParamSegment):
+            _count_write(one)
 
 
 def _count_write(part: Tensor) -> None:

@@ -145,10 +145,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.__dict__.get(WRAPPED_ATTRIBUTE, model))
 
 
-def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
                     ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise ConfigError if the module cannot be sharded; changes nothing. Collective over the group."""
-    kind = type(module).__name__
+    kind, device = type(module).__name__, compute_device_of(module, group)
     if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
     inner = list(sharded_modules(module))
@@ -180,10 +180,10 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
     _check_reshard_size(settings.reshard_after_forward, group)
 
 
-def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
                  ignored: Collection[nn.Parameter] = ()) -> FSDPState:
     """Shard a module that passed `check_shardable`. Collective over the group."""
-    inner = list(sharded_modules(module))
+    inner, device = list(sharded_modules(module)), compute_device_of(module, group)
     for one, shared in _externally_used_params(module, inner):
         one.unit = replace(one.unit, buckets=tuple(_drop_params({id(parameter) for parameter in shared}, one)))
     own = _own_parameters(module, ignored)
