@@ -169,9 +169,9 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
     _check_not_tensor_parallel(module)
     buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, sharded_inside)
                for name, buffer in child.named_buffers(recurse=False)}
-    check_same_on_all_ranks(own, buffers, group, kind, settings=vars(settings), values=not settings.sync_module_states,
-                            sharded_before=[path for path, _, _ in sorted(sharded_inside,
-                                                                          key=lambda one: one[2].sharded_at)])
+    in_order = sorted(sharded_inside, key=lambda one: one[2].sharded_at)
+    check_same_on_all_ranks(own, buffers, group, kind, sharded_before=[path for path, _, _ in in_order],
+                            settings=settings.by_argument(), values=not settings.sync_module_states)
     _check_reshard_size(settings.reshard_after_forward, group)
 
 
