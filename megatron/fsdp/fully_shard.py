@@ -113,6 +113,10 @@ class UnshardHandle:
             bucket.wait_for_param_gather()
 
 
+_ARGUMENT_NAMES = {**{name: f"mp_policy.{name}" for name in ("param_dtype", "reduce_dtype", "output_dtype")},
+                   "input_dtype": "mp_policy.cast_forward_inputs", "pin_memory": "offload_policy.pin_memory",
+                   "offload_to_host": "offload_policy (CPUOffloadPolicy)"}
+
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
 
 
@@ -147,7 +151,8 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
                                 output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
                                 input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
                                 offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(
-                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states)
+                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states,
+                                argument_names=_ARGUMENT_NAMES)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):

@@ -56,7 +56,7 @@ def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Ma
     `sharded_before`: modules inside that are sharded already, in that order. Collective."""
     if group.is_solo:
         return
-    rows = {"setting": [[name, str(value)] for name, value in vars(settings).items()],
+    rows = {"setting": [[name, str(value)] for name, value in settings.by_argument().items()],
             "module sharded before": [[name] for name in sharded_before],
             "parameter": [[name, describe_tensor(parameter, full_shape(parameter)) +
                            " (frozen)" * (not parameter.requires_grad)] for name, parameter in parameters.items()],

@@ -53,6 +53,13 @@ class ShardingSettings:
     grad_predivide_factor: float = 1.0
     sync_module_states: bool = False
     """All ranks start from rank 0's values."""
+    argument_names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Field -> the argument that sets it, where the user's interface has another name."""
+
+    def by_argument(self) -> dict[str, object]:
+        """The values by the names that the user typed."""
+        return {self.argument_names.get(item.name, item.name): getattr(self, item.name)
+                for item in fields(self) if item.compare}
 
     @property
     def is_kept_for_backward(self) -> bool:
@@ -75,6 +82,11 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype | None:
 
 
 # ---- FairScale's arguments, by name ---------------------------------------------------------------------------------
+
+_ARGUMENT_NAMES = {
+    "param_dtype": "compute_dtype (mixed_precision)", "reduce_dtype": "fp32_reduce_scatter",
+    "input_dtype": "force_input_to_fp32", "offload_to_host": "move_params_to_cpu (cpu_offload)",
+    "grad_predivide_factor": "gradient_predivide_factor"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,8 @@ class FairScaleArguments:
             reduce_dtype=torch.float32 if self.fp32_reduce_scatter else check_dtype("reduce_dtype", reduced),
             input_dtype=self.working_dtype or (torch.float32 if self.force_input_to_fp32 else None),
             buffer_dtype=check_dtype("buffer_dtype", buffers), offload_to_host=on_host,
-            grad_predivide_factor=factor, sync_module_states=self.sync_module_states)
+            grad_predivide_factor=factor, sync_module_states=self.sync_module_states,
+            argument_names=_ARGUMENT_NAMES)
 
     def notes(self) -> list[str]:
         """Notes on arguments that have no effect."""

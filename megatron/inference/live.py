@@ -54,14 +54,14 @@ def _evaluation_model(engine: Engine) -> Iterator[GPT2]:
     require(isinstance(model, GPT2), f"megatron.inference reads GPT2 models, and this engine has a "
             f"{type(model).__name__}: use its forward")
     assert isinstance(model, GPT2)
-    engine.conclude()
+    engine.finish_step()
     all_succeed_or_raise(core.check_before_save, core.groups.world)
     core.sync_delayed_update("megatron.inference.live")
     engine.train(False)
     try:
         yield model
     finally:
-        engine.conclude()
+        engine.finish_step()
         engine.train(training)
 
 

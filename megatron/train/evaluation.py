@@ -66,7 +66,7 @@ def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
                 nats += loss * batch.loss_token_count
                 text += batch.sum_over_loss_tokens(token_bytes)
             done += 1
-        engine.conclude()  # finish pending communication: no rank has received the other ranks' blocks yet
+        engine.finish_step()  # finish pending communication: no rank has received the other ranks' blocks yet
     finally:
         engine.train(True)
     if done < rounds:

@@ -161,7 +161,7 @@ class Trainer:
                 timer.lap()  # exclude evaluation and saving from the step time
         finally:
             stream.close()
-        self.engine.conclude()
+        self.engine.finish_step()
         self.engine.settle()
         if self.save and state.iteration != saved_at:
             self.save(state)
@@ -198,7 +198,7 @@ class Trainer:
         while len(pending_logs) > deferred_steps:
             step = pending_logs.pop(0)
             if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
-                self.engine.conclude()
+                self.engine.finish_step()
             self.stop.mark_started()  # all ranks have completed a step
             loss_sum, *request_counts = step.report.extra_scalars
             requests = LoopRequests(*(count > 0 for count in request_counts))

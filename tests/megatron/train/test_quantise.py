@@ -93,7 +93,7 @@ def rounded(rank: int, world: int, tp: int, stage: int) -> list[dict[str, Tensor
     found = []
     for grid in GRIDS:
         engine = engine_for(tp, world // tp, zero_stage=stage, **grid)
-        engine.conclude()
+        engine.finish_step()
         found.append(gather_full_state_dict(engine.core))
         engine.destroy()
     return found
@@ -121,7 +121,7 @@ def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
             engine.step()
         assert engine.core.state.moq is not None
         assert engine.core.state.moq.progress[0].bits == 4
-        engine.conclude()
+        engine.finish_step()
         return gather_full_state_dict(engine.core)
 
 

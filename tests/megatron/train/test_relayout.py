@@ -165,7 +165,7 @@ def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what
         with as_on_a_gpu():
             said, words = train(again), "saved on the CPU, now on a GPU"
     assert [line for line in said.splitlines() if "random" in line and "tokens" not in line] == [
-        f" random streams start anew: {words}, which draws other numbers"]
+        f" random streams start from the seed: {words}, which draws other numbers"]
     assert " resharded: " not in said
     found, expected = steps(tmp_path / "m"), steps(tmp_path / "whole")[3:]
     assert [step["loss_scale"] for step in found] == [step["loss_scale"] for step in expected]
