@@ -43,7 +43,6 @@ class CompressedGradExchange:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.bucket_exchanges: list[CompressedBucketExchange] = []
         """One for each bucket, once the rule is compressed."""
-        self._is_paused = False
 
     @property
     def is_compressed(self) -> bool:
@@ -55,20 +54,18 @@ class CompressedGradExchange:
                                  for bucket in self._state.buckets] if self._rule.is_compressed else []
         self._set_skip_reduction()
 
-    def _set_skip_reduction(self) -> None:
+    def _set_skip_reduction(self, *, is_paused: bool = False) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.skip_reduction = self.is_compressed and not self._is_paused
+            bucket.grads.skip_reduction = self.is_compressed and not is_paused
             bucket.peers_know_states = bool(self.bucket_exchanges)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Between two steps: backward passes inside reduce their gradients as without compression."""
-        self._is_paused = True
-        self._set_skip_reduction()
+        self._set_skip_reduction(is_paused=True)
         try:
             yield
         finally:
-            self._is_paused = False
             self._set_skip_reduction()
 
     def begin_step(self) -> str | None:

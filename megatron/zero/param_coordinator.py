@@ -189,5 +189,5 @@ class ParamCoordinator(NoopCoordinator):
         needed = self.gathered_numel + unit.numel
         if needed > self._max_live:
             raise ConfigError(
-                f"{needed} parameters have to be whole at once for {unit.name}, and --stage3-max-live-parameters is "
+                f"{needed} parameters have to be gathered at once for {unit.name}, and --stage3-max-live-parameters is "
                 f"{self._max_live}: raise it to {needed}, or cut the model finer (blocks in a ModuleList, TiledLinear)")

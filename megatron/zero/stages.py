@@ -70,19 +70,19 @@ def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool
     stage, is_sharded = zero.zero_stage, zero.zero_stage >= SHARDED_FROM_STAGE["optim"]
     reasons: list[tuple[str, str]] = []
     if stage < SHARDED_FROM_STAGE["params"]:
-        reasons += [(item.name, f"at stage {stage}, where parameters are whole") for item in fields(ZeroConfig)
+        reasons += [(item.name, f"at stage {stage}, where parameters are not sharded") for item in fields(ZeroConfig)
                     if item.name.startswith("stage3_")]
     if is_sharded:
-        reasons.append(("allgather_partitions", "here: each device has one way to collect weights"))
+        reasons.append(("allgather_partitions", "here: each device has one way to gather weights"))
     else:
-        reasons += [(name, f"at stage {stage}, where nothing is split")
+        reasons += [(name, f"at stage {stage}, where nothing is sharded")
                     for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions")]
     if on_cuda:
-        reasons += [(name, "on GPUs, where a block travels in one piece")
+        reasons += [(name, "on GPUs, where a bucket is sent at once")
                     for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else []))]
-        reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a block"))
+        reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a bucket"))
     if precision == "fp32":
-        reasons.append(("load_from_fp32_weights", "in fp32, where masters and weights are one"))
+        reasons.append(("load_from_fp32_weights", "in fp32, where the weights are the masters"))
     reasons.append(("round_robin_gradients", "without offloading to the host"))
     given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
     return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}" for name, why in reasons

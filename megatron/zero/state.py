@@ -83,7 +83,7 @@ def parse_offload_states(include: object, device: object) -> list[str]:
     ConfigError for an unknown state or another device than the host."""
     where = str(_enum_value(device))
     if where != OffloadDeviceEnum.cpu.value:
-        raise ConfigError(f"offload_states: device is {where!r}, and states can be set aside on the host alone: give "
+        raise ConfigError(f"offload_states: device is {where!r}, and states can be offloaded to the host only: give "
                           "\"cpu\"")
     known = [state.value for state in OffloadStateTypeEnum]
     if include is None:
@@ -93,7 +93,7 @@ def parse_offload_states(include: object, device: object) -> list[str]:
         raise ConfigError(f"offload_states: include is a {type(include).__name__}; give a list of {', '.join(known)}")
     wanted = {str(_enum_value(state)) for state in given}
     for name in wanted.difference(known):
-        raise ConfigError(f"offload_states: there is no {name!r} to set aside; known are {', '.join(known)}")
+        raise ConfigError(f"offload_states: unknown state {name!r}; known are {', '.join(known)}")
     return [state for state in known if state in wanted]
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -94,35 +95,35 @@ STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
 the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
 
 
+@dataclass(eq=False)
 class StepReport:
     """What one optimizer step did. Reading it may wait for the device, but never for another rank."""
 
-    def __init__(self, result: StepResult, veto_error: str | None, *, number: int, loss_scale: float, lr: float,
-                 extra_scalar_count: int, settings: StepSettings | None = None) -> None:
-        self.number, self.loss_scale, self.lr = number, loss_scale, lr
-        """The index of the step, the loss scale of its gradients, and the learning rate of the first param group."""
-        self.note: str | None = None
-        """What changes from this step on."""
-        self.skip_warning: str | None = None
-        """Why the step was skipped, if that is unusual. Set by `finish_step`."""
-        self.result, self.veto_error, self._extra_scalar_count = result, veto_error, extra_scalar_count
-        self.settings = settings
-        """The settings of this rank for the step; None on a single rank."""
-        self.losses: Sequence[Tensor] = ()
-        """Of this rank's micro-batches. Read only if a gradient is not finite."""
-        self.given_scalar_count = extra_scalar_count
-        """How many extra scalars this rank gave; the rest of `extra_scalars` is padding."""
-        self._host_result: HostStepResult | None = None
+    result: StepResult
+    veto_error: str | None
+    number: int
+    loss_scale: float
+    lr: float
+    """Of the first param group."""
+    settings: StepSettings | None
+    """The settings of this rank for the step; None on a single rank."""
+    losses: Sequence[Tensor]
+    """Of this rank's micro-batches. Read only if a gradient is not finite."""
+    note: str | None
+    """What changes from this step on."""
+    extra_scalar_count: int
+    given_scalar_count: int
+    """How many extra scalars this rank gave; the rest of `extra_scalar_count` is padding."""
+    skip_warning: str | None = None
+    """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
-    @property
+    @cached_property
     def host_result(self) -> HostStepResult:
-        if self._host_result is None:
-            self._host_result = self.result.to_host()
-        return self._host_result
+        return self.result.to_host()
 
     @property
     def is_on_host(self) -> bool:
-        return self._host_result is not None
+        return "host_result" in self.__dict__
 
     @property
     def applied(self) -> bool:
@@ -134,10 +135,6 @@ class StepReport:
         step was skipped."""
         return self.host_result.norm
 
-    def set_grad_norm(self, norm: float) -> None:
-        """Replace the norm by that of the compressed gradient."""
-        self._host_result = self.host_result._replace(norm=norm)
-
     @property
     def extra_scalars(self) -> tuple[float, ...]:
         """The caller's extra scalars, summed over the world; as many as this rank gave."""
@@ -146,7 +143,7 @@ class StepReport:
     @property
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
-        return self.host_result.scalars[self._extra_scalar_count:]
+        return self.host_result.scalars[self.extra_scalar_count:]
 
 
 class OptimizerStep:
@@ -224,10 +221,10 @@ class OptimizerStep:
             has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
         result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
         report = StepReport(result, veto_error, number=counters.global_steps + 1, settings=settings,
-                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"],
-                            extra_scalar_count=len(extra_scalars))
-        report.note, self._next_note = self._next_note, None
-        report.losses = self._losses  # not reset: a refused step may be called again
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], note=self._next_note,
+                            losses=self._losses,  # not reset: a refused step may be called again
+                            extra_scalar_count=len(extra_scalars), given_scalar_count=len(extra_scalars))
+        self._next_note = None
         if self.is_deferred:
             self._update(lambda device: self._device_scalars(result))
         elif self._result_or_raise(report).applied:
@@ -235,7 +232,7 @@ class OptimizerStep:
             if self._is_compressed:
                 assert self.compressed_exchange is not None
                 factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
-                report.set_grad_norm(norm)
+                report.host_result = report.host_result._replace(norm=norm)
             if self._state.moq is not None:
                 self._state.moq.advance(counters.applied_steps + 1)
             self._update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)

@@ -3,10 +3,7 @@
 Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters, a veto
 flag, and extra scalars of the caller (a loss, a stop request). The sums are on the device at once, so the optimizer
 step follows without a wait; the host reads them later (`to_host`). Where digests differ, the texts behind them are
-gathered and the error names the difference.
-
-A learning rate that is a tensor on the device is not compared: reading it would make the host wait.
-`NoGradForwardChecker` makes the same check after a forward without gradients, which no step follows.
+gathered and the error names the difference. A learning rate on the device is not compared: the host would wait for it.
 """
 
 from __future__ import annotations
@@ -275,6 +272,8 @@ def different_settings_error(settings: StepSettings, world: Group) -> ConfigErro
 
 
 class NoGradForwardChecker:
+    """Checks after a forward without gradients, which no step follows, that the ranks gathered the same units."""
+
     def __init__(self, dp: Group, device: torch.device, log: CollectiveLog) -> None:
         self._dp, self._device, self._log = dp, device, log
         self._pending: HostScalars | None = None

@@ -279,5 +279,5 @@ def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
-            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose matrix never exists whole: give its "
+            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose full matrix never exists: give its "
                               "parameters in a group that says \"use_muon\": false, or leave tiling out")

@@ -5,8 +5,7 @@
 
 *full* functions are collective over data parallel, and take or return the full parameter (of this tensor parallel
 rank). *local* functions use the flat segment that this rank holds, which may be empty. Getters return fp32 copies, or
-None if there is nothing: no engine, a frozen parameter, no reduced gradient. A call on one rank only, and different
-values on different ranks, are errors.
+None without an engine, for a frozen parameter, or without a reduced gradient.
 """
 
 from __future__ import annotations
