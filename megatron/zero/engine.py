@@ -81,15 +81,16 @@ class ZeroEngine:
         self.state = EngineState(self._units, rule, scaling.initial_state(), groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
+        self.all_buckets = self.state.all_buckets
         if (schedule := quantize.schedule) is not None:
             self.state.moq = MoQState(quantize, schedule, module, self.buckets, groups, seed)
             publish_masters(self.buckets)
         on_host = [bucket.storage.updates_on_host for bucket in self.buckets]
         rule.bind_device(HOST if all(on_host) else device, groups.world)
-        for bucket in self.state.all_buckets:
+        for bucket in self.all_buckets:
             register_owning_engine(bucket, self)
-        self._state_offloader = StateOffloader(self.state.all_buckets, buffer_pool, device)
-        self._param_guard = ModelParamGuard(module, self.state.all_buckets)
+        self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
+        self._param_guard = ModelParamGuard(module, self.all_buckets)
         self._optimizer_step = OptimizerStep(
             self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
             divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
@@ -301,7 +302,7 @@ class ZeroEngine:
 
     def wait_for_param_gathers(self) -> None:
         """Wait for the running all-gathers of parameters, so that this rank may exit."""
-        for bucket in self.state.all_buckets:
+        for bucket in self.all_buckets:
             bucket.wait_for_param_gather()
 
     def offload_states(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> bool:
@@ -309,7 +310,7 @@ class ZeroEngine:
         if self.has_gradients:
             raise ConfigError("engine.offload_states() within a step, whose gradients are accumulated: call it after "
                               "the engine.step() that ends the step, or after engine.zero_grad()")
-        for bucket in self.state.all_buckets:
+        for bucket in self.all_buckets:
             bucket.check_not_gathered_by_user("engine.offload_states()")
         if not self._state_offloader.frees_memory:
             return False
@@ -333,7 +334,7 @@ class ZeroEngine:
             handle.remove()
         detach_main_grad_writers(self._units)
         try:
-            for bucket in self.state.all_buckets:
+            for bucket in self.all_buckets:
                 bucket.release_params()
         finally:  # also if NVMe fails
             self.engine_storage.close()

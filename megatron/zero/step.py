@@ -44,14 +44,14 @@ class GradNorm:
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
         self._buckets, self._unreduced = buckets, unreduced
         device = buckets[0].device if buckets else None  # an engine without optimizer has no trainable buckets
-        shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
-        self._shards = shards
-        lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        self._shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank]
+                        for bucket in buckets}
+        lengths = [len(self._shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._row_norms = torch.zeros(sum(lengths), device=device)
         """The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`."""
         self._row_norms_by_bucket = self._row_norms.split(lengths)
         self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
-            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
+            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in self._shards[bucket]]).to(device)
 
     def norm_squared(self) -> Tensor:
         """The squared norm of the rows that this rank counts, a 0-dimensional fp64 tensor. It is not finite if any
