@@ -326,7 +326,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "16bit: name": (lambda e, r, f: e.save_16bit_model(f, f"w{r}.bin"), "save_filename is w0.bin on rank 0, w1.bin"),
     "state dict": (lambda e, r, f: e.load_module_state_dict({}, strict=r == 0), "strict is true on rank 0"),
     "offload": (lambda e, r, f: e.offload_states(["optim_states"] if r else None), "include is "),
-    "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "there is no 'none' to set aside"),
+    "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "unknown state 'none'"),
 }
 
 
