@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-HERE = Path(__file__).resolve()
-sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+FOLDER = Path(__file__).resolve()
+sys.path[:0] = [str(FOLDER.parents[2]), str(FOLDER.parent)]
 
 MODELS = {"tiny": dict(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=257),
           "14M": dict(num_layers=6, hidden_size=384, num_attention_heads=6, vocab_size=8192)}
@@ -72,9 +72,9 @@ def row(what: str, pairs: list[tuple[float, float]], alone: float) -> str:
 
 def launched(ranks: int, *words: object) -> str:
     """A job of this script's; what its rank 0 printed."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(HERE),
-                           *map(str, words)], cwd=HERE.parents[2], env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(FOLDER),
+                           *map(str, words)], cwd=FOLDER.parents[2], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {done.stderr.strip()}")
     return done.stdout
@@ -146,7 +146,7 @@ def steps(pairs: dict[str, int]) -> Iterator[str]:
 def steps_child(name: str, pairs: int) -> int:
     """At stage 3, which tells most places."""
     import torch
-    from whereabouts import counted, silent
+    from rank_status import counted, silent
 
     from megatron.config.tree import build_config
     from megatron.distributed import process_group
