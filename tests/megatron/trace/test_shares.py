@@ -10,7 +10,8 @@ import pytest
 
 from megatron.distributed.rank_status import ACTIVITY, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
 from megatron.trace.export import MemoryLevel, downsample_levels, memory_levels, trace_page
-from megatron.trace.recorder import CollectiveRecord, Interval, StateTimeline, TraceRecorder, merge_intervals, time_by_kind
+from megatron.trace.recorder import (CollectiveRecord, Interval, StateTimeline, TraceRecorder, merge_intervals,
+                                     time_by_kind)
 from megatron.trace.time_breakdown import ATTENTION, LOSS, PRODUCTS, format_breakdown, operation_kind, time_breakdown
 
 
