@@ -97,7 +97,7 @@ STEP_COLUMNS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scal
                 "drive_written_bytes", "pld_theta", "pld_blocks")
 EVALUATION_COLUMNS = ("iteration", "split", "lm_loss", "bits_per_byte")
 MAX_HEADER_CHARS = 4096
-"""Of the first line that is read to compare headers."""
+"""Limit for the first line of an existing table."""
 
 
 class CsvLogger:
