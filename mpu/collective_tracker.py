@@ -22,6 +22,8 @@ class CollectiveState(IntEnum):
 
 
 class CollectiveCounters(Protocol):
+    """Two integers: the CollectiveState, and the number of collectives that this rank has started."""
+
     def __getitem__(self, place: int) -> int: ...
 
     def __setitem__(self, place: int, number: int) -> None: ...

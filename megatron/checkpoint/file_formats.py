@@ -175,6 +175,8 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
+    """The parsed header of a safetensors file."""
+
     tensors: Mapping[str, TensorLocation]
     metadata: Mapping[str, str]
 

@@ -35,7 +35,7 @@ class IgnoredKey:
     json_type: JsonType
     default: Any
     reason: str
-    is_honoured_by_engine: bool = False  # the engine of `zero.initialize` honours it; `reason` applies to the trainer
+    has_effect_in_engine: bool = False  # of `zero.initialize`; `reason` is for the trainer
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ _TOP_LEVEL: dict[str, DsKeyRow] = {
     "zero_allow_untested_optimizer": IgnoredKey(BOOLEAN, False, "every optimizer that is accepted is supported"),
     "zero_force_ds_cpu_optimizer": IgnoredKey(BOOLEAN, True, "the same optimizer runs on every device"),
     "wall_clock_breakdown": IgnoredKey(BOOLEAN, False, "each step's time is in the console line and --metrics-file",
-                                       is_honoured_by_engine=True),
+                                       has_effect_in_engine=True),
     "memory_breakdown": IgnoredKey(BOOLEAN, False, "each step's peak memory is in --metrics-file",
-                                   is_honoured_by_engine=True),
-    "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", is_honoured_by_engine=True),
+                                   has_effect_in_engine=True),
+    "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", has_effect_in_engine=True),
     "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size",), INTEGER)}
 
 _PRECISION: dict[str, DsKeyRow] = {

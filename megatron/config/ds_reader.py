@@ -189,7 +189,7 @@ class DsKeyChecker:
                                   f"expected {json_text(row.values[0])}")
         elif isinstance(row, IgnoredKey):
             converted = _convert_value(path, value, row.json_type)
-            if row.is_honoured_by_engine:
+            if row.has_effect_in_engine:
                 self.values.engine_values[path] = converted
             elif converted != row.default:
                 self.values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")

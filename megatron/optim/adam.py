@@ -96,13 +96,13 @@ class AdamW(UpdateRule):
             if segment.lp_out is None and not _numel_to_widen(segment):
                 yield [segment.master], [segment.grad], [averages], [squares]
                 continue
-            narrows = repeat(None) if segment.lp_out is None else segment.lp_out.split(size)
+            outputs = repeat(None) if segment.lp_out is None else segment.lp_out.split(size)
             tiles = zip(*(flat.split(size) for flat in (segment.master, segment.grad, averages, squares)))
-            for (master, grad, average, square), narrow in zip(tiles, narrows):
+            for (master, grad, average, square), lp_out in zip(tiles, outputs):
                 wide = staged[:len(grad)].copy_(grad) if _numel_to_widen(segment) else grad
                 yield [master], [wide], [average], [square]
-                if narrow is not None:
-                    narrow.copy_(master)
+                if lp_out is not None:
+                    lp_out.copy_(master)
 
     def _large_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
         """As few batches as possible: all fp32 gradients at once, the others by tiles."""
@@ -111,10 +111,10 @@ class AdamW(UpdateRule):
             yield ([segment.master for segment in wide], [segment.grad for segment in wide],
                    [segment.states["exp_avg"] for segment in wide], [segment.states["exp_avg_sq"] for segment in wide])
         for tiles in self._tiles([segment for segment in segments if segment.grad.dtype != torch.float32]):
-            narrow = [segment.grad[part] for segment, part in tiles]
-            staged = torch.empty(sum(map(len, narrow)), dtype=torch.float32, device=narrow[0].device)
-            grads = list(staged.split([len(grad) for grad in narrow]))
-            torch._foreach_copy_(grads, narrow)
+            lp_grads = [segment.grad[part] for segment, part in tiles]
+            staged = torch.empty(sum(map(len, lp_grads)), dtype=torch.float32, device=lp_grads[0].device)
+            grads = list(staged.split([len(grad) for grad in lp_grads]))
+            torch._foreach_copy_(grads, lp_grads)
             yield ([segment.master[part] for segment, part in tiles], grads,
                    [segment.states["exp_avg"][part] for segment, part in tiles],
                    [segment.states["exp_avg_sq"][part] for segment, part in tiles])

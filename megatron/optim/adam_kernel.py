@@ -49,7 +49,7 @@ def _correction(count, log_beta):
 
 @triton.jit
 def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest1, log1, beta2, rest2, log2,
-                 GRAD: tl.constexpr, NARROW: tl.constexpr, DECOUPLED: tl.constexpr, LENGTH: tl.constexpr,
+                 GRAD: tl.constexpr, LP_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, LENGTH: tl.constexpr,
                  FIRST: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     row = rows + tl.load(row_of + block) * ROW
@@ -82,8 +82,8 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
     tl.store(masters, weight, mask=here)
     tl.store(averages, average, mask=here)
     tl.store(squares, square, mask=here)
-    if NARROW is not None:
-        tl.store(_load_pointer(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
+    if LP_DTYPE is not None:
+        tl.store(_load_pointer(row, 4, LP_DTYPE) + at, weight.to(LP_DTYPE), mask=here)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
@@ -146,11 +146,11 @@ def update(segments: Sequence[UpdateSegment], table: SegmentTable, hyper: Mappin
     if not table.refresh(segments):
         return False
     betas = [number for beta in hyper["betas"] for number in _beta_constants(beta, bias_correction)]
-    narrow = segments[0].lp_out
+    lp_out = segments[0].lp_out
     update_block[(len(table.row_of_block),)](
         table.rows, table.row_of_block, scalars.count, scalars.divisor, scalars.skip, float(hyper["lr"]),
         float(hyper["weight_decay"]), float(hyper["eps"]), *betas, GRAD=TRITON_DTYPES[segments[0].grad.dtype],
-        NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
+        LP_DTYPE=None if lp_out is None else TRITON_DTYPES[lp_out.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
         FIRST=_FIRST, ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
     return True
 

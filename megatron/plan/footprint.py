@@ -305,17 +305,17 @@ class PlannedRun:
                    "gradients": self.offloaded_numel * self.grad_sum_bytes if self.gradients_are_offloaded else 0,
                    "optimizer": self.offloaded_optimizer_bytes if placement.optimizer == "cpu" else 0, "buffers": 0}
         if placement.optimizer == "nvme":
-            by_kind["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_swap_part * FP32
+            by_kind["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_offload_chunk_numel * FP32
         if self.gradients_are_offloaded and placement.optimizer == "cpu" and offload.delayed_param_update:
             by_kind["gradients"] *= 2  # of the running update, and of the next one
             by_kind["buffers"] += self.shard_numel * self.param_bytes
         elif self.gradients_are_offloaded and placement.params == "none":
-            by_kind["buffers"] += 2 * self.max_swap_part * self.param_bytes  # new weights on their way to the device
+            by_kind["buffers"] += 2 * self.max_offload_chunk_numel * self.param_bytes  # new weights, leaving
         if placement.params == "cpu":
             by_kind["parameters"] = self._sharded_numel * self.param_bytes
         elif placement.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._nvme_buckets
-            of_step = self._swap_part_numel if placement.optimizer != "none" else None
+            of_step = self._offload_chunk_numel if placement.optimizer != "none" else None
             chunk = param_chunk_numel(size, of_step)
             chunks = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, chunk, of_step)]
             sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, chunk), len(chunks))
@@ -325,7 +325,7 @@ class PlannedRun:
         return by_kind
 
     @property
-    def _swap_part_numel(self) -> int:
+    def _offload_chunk_numel(self) -> int:
         """Largest chunk of offloaded optimizer state, in elements."""
         if self.offload_placement.optimizer == "cpu":
             return min(HOST_CHUNK_NUMEL, self.tile_numel)
@@ -333,9 +333,9 @@ class PlannedRun:
                                 1 + MOMENTS_PER_WEIGHT)
 
     @property
-    def max_swap_part(self) -> int:
+    def max_offload_chunk_numel(self) -> int:
         """The largest chunk that occurs, in elements."""
-        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._swap_part_numel)) if layout.shard_numel
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._offload_chunk_numel)) if layout.shard_numel
                    else 0 for layout in (self.root, self.persistent, self.block))
 
     @property

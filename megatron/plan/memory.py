@@ -268,11 +268,11 @@ def _update_phase(run: PlannedRun) -> PhaseMemory:
     waiting = _gradient_bytes(run, run.num_layers, False, True)[1] if _uses_grad_buffers(run) else 0
     buffers = 0
     if run.state_is_updated_on_device:
-        buffers += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * run.max_swap_part * FP32
+        buffers += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * run.max_offload_chunk_numel * FP32
     on_device = any(not leaves for _, leaves in run.bucket_offload)
     if run.device == "cuda" and run.offload_placement.params != "none" \
             and (run.state_is_updated_on_device or on_device):
-        buffers += 2 * (numel if on_device else run.max_swap_part) * run.param_bytes
+        buffers += 2 * (numel if on_device else run.max_offload_chunk_numel) * run.param_bytes
     elif (on_device or run.device == "cpu") and run.grad_sum_bytes < FP32:
         tile = min(run.tile_numel, numel)  # widened to fp32; Adam reads 16 bits on a GPU, and widens blocks on a CPU
         if run.config.optim.optimizer in ("adam", "adamw"):

@@ -192,7 +192,7 @@ class RunCheckpoints:
         if same and tag is None and has_no_checkpoint(root):
             return None, None
         if tag is None:
-            load_candidates(root)  # raises if there are none
+            load_candidates(root)  # raises CheckpointError if there are none
         else:
             check_tag_exists(root, tag)
         return str(root), tag

@@ -22,11 +22,13 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
 from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
-from megatron.zero.param_coordinator import DIGEST_LIMIT, NoopCoordinator, UnitPhase
+from megatron.zero.param_coordinator import DIGEST_LIMIT, ReplicatedParams, UnitPhase
 from megatron.zero.step_result import NoGradForwardChecker
 
 
 class ReductionOrder:
+    """Starts the gradient reductions of one backward in the fixed order."""
+
     def __init__(self, units: Sequence[Unit], max_in_flight: int | None, log: CollectiveLog) -> None:
         backwards = [*reversed(units[1:]), units[0]]
         self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
@@ -77,7 +79,7 @@ class PassCoordinator:
 
     _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
-    def __init__(self, units: Sequence[Unit], param_coordinator: NoopCoordinator, reduction_order: ReductionOrder,
+    def __init__(self, units: Sequence[Unit], param_coordinator: ReplicatedParams, reduction_order: ReductionOrder,
                  log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
         self._param_coordinator, self._reduction_order, self._allows_unused = (

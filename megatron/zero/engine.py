@@ -31,7 +31,7 @@ from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location, StateSegment
-from megatron.zero.param_coordinator import NoopCoordinator, ParamCoordinator, units_reused_within
+from megatron.zero.param_coordinator import ReplicatedParams, ParamCoordinator, units_reused_within
 from megatron.zero.stages import make_comm_config, stage_policy
 from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
 from megatron.zero.step import OptimizerStep, StepReport
@@ -94,7 +94,7 @@ class ZeroEngine:
         self._optimizer_step = OptimizerStep(
             self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
             divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
-        self.param_coordinator = NoopCoordinator() if not self._policy.params_are_sharded else ParamCoordinator(
+        self.param_coordinator = ReplicatedParams() if not self._policy.params_are_sharded else ParamCoordinator(
             self._units, max_live=zero.stage3_max_live_parameters,
             kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self._units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)

@@ -204,6 +204,8 @@ def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iter
 
 
 class MoQState:
+    """The bits of each block, as training goes on; attaches the rounding to the buckets."""
+
     def __init__(self, config: QuantizeConfig, schedule: BitSchedule, module: nn.Module,
                  buckets: Sequence[FlatBucket], groups: Groups, seed: int) -> None:
         self.config, self.schedule, self.seed = config, schedule, seed

@@ -2,7 +2,7 @@
 
 While a unit is used, the unit that followed it last time is prefetched. At most `stage3_max_live_parameters` elements
 are gathered at a time: idle units are resharded to make space, in forward order (a backward uses the first one last).
-All ranks must gather the same units in the same order; `gather_digest` checks it. `NoopCoordinator` is for stages 0
+All ranks must gather the same units in the same order; `gather_digest` checks it. `ReplicatedParams` is for stages 0
 to 2.
 """
 
@@ -33,8 +33,8 @@ class UnitState(Enum):
     IN_BACKWARD = "from `acquire` to `release`"
 
 
-class NoopCoordinator:
-    """For units that are never sharded; `acquire` waits for the all-gather after the last step."""
+class ReplicatedParams:
+    """Stages 0 to 2, where units are always gathered: `acquire` waits for the all-gather after the last step."""
 
     gather_digest = 0
     """A digest of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
@@ -78,7 +78,7 @@ def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     return reused
 
 
-class ParamCoordinator(NoopCoordinator):
+class ParamCoordinator(ReplicatedParams):
     def __init__(self, units: Sequence[Unit], *, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
                  log: CollectiveLog) -> None:
         """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward."""

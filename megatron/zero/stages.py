@@ -3,8 +3,8 @@
     stage  optimizer  gradients  parameters  reduction
     0      full       full       full        at the accumulation boundary, all-reduce
     1      sharded    full       full        at the boundary, reduce-scatter into the shard
-    2      sharded    sharded    full        after every backward, reduce-scatter
-    3      sharded    sharded    sharded     after every backward, reduce-scatter
+    2      sharded    sharded    full        in every backward, reduce-scatter as buckets complete
+    3      sharded    sharded    sharded     in every backward, reduce-scatter as buckets complete
 
 The engine asks this table, never the stage number. `CommConfig` says how gradients and parameters are sent.
 """
