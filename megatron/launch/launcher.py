@@ -26,7 +26,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from data.cli import command_name
 from megatron.distributed.exit_codes import prepare_streams
 from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
 from megatron.distributed.signals import write_stderr
@@ -139,7 +138,9 @@ class LauncherArgumentParser(argparse.ArgumentParser):
 
 def build_launcher_parser() -> LauncherArgumentParser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
-    p = LauncherArgumentParser(prog=command_name("python -m megatron.launch"), usage=usage, allow_abbrev=False)
+    typed = os.path.basename(sys.argv[0])  # as data.cli.command_name; `data` is not checked yet
+    prog = typed if typed.startswith("gpt2-") else "python -m megatron.launch"
+    p = LauncherArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")

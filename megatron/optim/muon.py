@@ -63,13 +63,7 @@ class Muon(UpdateRule):
             self._adam.step(segment, {**hyper, "lr": lr}, factor=factor, steps_taken=steps_taken)
 
     def _step_matrices(self, segment: UpdateSegment, hyper: Mapping[str, Any], lr: float, factor: float) -> None:
-        decay = hyper["momentum"]
-        directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])  # u
-        for start in range(0, len(segment.master), self.tile):
-            tile = slice(start, start + self.tile)
-            grad, momentum = segment.grad[tile].to(torch.float32).mul_(factor), segment.states["exp_avg"][tile]
-            momentum.lerp_(grad, 1 - decay)
-            directions[tile] = grad.lerp_(momentum, decay) if hyper["nesterov"] else momentum
+        directions = self._update_momentum(segment, hyper, factor)
         segment.master.mul_(1 - lr * hyper["weight_decay"])
         for full_param in segment.gather_full_params(directions):
             matrices = full_param.values.chunk(full_param.num_fused if hyper["split_qkv"] else 1, full_param.dim)
@@ -77,6 +71,18 @@ class Muon(UpdateRule):
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
             scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])
             segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-lr * scale)
+
+    def _update_momentum(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
+        """Update the momentum; returns u of the segment's elements in the dtype of the products. A function, so that
+        the last tile's temporaries are freed before the full parameters are gathered."""
+        decay = hyper["momentum"]
+        directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])
+        for start in range(0, len(segment.master), self.tile):
+            tile = slice(start, start + self.tile)
+            grad, momentum = segment.grad[tile].to(torch.float32).mul_(factor), segment.states["exp_avg"][tile]
+            momentum.lerp_(grad, 1 - decay)
+            directions[tile] = grad.lerp_(momentum, decay) if hyper["nesterov"] else momentum
+        return directions
 
     def scalars(self) -> dict[str, Any]:
         return {"newton_schulz": self._precision, "on": self._device_type}
