@@ -347,7 +347,7 @@ class _ParameterLoader:
 
     def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
         self._opened.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
-                                 tp_size=self._tp.size, offset=start, out=out)
+                                  tp_size=self._tp.size, offset=start, out=out)
 
     def read_into(self, out: Tensor) -> None:
         flat = out.view(-1)

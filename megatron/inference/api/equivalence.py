@@ -174,6 +174,7 @@ class TPEquivalenceCheck:
             self._mismatch = f"the output of {path} differs from the whole model's by {off}"
         return whole
 
+
 def _difference(one: Tensor, whole: Tensor) -> str | None:
     """A description of a difference beyond rounding, or None."""
     if not whole.is_floating_point():
