@@ -91,7 +91,7 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
         reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         request = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
-                                 None if reservation is None else reservation.buffer)
+                                  None if reservation is None else reservation.buffer)
         outputs = _chunked_loss(LossInputs(hidden, weight, target, shard), request, chunk_rows)
         ctx.grads = outputs.hidden_grad, outputs.weight_grad if reservation is None else None
         ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation

@@ -338,8 +338,8 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
             return []
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
         to_delete = [record.tag for record in steps if record.commit_order < oldest_kept
-                  and record.iteration <= saved.iteration and record.tag not in (latest, *others)
-                  and not (keep.every and record.iteration % keep.every == 0)]
+                     and record.iteration <= saved.iteration and record.tag not in (latest, *others)
+                     and not (keep.every and record.iteration % keep.every == 0)]
         for tag in to_delete:
             if unknown := unknown_files(tag_folder(root, tag)):
                 print_line(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "

@@ -158,7 +158,7 @@ DECODERS: dict[str, Callable[[Any, ReadTensor], Any]] = {
     "$ordered": lambda content, fetch: OrderedDict(_decode_pairs(content, fetch)),
     "$counter": lambda content, fetch: Counter(dict(_decode_pairs(content, fetch))),
     "$default": lambda content, fetch: defaultdict(None if content[0] is None else DEFAULT_FACTORIES[content[0]],
-                                                _decode_pairs(content[1], fetch)),
+                                                   _decode_pairs(content[1], fetch)),
     "$array": lambda content, fetch: np.ndarray(content[1], np.dtype(content[0]), base64.b64decode(content[2])).copy(),
     "$numpy": lambda content, fetch: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()],
     "$torch_version": lambda content, fetch: TorchVersion(content)}

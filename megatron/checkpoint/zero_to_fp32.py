@@ -156,7 +156,7 @@ class TagReader:
                 outputs.append(OutputTensor(name, stored.shape, OUTPUT_DTYPES[stored.dtype], stored.load, name))
             by_name = {entry.name: entry for entry in outputs}
             outputs += [by_name[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items()
-                      if saved in by_name]
+                        if saved in by_name]
             return sorted(outputs, key=lambda entry: (entry.saved_as, entry.name))
 
     def _load_weight(self, tensor: Mapping[str, Any]) -> Array:

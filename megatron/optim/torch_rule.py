@@ -253,7 +253,7 @@ def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
     for steps_taken, grad in enumerate(grads):
         for half in (slice(0, middle), slice(middle, None)):
             segment = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
-                                 {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
+                                    {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
             rule.step(segment, hyper, factor=1.0, steps_taken=steps_taken)
     return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 

@@ -123,7 +123,7 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
 
 
 def _timed(args: argparse.Namespace, task: Task) -> tuple[float, int | None]:
-    """Seconds of one step among many, and its launches: without a wait between them, as in training, where the host runs
+    """Seconds of one step among many, and its launches: no wait between them, as in training, where the host runs
     ahead of the device. (The model is this function's alone, so that it goes where the device has no room for it.)"""
     step = built(args.contender, task)
     for _ in range(args.warmup):

@@ -285,7 +285,8 @@ def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], lis
         before, refused = whole(engine), []
         for wrong in (9 * [1.0], [torch.ones(2)]):
             engine.backward(engine(rows(rank, 1)))
-            refused.append(said(lambda: (engine.step(extra_scalars=wrong if rank == 1 else [1.0]), engine.finish_step())))
+            scalars = wrong if rank == 1 else [1.0]
+            refused.append(said(lambda: (engine.step(extra_scalars=scalars), engine.finish_step())))
             assert torch.equal(whole(engine), before)
         return found, refused
 
