@@ -106,7 +106,8 @@ def _run(stop: StopListener) -> int:
                           checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         is_evaluation = config.train.skip_train
         if state.iteration >= config.train.train_iters > 0 and not is_evaluation:
-            log.print_line(run_header.nothing_to_do_line(config, state.iteration))
+            log.print_line(f" nothing to do: {config.save.load} is at iteration {state.iteration} already, and "
+                           f"--train-iters is {config.train.train_iters}")
             checkpoints.save_finished_run(engine, log.saved, state)
         elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)

@@ -27,10 +27,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, s
 EXIT_CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
 
-SYSTEM_LIMIT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Errnos of limits on processes and open files."""
-
-
 def command_name(default: str) -> str:
     """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
     name = os.path.basename(sys.argv[0])
@@ -107,12 +103,9 @@ def positive(text: str) -> int:
     return value
 
 
-SIZE_SUFFIX_BITS = {"k": 10, "m": 20, "g": 30, "t": 40}
-
-
 def size(text: str) -> int:
     """Parse bytes: `67108864` or `64M`."""
-    unit = SIZE_SUFFIX_BITS.get(text[-1:].lower())
+    unit = {"k": 10, "m": 20, "g": 30, "t": 40}.get(text[-1:].lower())
     return positive(text) if unit is None else positive(text[:-1]) << unit
 
 
@@ -169,7 +162,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except Exception as error:
         if os.environ.get("MEGATRON_DEBUG", "0") not in ("", "0"):
             traceback.print_exception(error)
-        is_limit = (isinstance(error, OSError) and error.errno in SYSTEM_LIMIT_ERRNOS
+        is_limit = (isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
                     or "can't start new thread" in str(error))
         what = "a limit of the system on open files, threads or processes" if is_limit else "internal error"
         remedy = "raise it (ulimit -n, ulimit -u)" if is_limit else "MEGATRON_DEBUG=1 shows the traceback"

@@ -8,15 +8,15 @@ stream: if one does not match, data returned before may be wrong, and it is unkn
 
 from __future__ import annotations
 
+import importlib
 import io
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from data.storage import DataError
 
@@ -27,18 +27,11 @@ INPUT_BYTES = 1 << 16
 OUTPUT_BYTES = 1 << 18
 
 
-def _zstandard() -> ModuleType | None:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd
-        except ImportError:
-            return None
-    return cast(ModuleType, zstd)
-
-
-ZSTD = _zstandard()
+ZSTD: Any = None
+with suppress(ImportError):
+    ZSTD = importlib.import_module("backports.zstd")
+with suppress(ImportError):
+    ZSTD = importlib.import_module("compression.zstd")  # Python 3.14
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, *((ZSTD.ZstdError,) if ZSTD else ()))
 
 
@@ -56,20 +49,8 @@ def strip_compression_suffix(name: str) -> str:
     return name[:name.rindex(".")] if name.endswith(COMPRESSED_SUFFIXES) else name
 
 
-class Decompressor(Protocol):
-    """A decompressor of one stream, with the interface of `lzma` and `zstd`."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
-
-
 class _GzipDecompressor:
-    """`zlib` with that interface: it keeps unconsumed input for the next call."""
+    """`zlib` with the interface of `lzma` and `zstd`: it keeps unconsumed input for the next call."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(wbits=31)
@@ -93,9 +74,10 @@ class _MultiStreamReader(io.RawIOBase):
     """Decompresses all streams of a file. Zero padding between and after them: any number of bytes for gzip, multiples
     of 4 for xz, none for zstd."""
 
-    def __init__(self, file: io.RawIOBase, begin: Callable[[], Decompressor], zeros: int) -> None:
-        self._file, self._new_decompressor, self._padding_unit = file, begin, zeros
-        self._decompressor = begin()
+    def __init__(self, file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
+                 padding_unit: int) -> None:
+        self._file, self._new_decompressor, self._padding_unit = file, new_decompressor, padding_unit
+        self._decompressor = new_decompressor()
         self._stream_start = 0
         """Offset of the current stream in the file."""
         self._block_start = self._block_end = 0
@@ -159,8 +141,8 @@ class _MultiStreamReader(io.RawIOBase):
             return False
         self._is_at_end = not self._unread_input
         if self._unread_input:
-            self._earlier_output_bytes, self._output_bytes, self._stream_start = self._earlier_output_bytes \
-                + self._output_bytes, 0, self._block_end - len(self._unread_input)
+            self._earlier_output_bytes += self._output_bytes
+            self._output_bytes, self._stream_start = 0, self._block_end - len(self._unread_input)
             self._decompressor = self._new_decompressor()
         return bool(self._unread_input)
 
@@ -234,6 +216,16 @@ def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Co
     except CorruptStreamError as damage:
         return b"".join(parts), damage
     return b"".join(parts), None
+
+
+def skip_line(file: BinaryIO, size: int = 1 << 20) -> int:
+    """Read to the end of the line, `size` bytes at a time; returns the number of bytes."""
+    skipped = 0
+    while part := file.readline(size):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
 def find_damage(path: str) -> CorruptStreamError | None:

@@ -9,8 +9,7 @@ them and leaves in DIR
     source.json              what it was made from; written last, so its presence means complete
 
 Documents are in the order of their hash: without repetition, mixed, and the same on every machine with the same
-packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn, far too little to
-train a large one.
+packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from data.cli import StrictArgumentParser, positive, run_command
 from data.parallel import ordered_map
 from data.preprocess import build_corpus
 from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
-from data.storage import DataError, make_folder, staged_file, wait_for_lock, write_json_atomic
+from data.storage import DataError, make_folder, read_json_or_none, staged_file, wait_for_lock, write_json_atomic
 
 _ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"
@@ -45,23 +43,9 @@ REVISION = 1
 MIN_CHARACTERS = 80
 """Minimum length in characters; shorter docstrings mostly repeat the name."""
 
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 SKIPPED_FOLDERS = {"test", "tests", "testing", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
-
-
-@dataclass(frozen=True)
-class CorpusOrigin:
-    """Everything that the files depend on."""
-
-    revision: int
-    packages: dict[str, str]
-    """Name -> version."""
-    vocab_size: int
-
-
-def installed_origin(packages: Sequence[str], vocab_size: int) -> CorpusOrigin:
-    """The origin of a build with the installed packages."""
-    versions = {name: platform.python_version() if name == "python" else metadata.version(name) for name in packages}
-    return CorpusOrigin(REVISION, versions, vocab_size)
 
 
 def source_files(package: str) -> list[tuple[str, Path]]:
@@ -91,32 +75,20 @@ def documents_in(module: tuple[str, Path]) -> list[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and samples that are not Python
             return []
-    if name == "pydoc_data.topics":
-        return list(_help_topics(tree))
-    written = [_docstring_entry(name, tree), *(_definition_text(f"{name}.{node.name}", node) for node in tree.body
-                                               if isinstance(node,
-                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
-    return [text for text in written if text]
+    if name == "pydoc_data.topics":  # the language reference of `help()`: one dict of strings
+        topics = [ast.literal_eval(node.value) for node in tree.body
+                  if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+        return [text for topic in topics for text in topic.values() if isinstance(text, str)]
+    return [text for text in _docstring_entries(name, tree) if text]
 
 
-def _help_topics(tree: ast.Module) -> Iterator[str]:
-    """The language reference of `help()`: one dict of strings."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            yield from (text for text in ast.literal_eval(node.value).values() if isinstance(text, str))
-
-
-def _definition_text(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    members = node.body if isinstance(node, ast.ClassDef) else []
-    entries = [_docstring_entry(name, node), *(_definition_text(f"{name}.{member.name}", member) for member in members
-                                               if isinstance(member,
-                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
-    return "\n\n".join(entry for entry in entries if entry)
-
-
-def _docstring_entry(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _docstring_entries(name: str, node: ast.Module | Definition) -> list[str]:
+    """`name` and docstring, "" if that is too short; then one entry per definition inside, joined with its members."""
     text = ast.get_docstring(node) or ""
-    return f"{name}\n\n{text}" if len(text) >= MIN_CHARACTERS else ""
+    members = [] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else node.body
+    return [f"{name}\n\n{text}" if len(text) >= MIN_CHARACTERS else "",
+            *("\n\n".join(filter(None, _docstring_entries(f"{name}.{member.name}", member))) for member in members
+              if isinstance(member, Definition))]
 
 
 def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
@@ -132,17 +104,20 @@ def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
 
 def paragraphs(texts: Iterable[str]) -> Iterator[str]:
     """Training sentences: paragraphs with their line ends, so that newline tokens are learnt."""
-    for text in texts:
-        yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
+    return (f"{part}\n\n" for text in texts for part in text.split("\n\n") if part)
 
 
 def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE,
                          packages: Sequence[str] = PACKAGES, workers: int = 2) -> Path:
     """Build the corpus unless it exists and was made from the same packages; returns its prefix."""
     folder = make_folder(folder)
-    source = installed_origin(packages, vocab_size)
+    versions = {name: platform.python_version() if name == "python" else metadata.version(name) for name in packages}
+    source = {"revision": REVISION, "packages": versions, "vocab_size": vocab_size}  # what the files depend on
+    names = ("corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json")
     with wait_for_lock(folder / ".lock"):
-        if not is_complete(folder, source):
+        is_complete = (read_json_or_none(folder / "source.json") == source
+                       and all((folder / name).is_file() for name in names))
+        if not is_complete:
             (folder / "source.json").unlink(missing_ok=True)
             texts = collect_documents(packages, workers)
             print(f"default corpus: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB", file=sys.stderr)
@@ -151,18 +126,8 @@ def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = 
             train_sentencepiece(paragraphs(texts), folder / "tokenizer.model", vocab_size)
             tokenizer = SentencePieceTokenizer(str(folder / "tokenizer.model"))
             build_corpus([folder / "corpus.jsonl"], folder / "corpus", tokenizer, workers=workers)
-            write_json_atomic(folder / "source.json", asdict(source))
+            write_json_atomic(folder / "source.json", source)
     return folder / "corpus"
-
-
-def is_complete(folder: Path, source: CorpusOrigin) -> bool:
-    """Whether all files exist and were made from `source`."""
-    try:
-        made_from = json.loads((folder / "source.json").read_text())
-    except (OSError, ValueError):
-        return False
-    names = ("corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json")
-    return bool(made_from == asdict(source)) and all((folder / name).is_file() for name in names)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

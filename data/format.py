@@ -24,11 +24,21 @@ from data.storage import DataError
 
 T = TypeVar("T")
 
+INDEX_MAGIC = b"MMIDIDX\0\0"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+
+DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"), 3: np.dtype("<i2"),
+                                           4: np.dtype("<i4"), 5: np.dtype("<i8"), 6: np.dtype("<f8"),
+                                           7: np.dtype("<f4"), 8: np.dtype("<u2")}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+UINT16_VOCABULARY = 65_500
+"""Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte."""
+
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer of a corpus."""
-
     name: str
     fingerprint: str
     vocab_size: int
@@ -60,17 +70,16 @@ def read_corpus_facts(path: str) -> CorpusFacts | None:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
         origin = value["tokenizer"]
-        facts = CorpusFacts(_typed_value(value, "documents", int),
-                            _typed_value(value, "tokens", int), _typed_value(value, "crc32", str),
-                            _typed_value(value, "max_token", int), origin and _tokenizer_facts(origin),
-                            _typed_value(value, "identity", str) if value.get("identity") is not None else None)
+        return CorpusFacts(_typed_value(value, "documents", int), _typed_value(value, "tokens", int),
+                           _typed_value(value, "crc32", str), _typed_value(value, "max_token", int),
+                           origin and _tokenizer_facts(origin),
+                           _typed_value(value, "identity", str) if value.get("identity") is not None else None)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not the facts of a corpus ({error}); remove it or preprocess again") from error
-    return facts
 
 
 def tokenizer_facts_of_state(state: Mapping[str, Any]) -> TokenizerFacts | None:
@@ -93,19 +102,6 @@ def _typed_value(value: dict[str, object], key: str, kind: type[T]) -> T:
     return found
 
 
-INDEX_MAGIC = b"MMIDIDX\0\0"
-INDEX_VERSION = 1
-INDEX_HEADER = struct.Struct("<9sQBQQ")
-
-DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"), 3: np.dtype("<i2"),
-                                           4: np.dtype("<i4"), 5: np.dtype("<i8"), 6: np.dtype("<f8"),
-                                           7: np.dtype("<f4"), 8: np.dtype("<u2")}
-CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-
-UINT16_VOCABULARY = 65_500
-"""Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte."""
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype Megatron chooses for a vocabulary: uint16 while it is safely small, else int32."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY else np.dtype("<i4")
@@ -119,10 +115,6 @@ class IndexHeader:
     sequences: int
     boundaries: int
     """Documents + 1."""
-
-    @property
-    def lengths_offset(self) -> int:
-        return INDEX_HEADER.size
 
     @property
     def pointers_offset(self) -> int:

@@ -18,6 +18,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError, UsageError, parse_error_text
+from data.storage import DataError, UsageError
 from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, read_flag_text,
                                  tokenizer_fingerprint)
 
@@ -48,6 +49,17 @@ UNICODE_17_LETTERS = (
 
 REBUILD_AFTER_CHARACTERS = 1 << 28
 """Characters after which a gigatoken encoder is built again (0.1 s), since its word cache only grows (in 0.10)."""
+
+GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+"""SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
+MERGES_HEADER = "#version: 0.2\n"
+"""First line of a merges file."""
+TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
+                  "and --merge-file)")
+
+UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+                            "ignore_merges")
+"""BPE settings that GPT-2 does not use."""
 
 
 class BpeEngine(ABC):
@@ -94,23 +106,20 @@ class GigatokenEngine(BpeEngine):
         self._encoded_characters = 0
 
     def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
-        if not text.isascii() and self._needs_tiktoken(text):
-            return self._tiktoken.encode_to_ranks(text)
+        if not text.isascii():
+            try:
+                raw = text.encode()
+            except UnicodeEncodeError:  # lone surrogates
+                return self._tiktoken.encode_to_ranks(text)
+            # Searching a byte is much faster than the pattern, and few texts contain one of these three.
+            if (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing_pattern.search(raw):
+                return self._tiktoken.encode_to_ranks(text)
         self._encoded_characters += len(text)
         if self._encoded_characters > REBUILD_AFTER_CHARACTERS:
             self.__dict__.pop("_encoder", None)  # free the old one before the new one is built
             self._encoded_characters = len(text)
         ranks: NDArray[np.uint32] = self._encoder.encode(text)
         return ranks
-
-    def _needs_tiktoken(self, text: str) -> bool:
-        """Whether the two differ: on newer letters, and on lone surrogates, which only tiktoken's path accepts."""
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError:
-            return True
-        # Searching a byte is much faster than the pattern, and few texts contain one of these three.
-        return (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing_pattern.search(raw) is not None
 
     @cached_property
     def _encoder(self) -> gigatoken.Tokenizer:
@@ -141,37 +150,16 @@ def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
 
 def fastest_engine(token_bytes: Sequence[bytes], *, is_gpt2: bool) -> BpeEngine:
     """The fastest engine that is tested for this vocabulary."""
-    return GigatokenEngine(token_bytes) if is_gpt2 and _gigatoken_is_tested() else TiktokenEngine(token_bytes)
-
-
-def _gigatoken_is_tested() -> bool:
-    """Whether the compared version is installed; another may know a later Unicode."""
-    try:
-        return importlib.metadata.version("gigatoken").startswith(TESTED_GIGATOKEN_VERSION)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-MERGES_HEADER = "#version: 0.2\n"
-"""First line of a merges file."""
-
-TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
-                  "and --merge-file)")
-
-UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
-                            "ignore_merges")
-"""BPE settings that GPT-2 does not use."""
-
-
-def is_tokenizer_json(value: Any) -> bool:
-    """Whether a JSON value is a tokenizer.json rather than a vocabulary."""
-    return isinstance(value, dict) and isinstance(value.get("model"), dict)
+    with suppress(importlib.metadata.PackageNotFoundError):
+        # Another version may know a later Unicode.
+        if is_gpt2 and importlib.metadata.version("gigatoken").startswith(TESTED_GIGATOKEN_VERSION):
+            return GigatokenEngine(token_bytes)
+    return TiktokenEngine(token_bytes)
 
 
 def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
                            alphabet: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """(text of a merges file, token -> id including end of document); DataError names every setting that differs from
-    GPT-2."""
+    """(text of a merges file, token -> id); DataError names every setting that differs from GPT-2."""
     try:
         differences = list(_differences_from_gpt2(tokenizer_json, alphabet))
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer_json["model"]["merges"]]
@@ -211,13 +199,8 @@ def _differences_from_gpt2(tokenizer_json: Mapping[str, Any], alphabet: Collecti
     yield from (f"a token {text!r} beside the merges" for text in special if text != END_OF_TEXT)
 
 
-GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
-
-
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's files, in id order. Printable bytes stand for themselves and come
-    first; the others are 256 and up."""
+    """The characters that stand for bytes in GPT-2's files, in id order: printable bytes first, then 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -271,8 +254,7 @@ class GPT2BPETokenizer(Tokenizer):
         try:
             ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
         except TypeError as error:
-            raise DataError(
-                f"--vocab-file {vocab_file}: not a JSON object of token: id ({parse_error_text(error)})") from error
+            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
         except KeyError as error:
             raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
         if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
@@ -300,8 +282,7 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
-    """(text of the merges, JSON of the vocabulary or None if ids are ranks). A tokenizer.json as vocabulary file
-    contains both."""
+    """(text of the merges, JSON of the vocabulary or None if ids are ranks). A tokenizer.json contains both."""
     if vocab_file is None:
         return packaged_merges() if merge_file is None else read_flag_text(merge_file, "--merge-file"), None
     try:
@@ -310,7 +291,7 @@ def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -
         raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
     if merge_file is not None:
         return read_flag_text(merge_file, "--merge-file"), vocabulary
-    if not is_tokenizer_json(vocabulary):
+    if not (isinstance(vocabulary, dict) and isinstance(vocabulary.get("model"), dict)):  # not a tokenizer.json
         raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
                          "(without both, the packaged ones are used; a tokenizer.json has both)")
     return convert_tokenizer_json(vocabulary, vocab_file, byte_alphabet())

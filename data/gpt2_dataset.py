@@ -44,12 +44,12 @@ def count_samples(tokens: int, seq_length: int) -> int:
 def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
     """[samples, 2]: position in `order` and offset in that document of each sample's first token. Works in blocks, so
     memory stays small for any corpus."""
-    total = int(
-        sum(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK_DOCUMENTS)))
+    blocks = range(0, len(order), BLOCK_DOCUMENTS)
+    total = sum(int(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64)) for at in blocks)
     samples = count_samples(total, seq_length)
     starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
     before, done = 0, 0  # tokens in earlier blocks; samples that begin in them
-    for at in range(0, len(order), BLOCK_DOCUMENTS):
+    for at in blocks:
         lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
         ends = before + np.cumsum(lengths)
         stop = min(samples, -(-int(ends[-1]) // seq_length))
@@ -64,8 +64,6 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
 
 @dataclass(frozen=True)
 class EpochIndex:
-    """The order of one epoch."""
-
     documents: NDArray[np.integer] | RowFile
     """Document numbers in shuffled order."""
     starts: NDArray[np.integer] | RowFile
@@ -192,23 +190,20 @@ class GPT2Dataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}: expected 0 or more")
-        with prefix_data_errors(self._flag):
-            return self._sample(index)
-
-    def _sample(self, index: int) -> Sample:
         number, phase = divmod(int(index), self.samples_per_epoch)
-        epoch = self._epochs[number]
-        position, offset = map(int, epoch.starts[phase])
-        sample = np.empty(self.seq_length + 1, np.int64)
-        filled = 0
-        while filled < len(sample):
-            ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
-            sample[filled:filled + len(ids)] = ids
-            filled += len(ids)
-            position, offset = position + 1, 0
-        # Viewed as unsigned, negative ids are large too: one comparison finds both.
-        if self._vocab_size is not None and sample.view(np.uint64).max() >= self._vocab_size:
-            self._corpus.raise_for_invalid_token(self._vocab_size)
+        with prefix_data_errors(self._flag):
+            epoch = self._epochs[number]
+            position, offset = map(int, epoch.starts[phase])
+            sample = np.empty(self.seq_length + 1, np.int64)
+            filled = 0
+            while filled < len(sample):
+                ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+                sample[filled:filled + len(ids)] = ids
+                filled += len(ids)
+                position, offset = position + 1, 0
+            # Viewed as unsigned, negative ids are large too: one comparison finds both.
+            if self._vocab_size is not None and sample.view(np.uint64).max() >= self._vocab_size:
+                self._corpus.raise_for_invalid_token(self._vocab_size)
         return sample
 
 

@@ -34,6 +34,7 @@ LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
 """No GPT-2 file of nanoGPT begins like this: 55448, the lower half of the magic, is not a GPT-2 id."""
 
 TOKEN_DTYPE = np.dtype("<u2")
+OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"
 
 COMPARED_BYTES = 1 << 16
 """Bytes at both ends of equally long files that are compared before all of them."""
@@ -45,15 +46,10 @@ class TokenFile:
 
     path: str
     tokens_offset: int
-    """Offset of the first token: after a header, or 0."""
+    """Offset of the first token: after llm.c's header, or 0 without one."""
     num_tokens: int
     first_token: int
     last_token: int
-
-    @property
-    def has_header(self) -> bool:
-        """Whether it has llm.c's header."""
-        return self.tokens_offset > 0
 
 
 def print_warning(line: str) -> None:
@@ -85,71 +81,57 @@ def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
             "text by its name; python -m data.preprocess tokenizes text" if kind_of(name) else
             "a compressed one; decompress it first"))
     with read_errors_for(name):
-        size = os.path.getsize(name)
-        start, count = _token_extent(name, size, np.fromfile(name, "<i4", LLMC_HEADER))
+        size, head = os.path.getsize(name), np.fromfile(name, "<i4", LLMC_HEADER)
+        if len(head) and head[0] == LLMC_MAGIC:
+            what, start = f"{name}: a header of llm.c", 4 * LLMC_HEADER
+            if len(head) < LLMC_HEADER:
+                raise DataError(f"{what} that is cut off: expected {start} bytes, found {size}")
+            if head[1] != LLMC_VERSION:
+                raise DataError(f"{what}: version: expected {LLMC_VERSION}, found {head[1]}; only uint16 tokens, as "
+                                "llm.c writes them of GPT-2's vocabulary, can be read")
+            expected = start + TOKEN_DTYPE.itemsize * int(head[2])
+            if size != expected or head[2] < 1:
+                raise DataError(f"{what} for {head[2]} tokens: size: expected {expected} bytes, found {size}"
+                                if head[2] else f"{what} for 0 tokens: expected at least 1")
+        else:
+            start = 0
+            if size == 0 or size % TOKEN_DTYPE.itemsize:
+                raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
         first, last = (int(np.fromfile(name, TOKEN_DTYPE, 1, offset=at)[0])
                        for at in (start, size - TOKEN_DTYPE.itemsize))
-    return TokenFile(name, start, count, first, last)
-
-
-def _token_extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
-    """(offset of the first token, number of tokens >= 1)."""
-    if len(head) and head[0] == LLMC_MAGIC:
-        what = f"{name}: a header of llm.c"
-        if len(head) < LLMC_HEADER:
-            raise DataError(f"{what} that is cut off: expected {4 * LLMC_HEADER} bytes, found {size}")
-        if head[1] != LLMC_VERSION:
-            raise DataError(f"{what}: version: expected {LLMC_VERSION}, found {head[1]}; only uint16 tokens, as llm.c "
-                            "writes them of GPT-2's vocabulary, can be read")
-        expected = 4 * LLMC_HEADER + TOKEN_DTYPE.itemsize * int(head[2])
-        if size != expected or head[2] < 1:
-            raise DataError(f"{what} for {head[2]} tokens: size: expected {expected} bytes, found {size}"
-                            if head[2] else f"{what} for 0 tokens: expected at least 1")
-        return 4 * LLMC_HEADER, int(head[2])
-    if size == 0 or size % TOKEN_DTYPE.itemsize:
-        raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
-    return 0, size // TOKEN_DTYPE.itemsize
+    return TokenFile(name, start, (size - start) // TOKEN_DTYPE.itemsize, first, last)
 
 
 def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
-    """Warnings that the files may not be one stream in order."""
-    return [line for line in (_starts_inside_document(files[0], eod), _mixed_conventions(files, eod),
-                              _out_of_order(files)) if line]
-
-
-def _starts_inside_document(file: TokenFile, eod: int) -> str | None:
-    if not file.has_header or file.first_token == eod:
-        return None
-    return (f"{file.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
-            f"{file.first_token} instead of {eod}: its first document is cut, or the tokenizer is another one "
+    """Warnings that the files may not be one stream in order, at most one of each kind."""
+    first, warnings = files[0], []
+    if first.tokens_offset and first.first_token != eod:
+        warnings.append(
+            f"{first.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
+            f"{first.first_token} instead of {eod}: its first document is cut, or the tokenizer is another one "
             "(--tokenizer-type). Is it not the first shard? Make one corpus of all shards, in their order: "
             "python -m data.importers --input SHARD... --output-prefix PREFIX")
-
-
-def _mixed_conventions(files: Sequence[TokenFile], eod: int) -> str | None:
-    """A warning if end-of-document ids precede documents in one file and follow them in another: the first file decides
-    where documents are cut."""
-    for before, after in pairwise(files):
-        if before.has_header != after.has_header:
-            which = ("has a header of llm.c, and {} has none" if before.has_header else
+    for before, after in pairwise(files):  # end-of-document ids before documents in one file, after them in another
+        if before.tokens_offset != after.tokens_offset:
+            which = ("has a header of llm.c, and {} has none" if before.tokens_offset else
                      "has no header, and {} has llm.c's")
-            return (f"{before.path}: {which.format(after.path)}: are they of one program? Documents are cut as the "
-                    "first file has them; import the others by themselves, and join the corpora with data.merge")
+            warnings.append(
+                f"{before.path}: {which.format(after.path)}: are they of one program? Documents are cut as the first "
+                "file has them; import the others by themselves, and join the corpora with data.merge")
+            break
         if before.last_token == after.first_token == eod:
-            return (f"{before.path}: ends with the end-of-document id, and {after.path} begins with it: one is written "
-                    "with it after each document, the other before? Import them by themselves, and join the corpora "
-                    "with data.merge")
-    return None
-
-
-def _out_of_order(files: Sequence[TokenFile]) -> str | None:
-    """A warning if names that differ only in numbers are not in ascending order."""
-    for before, after in pairwise(files):
+            warnings.append(
+                f"{before.path}: ends with the end-of-document id, and {after.path} begins with it: one is written "
+                "with it after each document, the other before? Import them by themselves, and join the corpora "
+                "with data.merge")
+            break
+    for before, after in pairwise(files):  # names that differ only in numbers, not in ascending order
         parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
         if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
-            return (f"{after.path}: comes after {before.path}: are the files in their order? A document may go on from "
-                    "one in the next")
-    return None
+            warnings.append(f"{after.path}: comes after {before.path}: are the files in their order? A document may "
+                            "go on from one in the next")
+            break
+    return warnings
 
 
 def _check_distinct(files: Sequence[TokenFile]) -> None:
@@ -158,7 +140,10 @@ def _check_distinct(files: Sequence[TokenFile]) -> None:
     for file in files:
         with read_errors_for(file.path):
             size = os.path.getsize(file.path)
-            same_size = seen.setdefault((size, *_end_checksums(file.path, size)), [])
+            with open(file.path, "rb") as opened:
+                beginning = crc32(opened.read(COMPARED_BYTES))
+                opened.seek(max(0, size - COMPARED_BYTES))
+                same_size = seen.setdefault((size, beginning, crc32(opened.read(COMPARED_BYTES))), [])
             for other in same_size:
                 is_same_file = os.path.samefile(other, file.path)
                 if is_same_file or crc32_file(other) == crc32_file(file.path):
@@ -167,17 +152,8 @@ def _check_distinct(files: Sequence[TokenFile]) -> None:
         same_size.append(file.path)
 
 
-def _end_checksums(path: str, size: int) -> tuple[int, int]:
-    """Checksums of both ends of a file."""
-    with open(path, "rb") as file:
-        beginning = crc32(file.read(COMPARED_BYTES))
-        file.seek(max(0, size - COMPARED_BYTES))
-        return beginning, crc32(file.read(COMPARED_BYTES))
-
-
 def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
-    """Copy the tokens of all files as one stream, in which documents may cross files, and add the sizes of the
-    documents."""
+    """Copy the tokens of all files as one stream, in which documents may cross files, and the documents' sizes."""
     read = document_start = 0  # tokens read; start of the current document
     after = 0 if files[0].first_token == tokenizer.eod else 1  # 1: cut after the end-of-document id; 0: before it
     for file, ids in _token_blocks(files, tokenizer.vocab_size):
@@ -193,9 +169,6 @@ def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: To
         writer.add_tokens(ids)
         writer.add_sizes(sizes)
     writer.add_sizes([read - document_start] if read > document_start else [])
-
-
-OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"
 
 
 def _token_blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:

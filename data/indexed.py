@@ -25,6 +25,15 @@ from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
 
+BLOCK_ENTRIES = 1 << 20
+"""Entries processed at a time in a full scan, to bound memory."""
+
+REREAD_LIMIT_BYTES = 1 << 35
+"""Up to this many bytes all tokens are read again (half a minute) to tell a write from a changed name or mode."""
+
+SCAN_LIMIT_TOKENS = 1 << 28
+"""A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
+
 
 def corpus_identity(index: StableFile, tokens: StableFile) -> str:
     """8 hexadecimal digits for the index, and 8 for the tokens."""
@@ -43,17 +52,6 @@ def sampled_crc32(file: StableFile) -> int:
     return crc
 
 
-BLOCK_ENTRIES = 1 << 20
-"""Entries processed at a time in a full scan, to bound memory."""
-
-REREAD_LIMIT_BYTES = 1 << 35
-"""Up to this many bytes all tokens are read again (half a minute) to tell a write from a changed name or changed
-permissions."""
-
-SCAN_LIMIT_TOKENS = 1 << 28
-"""A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
-
-
 class IndexedCorpus:
     """A read-only corpus. Opening it checks everything but the token values."""
 
@@ -64,15 +62,21 @@ class IndexedCorpus:
         header = parse_index_header(first, self._index.size, self._name)
         self.dtype = header.dtype
         self._bin = self._open(".bin")
-        starts = self._read_sequence_starts(header)
-        self.num_tokens = int(starts[-1])
+        self._starts = self._read_index(header)
+        self.num_tokens = int(self._starts[-1])
         self.num_documents = header.boundaries - 1
-        self._starts = self._check_index(header, starts)
         self.facts = read_corpus_facts(f"{self.prefix}.json")
         if self.facts and (self.facts.documents, self.facts.tokens) != (self.num_documents, self.num_tokens):
             raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
                             f"(the index), found {self.facts.documents} and {self.facts.tokens}")
-        self._check_identity()
+        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
+            raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
+        identity = self.facts and self.facts.identity
+        if identity and (found := corpus_identity(self._index, self._bin)) != identity:
+            suffix = ".idx" if found[:8] != identity[:8] else ".bin"
+            raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
+                            f"expected {identity}, found {found}): damaged, or of another corpus; copy all three files "
+                            "again, or make the corpus again")
         # weak: a reference cycle would keep the files open
         tokens_crc, this = sampled_crc32(self._bin), weakref.ref(self)
         self._bin.set_content_check(lambda: (corpus := this()) is None or corpus._tokens_are_unchanged(tokens_crc))
@@ -102,10 +106,10 @@ class IndexedCorpus:
             raise DataError(f"{path}: size: the file is empty")
         return file
 
-    def _read_sequence_starts(self, header: IndexHeader) -> NDArray[np.int64]:
-        """[sequences + 1]: first token of each sequence, then the end, which must match the size of .bin."""
+    def _read_index(self, header: IndexHeader) -> NDArray[np.int64]:
+        """[documents + 1]: first token of each document, then the end. Compares all numbers with the files."""
         starts = np.zeros(header.sequences + 1, np.int64)
-        for at, lengths in self._index_blocks(header.lengths_offset, header.sequences, "<i4"):
+        for at, lengths in self._index_blocks(INDEX_HEADER.size, header.sequences, "<i4"):
             if (lengths < 0).any():
                 where = int((lengths < 0).argmax())
                 raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
@@ -114,15 +118,11 @@ class IndexedCorpus:
         expected = int(starts[-1]) * header.dtype.itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        return starts
-
-    def _check_index(self, header: IndexHeader, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Compare pointers and boundaries with the lengths; returns the first token of each document, then the end."""
         for at, pointers in self._index_blocks(header.pointers_offset, header.sequences, "<i8"):
-            expected = starts[at:at + len(pointers)] * self.dtype.itemsize
-            if (pointers != expected).any():
-                where = int((pointers != expected).argmax())
-                raise DataError(f"{self._name}: pointers[{at + where}]: expected {expected[where]} "
+            offsets = starts[at:at + len(pointers)] * self.dtype.itemsize
+            if (pointers != offsets).any():
+                where = int((pointers != offsets).argmax())
+                raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
                                 f"(the lengths before it), found {pointers[where]}")
         documents = np.empty(header.boundaries, np.int64)
         for at, some in self._index_blocks(header.documents_offset, header.boundaries, "<i8"):
@@ -134,18 +134,10 @@ class IndexedCorpus:
             where = int((documents[1:] < documents[:-1]).argmax())
             raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
                             f"found {documents[where + 1]}")
-        return starts if header.boundaries == header.sequences + 1 and _is_arange(documents) else starts[documents]
-
-    def _check_identity(self) -> None:
-        """Raise unless the three files belong to one corpus, and did so while they were opened."""
-        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
-            raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
-        expected = self.facts and self.facts.identity
-        if expected and (found := corpus_identity(self._index, self._bin)) != expected:
-            suffix = ".idx" if found[:8] != expected[:8] else ".bin"
-            raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
-                            f"expected {expected}, found {found}): damaged, or of another corpus; copy all three files "
-                            "again, or make the corpus again")
+        one_sequence_each = header.boundaries == header.sequences + 1 and all(  # as we write them: no second array
+            np.array_equal(documents[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(documents))))
+            for at in range(0, len(documents), BLOCK_ENTRIES))
+        return starts if one_sequence_each else starts[documents]
 
     def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """(position, block) over an array of the index."""
@@ -223,8 +215,3 @@ class IndexedCorpus:
                 raise DataError(f"{self.prefix}.bin: document {number}, offset {where - self._starts[number]}: "
                                 f"token id {block[bad.argmax()]} is outside the vocabulary of {vocab_size}; "
                                 "was the corpus made with another tokenizer?")
-
-
-def _is_arange(values: NDArray[np.int64]) -> bool:
-    return all(np.array_equal(values[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(values))))
-               for at in range(0, len(values), BLOCK_ENTRIES))

@@ -1,7 +1,7 @@
 """The text files behind the paths that a user gives, and the check that shards of a webtext stage are unchanged.
 
 A name gives the kind: `.jsonl` (`.ndjson`, `.json`) or `.txt`, each also with `.gz`, `.xz`, `.zst`. A folder stands for
-the files of these kinds below it, sorted by path; `FoundFiles.left_out` summarizes the others. A stage's folder stands
+the files of these kinds below it, sorted by path; `InputFiles.left_out` summarizes the others. A stage's folder stands
 for the shards listed in its `stage.json`, whose SHA-256 is checked before use.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.compressed import COMPRESSED_SUFFIXES, strip_compression_suffix
-from data.storage import READ_BYTES, DataError, escape_to_one_line
+from data.storage import DataError, escape_to_one_line
 
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
@@ -31,15 +31,14 @@ SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
 
 def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1) -> None:
     """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
-    outputs = cache(_recorded_sha256)
-    expected = {}
+    records_of, expected = cache(read_shard_records), {}
     for path in map(Path, paths):
         if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe can be read only once
             place = Path(os.path.abspath(path))
-            known = outputs(place.parent).get(place.name) or outputs(place.parent.parent).get(
+            shard = (records_of(place.parent) or {}).get(place.name) or (records_of(place.parent.parent) or {}).get(
                 f"{place.parent.name}/{place.name}")
-            if known is not None:
-                expected[str(path)] = known
+            if shard is not None:
+                expected[str(path)] = shard.sha256
     check_sha256(expected, workers)
 
 
@@ -72,15 +71,8 @@ def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], wo
 
 
 def sha256_file(path: str) -> str:
-    whole, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            whole.update(buffer[:count])
-    return whole.hexdigest()
-
-
-def _recorded_sha256(folder: Path) -> Mapping[str, str]:
-    return {name: shard.sha256 for name, shard in (read_shard_records(folder) or {}).items()}
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,9 @@ def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
     if shards is None:
         if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
             raise DataError(f"{folder}: this stage is not complete; run its command again first")
-        here = Path(os.path.abspath(folder))
-        above = read_shard_records(here.parent) or {}
-        shards = {name.partition("/")[2]: shard for name, shard in above.items() if name.startswith(f"{here.name}/")}
+        part = Path(os.path.abspath(folder))
+        of_stage = read_shard_records(part.parent) or {}
+        shards = {name.partition("/")[2]: shard for name, shard in of_stage.items() if name.startswith(f"{part.name}/")}
         if not shards:
             return None
     found = {str(folder / name): shard for name, shard in shards.items()}
@@ -144,7 +136,6 @@ CACHE_SUFFIX = ".cache"
 
 STAGE_OWN_FILES = (STAGE_FILE, "dropped.jsonl")
 
-NAMES_SHOWN = 3
 
 OWN_CACHE_PATTERN = re.compile(
     r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
@@ -158,9 +149,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 @dataclass
-class FoundFiles:
-    """The files found, and what was left out."""
-
+class InputFiles:
     files: list[str] = field(default_factory=list)
     hidden: int = 0
     """Names that begin with a dot; the content of such folders is not counted."""
@@ -182,15 +171,21 @@ class FoundFiles:
                 (self.not_of_stage, "1 not of the stage", "not of the stage"),
                 (self.link_loops, "1 link to a folder around it", "links to a folder around them")):
             if names:
-                more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 count = one if len(names) == 1 else f"{len(names)} {several}"
-                parts.append(f"{count} ({escape_to_one_line(', '.join(names[:NAMES_SHOWN]))}{more})")
+                parts.append(f"{count} ({escape_to_one_line(', '.join(names[:3]))}{more})")
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
-def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> FoundFiles:
+def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> InputFiles:
     """The files that `inputs` stand for, in order; within a folder sorted by path. Nothing is read."""
-    found = FoundFiles()
+    def is_own_cache(entry: os.DirEntry[str]) -> bool:
+        """Whether it is our cache beside the text, not the user's text."""
+        if entry.is_dir():
+            return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
+        return OWN_CACHE_PATTERN.fullmatch(entry.name) is not None
+
+    found = InputFiles()
     for given in inputs:
         name = os.fspath(given)
         if not os.path.isdir(name):
@@ -198,7 +193,7 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
             continue
         before, shards_of = len(found.files), cache(shards_of_folder)
         is_stage = shards_of(Path(name)) is not None
-        for path in sorted(walk_files(Path(name), found, _is_own_cache)):
+        for path in sorted(walk_files(Path(name), found, is_own_cache)):
             folders = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
             shards = next((shards for shards in map(shards_of, folders) if shards is not None), None)
             if shards is not None and str(path) not in shards:
@@ -215,7 +210,7 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
     return found
 
 
-def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
+def walk_files(folder: Path, found: InputFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
                parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Every file below a folder; follows symbolic links, but not into loops."""
     try:
@@ -223,8 +218,8 @@ def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         raise DataError(f"{folder}: cannot read: {error.strerror or error}") from error
-    here = (status.st_dev, status.st_ino)
-    if here in parents:
+    identity = (status.st_dev, status.st_ino)
+    if identity in parents:
         found.link_loops.append(str(folder))
         return
     for entry in entries:
@@ -234,15 +229,8 @@ def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]
         if entry.name.startswith("."):
             found.hidden += 1
         elif entry.is_dir():
-            yield from walk_files(path, found, skip, (*parents, here))
+            yield from walk_files(path, found, skip, (*parents, identity))
         elif entry.is_file() or not path.exists():  # opening a dangling link reports the error
             yield path
         else:
             found.pipes.append(entry.path)
-
-
-def _is_own_cache(entry: os.DirEntry[str]) -> bool:
-    """Whether it is our cache beside the text, not the user's text."""
-    if entry.is_dir():
-        return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
-    return OWN_CACHE_PATTERN.fullmatch(entry.name) is not None

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader, BytesIO
 from stat import S_ISREG
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
-from data.compressed import is_compressed, open_decompressed, read_errors_for, read_until_damage, readline_until_damage
+from data.compressed import (is_compressed, open_decompressed, read_errors_for, read_until_damage,
+                             readline_until_damage, skip_line)
 from data.plain_text import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
                              MalformedDocument, count_lines, too_long_document)
 from data.storage import parse_error_text
 
 SKIP_BYTES = 1 << 20
+MULTILINE_JSON_HINT = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
 
 
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
-    """The lines of a file in order, in chunks of about `size` bytes and at least one line. The rest of a line that
-    exceeds `limit` after that is skipped."""
+    """The lines of a file, in chunks of about `size` bytes; the rest of a line that exceeds `limit` then is skipped."""
     name, offset = os.fspath(path), 0
     with read_errors_for(name), open_decompressed(name) as file:
         status = os.stat(name)
@@ -33,11 +34,10 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
         else:
             while offset < status.st_size:
                 end = file.seek(min(offset + size, status.st_size))
-                rest_size = _skip_line(file)
-                chunk = Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit \
-                    else Chunk(name, offset, end - offset + rest_size)
-                yield chunk
-                offset = chunk.end
+                rest_size = skip_line(file, SKIP_BYTES)
+                yield (Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit else
+                       Chunk(name, offset, end - offset + rest_size))
+                offset = end + rest_size
 
 
 def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
@@ -45,33 +45,22 @@ def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> It
     offset, damage = 0, None
     while damage is None:
         data, damage = read_until_damage(file, size)
-        passed_over = 0
+        skipped = 0
         if data and damage is None:
             rest, damage = readline_until_damage(file, limit + 1)
             if len(rest) <= limit:
                 data += rest
             else:
-                passed_over = len(rest)
+                skipped = len(rest)
                 while rest and not rest.endswith(b"\n"):
                     rest, damage = readline_until_damage(file, SKIP_BYTES)
-                    passed_over += len(rest)
+                    skipped += len(rest)
         if not data and damage is None:
             break
-        at = offset + len(data) + passed_over
+        at = offset + len(data) + skipped
         fault = DamagedRest(name, count_lines(data), at, str(damage)) if damage else None
-        chunk = Chunk(name, offset, len(data), data, skipped_bytes=passed_over, damage=fault)
-        yield chunk
-        offset = chunk.end
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; returns the number of bytes."""
-    skipped = 0
-    while part := file.readline(SKIP_BYTES):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
+        yield Chunk(name, offset, len(data), data, skipped_bytes=skipped, damage=fault)
+        offset = at
 
 
 def parse_lines(chunk: Chunk, data: bytes, key: str,
@@ -104,9 +93,6 @@ def parse_lines(chunk: Chunk, data: bytes, key: str,
         yield b"", chunk.damage
 
 
-MULTILINE_JSON_HINT = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
-
-
 def parse_text(line: bytes, key: str) -> str:
     """The text under `key` of one JSON object; ValueError says what is wrong. Refused: bytes that are not UTF-8,
     invalid JSON (including NaN and Infinity), anything but an object, a duplicate key, a missing key, a value that is
@@ -124,12 +110,12 @@ def parse_text(line: bytes, key: str) -> str:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}{hint}") from error
     if not isinstance(value, dict):
         hint = f" ({MULTILINE_JSON_HINT})" if isinstance(value, list) else ""
-        raise ValueError(f"expected a JSON object, found {_json_type_name(value)}{hint}")
+        raise ValueError(f"expected a JSON object, found {json_type_name(value)}{hint}")
     if key not in value:
         raise ValueError(f"no key {key!r}; found {', '.join(map(repr, value)) or 'no keys'} (see --json-key)")
     text = value[key]
     if not isinstance(text, str):
-        raise ValueError(f"key {key!r}: expected text, found {_json_type_name(text)}")
+        raise ValueError(f"key {key!r}: expected text, found {json_type_name(text)}")
     try:
         if not text.isascii():
             text.encode("utf-8")
@@ -153,10 +139,14 @@ def _load_json(line: str) -> object:
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} appears twice")
+        raise ValueError(f"key {first_duplicate_key(pairs)!r} appears twice")
     return value
+
+
+def first_duplicate_key(pairs: Sequence[tuple[str, object]]) -> str:
+    """The first key of an object that appears more than once; there must be one."""
+    names = [name for name, _ in pairs]
+    return next(name for name in names if names.count(name) > 1)
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -167,6 +157,6 @@ DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_const
 """Shared: `json.loads` with hooks would create a decoder per line."""
 
 
-def _json_type_name(value: object) -> str:
+def json_type_name(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

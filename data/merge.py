@@ -10,8 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from data.cli import StrictArgumentParser, run_command
 from data.format import TokenizerFacts
 from data.indexed import IndexedCorpus
@@ -23,44 +21,32 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
     """Write the corpus `out`; returns a summary. All corpora must have one token dtype and one tokenizer."""
     check_outputs_are_not_inputs([path for prefix in prefixes for path in corpus_files(prefix)], corpus_files(out),
                                  "a corpus cannot be merged into itself: choose another OUT")
-    dtype, tokenizer = _common_dtype_and_tokenizer(prefixes)
-    make_folder(Path(out).parent)
-    documents = tokens = 0
-    with CorpusWriter(out, tokenizer=tokenizer, dtype=dtype) as writer:
-        for prefix in prefixes:
-            corpus = IndexedCorpus(prefix)  # one at a time: each needs eight bytes per document
-            _copy_corpus(corpus, writer)
-            documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
-    return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
-
-
-def _common_dtype_and_tokenizer(prefixes: Sequence[str | os.PathLike[str]]
-                                ) -> tuple[np.dtype[np.generic], TokenizerFacts | None]:
-    """The common dtype and tokenizer; DataError if they differ. Opens, and so checks, everything before anything is
-    written."""
     first = IndexedCorpus(prefixes[0])
-    for other in map(IndexedCorpus, prefixes[1:]):
+    for other in map(IndexedCorpus, prefixes[1:]):  # opens, and so checks, everything before anything is written
         if other.dtype != first.dtype:
             raise DataError(f"cannot merge {first.prefix} ({first.dtype.name}) and {other.prefix} ({other.dtype.name})")
         if _tokenizer_of(other) != _tokenizer_of(first):
             raise DataError(f"cannot merge {first.prefix} and {other.prefix}: different tokenizers "
                             f"({_tokenizer_of(first)} and {_tokenizer_of(other)})")
-    return first.dtype, _tokenizer_of(first)
+    make_folder(Path(out).parent)
+    documents = tokens = 0
+    with CorpusWriter(out, tokenizer=_tokenizer_of(first), dtype=first.dtype) as writer:
+        del first
+        for corpus in map(IndexedCorpus, prefixes):  # one at a time: each needs eight bytes per document
+            crc = 0
+            for _, block in corpus.token_blocks():
+                crc = crc32(block.data, crc)
+                writer.add_tokens(block)
+            if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
+                raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
+                                f"found {crc:08x}; make this corpus again")
+            writer.add_sizes(corpus.sizes)
+            documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
+    return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
 
 
 def _tokenizer_of(corpus: IndexedCorpus) -> TokenizerFacts | None:
     return corpus.facts.tokenizer if corpus.facts else None
-
-
-def _copy_corpus(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
-    crc = 0
-    for _, tokens in corpus.token_blocks():
-        crc = crc32(tokens.data, crc)
-        writer.add_tokens(tokens)
-    if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
-        raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
-                        f"found {crc:08x}; make this corpus again")
-    writer.add_sizes(corpus.sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

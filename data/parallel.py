@@ -13,7 +13,7 @@ import resource
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +46,8 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
             pipes.append(ours)
             processes.append(process)
         for pipe in pipes:  # after all have started: a large function is received once a worker runs
-            _send(pipe, function)
+            with _report_dead_worker():
+                pipe.send(function)
         yield from _results_in_order(items, pipes)
     finally:
         for pipe in pipes:
@@ -64,7 +65,8 @@ def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iter
     def collect() -> None:
         for pipe in wait(list(busy)):
             assert isinstance(pipe, Connection)
-            finished[busy.pop(pipe)] = _receive(pipe)
+            with _report_dead_worker():
+                finished[busy.pop(pipe)] = pipe.recv()
             free.append(pipe)
 
     def results(most: int) -> Iterator[Any]:
@@ -84,29 +86,19 @@ def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iter
         if not free:
             collect()
         busy[pipe := free.popleft()] = num_sent
-        _send(pipe, item)  # before yielding, so that the worker is busy meanwhile
+        with _report_dead_worker():
+            pipe.send(item)  # before yielding, so that the worker is busy meanwhile
         num_sent += 1
         yield from results(MAX_PENDING_PER_WORKER * len(pipes))
     yield from results(0)
 
 
-def _send(pipe: Connection, item: object) -> None:
+@contextmanager
+def _report_dead_worker() -> Iterator[None]:
     try:
-        pipe.send(item)
-    except OSError as gone:
-        raise _worker_died() from gone
-
-
-def _receive(pipe: Connection) -> WorkerResult:
-    try:
-        answer: WorkerResult = pipe.recv()
+        yield
     except (EOFError, OSError) as gone:
-        raise _worker_died() from gone
-    return answer
-
-
-def _worker_died() -> ResumableError:
-    return ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less")
+        raise ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
 
 
 def _worker_loop(pipe: Connection) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from stat import S_ISREG
 
 import numpy as np
@@ -29,6 +28,14 @@ CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"
 """The UTF-8 byte order mark; not part of the text at the start of a file."""
 
+BLANK_LINE = "blank-line"
+NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
+                     rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
+"""Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
+
+TAIL_BYTES = 1 << 12
+"""Bytes at the end of a buffer that are searched first for a place to cut."""
+
 
 @dataclass(frozen=True)
 class MalformedDocument:
@@ -41,8 +48,7 @@ class MalformedDocument:
     reason: str
 
     def to_error(self, lines_before_chunk: int) -> DataError:
-        """The error, for a chunk that begins after `lines_before_chunk` lines. Reports damaged compression if that is
-        the cause."""
+        """The error, for a chunk after `lines_before_chunk` lines; names damaged compression as the cause."""
         line = lines_before_chunk + self.lines_before + 1
         if damage := find_damage(self.path):
             return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
@@ -102,15 +108,6 @@ def count_lines(data: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
-BLANK_LINE = "blank-line"
-NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
-                     rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
-"""Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
-
-TAIL_BYTES = 1 << 12
-"""Bytes at the end of a buffer that are searched first for a place to cut."""
-
-
 @dataclass(frozen=True)
 class Separator:
     """What ends a document within a file. `parse` reads the command line value."""
@@ -164,8 +161,8 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
                 return
         if damage:  # drops the document that contains the damage
             found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
-            at_fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
-            yield replace(chunk(found.end() if found else 0, False), damage=at_fault)
+            fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
+            yield replace(chunk(found.end() if found else 0, False), damage=fault)
         elif buffered or continues:
             yield chunk(len(buffered), False)
 
@@ -176,17 +173,11 @@ def _find_cut(data: bytearray, separator: Separator | None, safe_split_character
         return found.end(), False
     if not safe_split_characters:
         return 0, False
+    # The end of a non-space character that is followed by white space to cut before.
+    cut = re.compile(rb"[!-~\x80-\xbf]%b(?=[%b])" % (NOT_UNICODE_SPACE, re.escape(safe_split_characters.encode())))
     # Do not cut inside a separator that extends beyond the data.
-    found = _last_match(_cut_pattern(safe_split_characters), data,
-                        len(data) - (separator.max_match_bytes - 1 if separator else 0))
+    found = _last_match(cut, data, len(data) - (separator.max_match_bytes - 1 if separator else 0))
     return (found.end(), True) if found else (0, False)
-
-
-@cache
-def _cut_pattern(safe_split_characters: str) -> re.Pattern[bytes]:
-    """Matches the end of a non-space character that is followed by white space to cut before."""
-    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(safe_split_characters.encode()) +
-                      b"])")
 
 
 def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
@@ -208,20 +199,29 @@ def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
     if chunk.skipped_bytes:
         yield too_long_document(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
         return
-    bounds = list(_document_bounds(data, separator))
+    start, bounds = 0, []  # of the documents between separators; at least one
+    for found in separator.pattern.finditer(data) if separator else ():
+        bounds.append((start, found.start()))
+        start = found.end()
+    if start < len(data) or start == 0:
+        bounds.append((start, len(data)))
     if chunk.damage and not chunk.size:  # the document that began earlier is incomplete
         bounds = []
     for number, (start, stop) in enumerate(bounds):
-        first = number == 0
-        begins = not (first and chunk.starts_inside_document)
-        ends = not (number == len(bounds) - 1 and chunk.ends_inside_document)
+        begins = number > 0 or not chunk.starts_inside_document
+        ends = number < len(bounds) - 1 or not chunk.ends_inside_document
         raw = data[start:stop]
-        if first and chunk.offset == 0:
+        if number == 0 and chunk.offset == 0:
             raw = raw.removeprefix(BOM)
         try:
             text = raw.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            yield _not_utf8(chunk, data, stop - len(raw) + error.start)
+            at = stop - len(raw) + error.start
+            line = data.rfind(b"\n", 0, at) + 1
+            reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - line + 1}; convert the file (iconv -t UTF-8)"
+            if chunk.offset == 0 and data.startswith(UTF16_BOMS):
+                reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
+            yield MalformedDocument(chunk.path, data.count(b"\n", 0, at), chunk.offset + line, reason)
             continue
         if separator:
             text = text.lstrip("\n") if begins else text
@@ -230,21 +230,3 @@ def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
             yield text
     if chunk.damage:
         yield chunk.damage
-
-
-def _document_bounds(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
-    """(start, stop) between separators; at least one."""
-    start = 0
-    for found in separator.pattern.finditer(data) if separator else ():
-        yield start, found.start()
-        start = found.end()
-    if start < len(data) or start == 0:
-        yield start, len(data)
-
-
-def _not_utf8(chunk: Chunk, data: bytes, at: int) -> MalformedDocument:
-    begin = data.rfind(b"\n", 0, at) + 1
-    reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - begin + 1}; convert the file (iconv -t UTF-8)"
-    if chunk.offset == 0 and data.startswith(UTF16_BOMS):
-        reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-    return MalformedDocument(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +62,6 @@ class TextReadOptions:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The tokenized documents of one chunk."""
-
     tokens: NDArray[np.integer]
     sizes: NDArray[np.int64]
     """Tokens of each document that ends in this chunk; tokens of an unfinished document follow them."""
@@ -83,7 +81,10 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -
     sizes, malformed = [], []
     data = chunk.read()
     are_well_formed = []
-    for text in _parse_chunk(chunk, data, reading):
+    texts = (parse_texts(chunk, data, reading.separator, reading.max_document_bytes)
+             if kind_of(chunk.path) == PLAIN_TEXT else
+             (text for _, text in parse_lines(chunk, data, reading.json_key, reading.max_document_bytes)))
+    for text in texts:
         are_well_formed.append(not isinstance(text, MalformedDocument))
         if isinstance(text, MalformedDocument):
             malformed.append(text)
@@ -100,18 +101,11 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
-def _parse_chunk(chunk: Chunk, data: bytes, options: TextReadOptions) -> Iterator[str | MalformedDocument]:
-    if kind_of(chunk.path) == PLAIN_TEXT:
-        return parse_texts(chunk, data, options.separator, options.max_document_bytes)
-    return (text for _, text in parse_lines(chunk, data, options.json_key, options.max_document_bytes))
-
-
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
                  options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
                  log_interval: int = 0, checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
     """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
-    rest of a damaged file, raises an error with its line, unless `skip_malformed`. `checksum_threads` check stage
-    shards; may exceed `workers`."""
+    rest of a damaged file, raises an error with its line, unless `skip_malformed`. `checksum_threads`: for shards."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
@@ -119,7 +113,10 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs, max(workers, checksum_threads))
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options)
-    chunks = (chunk for path in inputs for chunk in _read_chunks(path, options, tokenizer.safe_split_characters))
+    limit = options.max_document_bytes
+    chunks = chain.from_iterable(
+        read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
+        if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
         position = PreprocessPosition(**writer.resumed_state) if writer.resumed_state else PreprocessPosition()
         if position.chunks:
@@ -138,8 +135,8 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
                 for fault in encoded.malformed if isinstance(fault, DamagedRest)]
             position.lines += encoded.lines
             progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
-            position.chunks, position.documents, position.bytes = position.chunks \
-                + 1, progress.documents, progress.bytes
+            position.chunks += 1
+            position.documents, position.bytes = progress.documents, progress.bytes
             if position.bytes - resume_point >= RESUME_POINT_BYTES:
                 writer.save_resume_point(asdict(position))
                 resume_point = position.bytes
@@ -198,43 +195,22 @@ class PreprocessPosition:
 
 def _resume_key(inputs: Sequence[str | Path], tokenizer: Tokenizer, options: TextReadOptions,
                 skip_malformed: bool) -> str | None:
-    """Digest of everything that decides the tokens, files by size and times; None for a pipe, which cannot be read
-    again."""
+    """Digest of all that decides the tokens, files by size and times; None for a pipe, which cannot be read again."""
     states = [file_stamp(path) for path in inputs]
     if None in states:
         return None
+    files = (f"{os.path.abspath(path)} {state}" for path, state in zip(inputs, states))
     words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
-             str(options.max_document_bytes), str(skip_malformed), *(f"{os.path.abspath(path)} {state}"
-                                                                     for path, state in zip(inputs, states)))
+             str(options.max_document_bytes), str(skip_malformed), *files)
     return content_digest(map(os.fsencode, words))
 
 
-def _read_chunks(path: str | os.PathLike[str], options: TextReadOptions, safe_split_characters: str) -> Iterator[Chunk]:
-    if kind_of(path) == PLAIN_TEXT:
-        return read_text_chunks(path, options.separator, safe_split_characters, limit=options.max_document_bytes)
-    return read_line_chunks(path, limit=options.max_document_bytes)
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """`3/8`: share 3, from 0, of 8 shares of a list of files."""
-
-    index: int = 0
-    count: int = 1
-
-    @staticmethod
-    def parse(text: str) -> ShardSpec:
-        index, _, count = text.partition("/")
-        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-            raise ArgumentTypeError(f"{text}: expected I/N with I from 0 to N - 1")
-        return ShardSpec(int(index), int(count))
-
-    def select(self, files: Sequence[str]) -> Sequence[str]:
-        """Consecutive files; the shares in order are the whole list."""
-        if len(files) < self.count:
-            raise DataError(f"--shard {self.index}/{self.count}: there are only {len(files)} input files, and a file "
-                            f"is not cut; use {len(files)} shards at most, or smaller files")
-        return files[len(files) * self.index // self.count:len(files) * (self.index + 1) // self.count]
+def parse_shard(text: str) -> tuple[int, int]:
+    """(3, 8) of `3/8`: share 3, from 0, of 8 shares of a list of files."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ArgumentTypeError(f"{text}: expected I/N with I from 0 to N - 1")
+    return int(index), int(count)
 
 
 def add_tokenizer_arguments(parser: StrictArgumentParser) -> None:
@@ -251,24 +227,20 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
     return tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
 
 
-def add_text_read_arguments(parser: StrictArgumentParser) -> None:
-    parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
-    parser.add_argument("--document-separator", metavar="TEXT",
-                        help="what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>', "
-                        "in which \\n is a line end (default: a file is a document)")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = StrictArgumentParser("data.preprocess",
                                   "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE",
                         help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    add_text_read_arguments(parser)
+    parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
+    parser.add_argument("--document-separator", metavar="TEXT",
+                        help="what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>', "
+                        "in which \\n is a line end (default: a file is a document)")
     add_tokenizer_arguments(parser)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes; same output")
-    parser.add_argument("--shard", type=ShardSpec.parse, default=ShardSpec(), metavar="I/N",
+    parser.add_argument("--shard", type=parse_shard, default=(0, 1), metavar="I/N",
                         help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
                         help="a malformed document ends the run, or is left out and counted")
@@ -277,13 +249,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
-    found = find_text_files(args.input)
-    files = args.shard.select(found.files)
+    found, (index, count) = find_text_files(args.input), args.shard
+    if len(found.files) < count:
+        raise DataError(f"--shard {index}/{count}: there are only {len(found.files)} input files, and a file is not "
+                        f"cut; use {len(found.files)} shards at most, or smaller files")
+    # Consecutive files, so that the shares in order are the whole list.
+    files = found.files[len(found.files) * index // count:len(found.files) * (index + 1) // count]
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    progress, skipped = build_corpus(files, args.output_prefix, tokenizer,
-                                     TextReadOptions(args.json_key, Separator.parse(args.document_separator),
-                                                     args.append_eod, args.max_document_bytes), workers=args.workers,
+    options = TextReadOptions(args.json_key, Separator.parse(args.document_separator), args.append_eod,
+                              args.max_document_bytes)
+    progress, skipped = build_corpus(files, args.output_prefix, tokenizer, options, workers=args.workers,
                                      skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
     print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress}; "
           f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)

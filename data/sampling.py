@@ -18,6 +18,12 @@ from numpy.typing import NDArray
 
 from data.storage import DataError, UsageError
 
+PARTS = ("train", "valid", "test")
+"""The parts of a split, in order."""
+
+MAX_BLEND_PERIOD = 1 << 16
+"""Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD."""
+
 IntArray = NDArray[np.int64]
 
 
@@ -53,9 +59,8 @@ def split_documents(shares: Sequence[Fraction], documents: int) -> list[range]:
 
 
 def epoch_permutation(n: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.integer]:
-    """A random order of 0..n-1; streams of one epoch are independent. Sorts raw bits in place of
-    `Generator.permutation`: numpy guarantees the raw stream forever, its methods only within a version, and a resumed
-    run must see the same order after an upgrade."""
+    """A random order of 0..n-1; streams of one epoch are independent. Sorts raw bits, which numpy guarantees forever
+    (`Generator.permutation` only within a version): a resumed run must see the same order after an upgrade."""
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch, stream])).random_raw(n)
     order = np.argsort(bits, kind="stable")
     return order.astype(index_dtype(n))
@@ -66,14 +71,9 @@ def index_dtype(n: int) -> type[np.signedinteger[Any]]:
     return np.int32 if n <= np.iinfo(np.int32).max else np.int64
 
 
-MAX_BLEND_PERIOD = 1 << 16
-"""Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD."""
-
-
 class Blend:
-    """Draws from datasets in proportion to weights: sample index -> (dataset, index within it), in closed form. After
-    any n samples each dataset is within one sample of n times its share. The order repeats after one period, so a table
-    of one period serves every index."""
+    """Draws from datasets in proportion to weights: sample index -> (dataset, index within it), from a table of one
+    period. After any n samples each dataset is within one sample of n times its share."""
 
     def __init__(self, weights: Sequence[Fraction | int]) -> None:
         if not weights or any(weight <= 0 for weight in weights):

@@ -41,15 +41,11 @@ class SentencePieceTokenizer(Tokenizer):
         spelled = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self.SPACE.encode()]
         self._space_symbol_ids = spelled if self._model.unk_id() not in spelled else None
         self.fingerprint = tokenizer_fingerprint(self.name, model)
-        self.safe_split_characters = " " if self._is_safe_to_split_at_spaces() else ""
-
-    def _is_safe_to_split_at_spaces(self) -> bool:
-        """Whether no piece spans the start of a run of spaces, and no prefix is added to a text."""
+        # Spaces are safe to split at if no piece spans the start of a run of them, and no prefix is added to a text.
         pieces = map(self._model.id_to_piece, range(self._num_pieces))
-        if any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces):
-            return False
-        rests = (" b", "  b", " \n", " ")
-        return all(self.encode(f"a{rest}") == self.encode("a") + self.encode(rest) for rest in rests)
+        is_safe = not any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces) and all(
+            self.encode(f"a{rest}") == self.encode("a") + self.encode(rest) for rest in (" b", "  b", " \n", " "))
+        self.safe_split_characters = " " if is_safe else ""
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode("utf-8")
@@ -72,15 +68,14 @@ class SentencePieceTokenizer(Tokenizer):
         return found if all(found[self.encode(text)].sum() == len(text.encode()) for text in LOSSLESS_PROBES) else None
 
     def decode(self, ids: Iterable[int]) -> str:
-        def spell(kind: str, run: list[int]) -> str:
-            return str(self._model.decode(run)) if kind == "piece" else kind * len(run)
+        def kind_of(token: int) -> str:
+            if token == self.eod:
+                return END_OF_TEXT
+            return "piece" if 0 <= token < self._num_pieces else REPLACEMENT_CHARACTER
 
-        return "".join(spell(kind, list(run)) for kind, run in groupby(map(int, ids), self._decode_kind))
-
-    def _decode_kind(self, token: int) -> str:
-        if token == self.eod:
-            return END_OF_TEXT
-        return "piece" if 0 <= token < self._num_pieces else REPLACEMENT_CHARACTER
+        groups = ((kind, list(tokens)) for kind, tokens in groupby(map(int, ids), kind_of))
+        return "".join(str(self._model.decode(tokens)) if kind == "piece" else kind * len(tokens)
+                       for kind, tokens in groups)
 
 
 def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size: int) -> None:

@@ -25,16 +25,13 @@ from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, content_digest, count_samples
 from data.importers import import_tokens, inspect_token_file, order_warnings
 from data.indexed import IndexedCorpus
-from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, FoundFiles, checksum_in_threads, find_text_files, kind_of
+from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
 from data.plain_text import Separator
 from data.preprocess import TextReadOptions, build_corpus
-from data.sampling import parse_number, parse_split, split_documents
+from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, StorageFault, check_is_file, check_is_rereadable, crc32_file, escape_to_one_line,
                           make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock, write_json_atomic)
 from data.tokenizer import Tokenizer
-
-MAX_SUGGESTIONS = 3
-"""Suggestions for a mistyped name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def _suggestion(name: str) -> str:
     parts = {corpus + suffix for corpus in corpora for suffix in (".bin", ".idx", ".json")}
     known = sorted(corpora | {entry for entry in entries if not entry.startswith(".")} - parts)
     near = [entry for entry in known if entry.split(".")[0] == word.split(".")[0]]
-    near = (near or difflib.get_close_matches(word, known, MAX_SUGGESTIONS))[:MAX_SUGGESTIONS]
+    near = (near or difflib.get_close_matches(word, known, 3))[:3]
     if near:
         return f"; did you mean {' or '.join(os.path.join(folder, entry) for entry in near)}?"
     return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
@@ -112,39 +109,46 @@ def webtext_prefix() -> str:
 NAMED_CORPORA: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
 """Name -> prefix of its corpus."""
 
-
 TOKENS_SUFFIX = ".bin"
 CHECKSUMS_FILE = ".sums.json"
 ANNOUNCED_BYTES = 1 << 26
 """Bytes of a source from which a line announces the build."""
+
+MTIME_SETTLED_NS = 2_000_000_000
+"""A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
                   ) -> tuple[str, list[str]]:
     """(prefix of the corpus of a file or folder, lines with a summary and warnings). Builds it if it is not cached."""
     found = find_text_files([source])
-    verb, past_verb = ("copying", "copied") if _are_token_files(found.files) else ("tokenizing", "tokenized")
+    are_tokens = found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
     beside = os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
     contents, size = _content_keys(found.files, ChecksumCache(folder))
     key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
-    start = time.monotonic()
+    start, outcome = time.monotonic(), "found in the cache"
     with wait_for_lock(folder / f".{prefix.name}.lock"):
-        is_new = not prefix.with_name(prefix.name + ".idx").exists()
-        if is_new:
+        if not prefix.with_name(prefix.name + ".idx").exists():
             if size >= ANNOUNCED_BYTES:
-                print(escape_to_one_line(f"{source}: {verb} {size / 1e9:.2f} GB into {prefix} (once)"), file=sys.stderr,
-                      flush=True)
-            _build_cached(found.files, prefix, tokenizer, options)
+                print(escape_to_one_line(f"{source}: {'copying' if are_tokens else 'tokenizing'} {size / 1e9:.2f} GB "
+                                         f"into {prefix} (once)"), file=sys.stderr, flush=True)
+            if are_tokens:
+                import_tokens(found.files, prefix, tokenizer, warn=lambda line: None)  # warnings come at every start
+            else:
+                build_corpus(found.files, prefix, tokenizer, options, checksum_threads=len(os.sched_getaffinity(0)))
             if _content_keys(found.files, ChecksumCache(None))[0] != contents:
                 prefix.with_name(prefix.name + ".idx").unlink()
                 raise DataError(f"{source}: changed while it was read; start again when it is complete")
-    outcome = f"{past_verb} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
-    warnings = order_warnings([inspect_token_file(path)
-                               for path in found.files], tokenizer.eod) if _are_token_files(found.files) else []
-    return str(prefix), [_describe_cached(source, found, IndexedCorpus(prefix),
-                                          outcome), *(f"warning: {line}" for line in warnings)]
+            outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
+    warnings = order_warnings(list(map(inspect_token_file, found.files)), tokenizer.eod) if are_tokens else []
+    corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
+    files = format_count(len(found.files), "file of tokens" if are_tokens else "file")
+    summary = (f"{source}: {files}{f' ({empty} empty)' if empty else ''}, "
+               f"{format_count(corpus.num_documents, 'document')}, {corpus.num_tokens:,} tokens, {outcome}: "
+               f"{corpus.prefix}{f'; {found.left_out}' if found.left_out else ''}")
+    return str(prefix), [summary, *(f"warning: {line}" for line in warnings)]
 
 
 def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
@@ -154,21 +158,13 @@ def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[
     try:
         sizes = [os.path.getsize(path) for path in files]
         with checksums:
-            found = list(checksum_in_threads(checksums.checksum_of, files, _checksum_threads()))
+            # On all cores: the other ranks of the machine wait for this one.
+            found = list(checksum_in_threads(checksums.checksum_of, files, len(os.sched_getaffinity(0))))
     except StorageFault:  # the checksum cache cannot be written
         raise
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
     return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
-
-
-def _checksum_threads() -> int:
-    """All cores: the other ranks of the machine wait for this one."""
-    return len(os.sched_getaffinity(0))
-
-
-MTIME_SETTLED_NS = 2_000_000_000
-"""A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
 
 
 class ChecksumCache:
@@ -204,29 +200,6 @@ class ChecksumCache:
         if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
             self._known[name], self._has_new_entries = {"mark": stamp, "crc32": crc}, True
         return crc
-
-
-def _are_token_files(files: Sequence[str]) -> bool:
-    """Whether it is a token file of nanoGPT or llm.c."""
-    return files[0].endswith(TOKENS_SUFFIX)
-
-
-def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, options: TextReadOptions) -> None:
-    if _are_token_files(files):
-        import_tokens(files, prefix, tokenizer, warn=lambda line: None)  # printed at every start by cached_corpus
-    else:
-        build_corpus(files, prefix, tokenizer, options, checksum_threads=_checksum_threads())
-
-
-def _describe_cached(source: str, found: FoundFiles, corpus: IndexedCorpus, outcome: str) -> str:
-    empty = sum(os.path.getsize(path) == 0 for path in found.files)
-    kind = "file of tokens" if _are_token_files(found.files) else "file"
-    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""), format_count(
-        corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
-    return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")
-
-
-PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -289,9 +262,6 @@ class DocumentRange:
     weight: Fraction | None
     flag: str = "--train-data"
 
-    def count_tokens(self) -> int:
-        return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
-
 
 @dataclass
 class _DatasetBuilder:
@@ -308,18 +278,15 @@ class _DatasetBuilder:
 
     def open_corpus(self, name: str, flag: str) -> IndexedCorpus:
         """The corpus of a source, checked against the tokenizer."""
-        with prefix_data_errors(flag):
-            return self._open_corpus(name)
-
-    def _open_corpus(self, name: str) -> IndexedCorpus:
         if name not in self.open_corpora:
-            corpus = IndexedCorpus(self.resolve_prefix(name))
-            made_by = corpus.facts and corpus.facts.tokenizer
-            if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
-                raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
-                                f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "
-                                "preprocess the text again")
-            corpus.check_vocabulary(self.tokenizer.vocab_size)
+            with prefix_data_errors(flag):
+                corpus = IndexedCorpus(self.resolve_prefix(name))
+                made_by = corpus.facts and corpus.facts.tokenizer
+                if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
+                    raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                                    f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "
+                                    "preprocess the text again")
+                corpus.check_vocabulary(self.tokenizer.vocab_size)
             self.open_corpora[name] = corpus
         return self.open_corpora[name]
 
@@ -358,10 +325,11 @@ class _DatasetBuilder:
         return BlendedDataset(datasets, weights, part)
 
     def fills_a_sample(self, part: str, documents: DocumentRange) -> bool:
-        tokens = documents.count_tokens()
+        chosen = documents.documents
+        tokens = int(documents.corpus.sizes[chosen.start:chosen.stop].sum(dtype="int64"))
         enough = count_samples(tokens, self.seq_length) > 0
         if not enough:
-            total, kept = documents.corpus.num_documents, len(documents.documents)
+            total, kept = documents.corpus.num_documents, len(chosen)
             why = (f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, "
                    f"{format_count(tokens, 'token')}, and a sample needs {self.seq_length + 1}")
             remedy = "a larger share in --split"

@@ -7,6 +7,7 @@ with a CRC-32 seeded with the file's content name and the page number; page 0 is
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import weakref
@@ -20,6 +21,17 @@ from data.storage import DataError, crc32, staged_file
 
 MAX_READ_BYTES = 1 << 30
 """Bytes per read call; the kernel's limit is 2 GiB."""
+
+PAGE_BYTES = 4096
+PAGE_CONTENT_BYTES = PAGE_BYTES - 4
+"""Bytes of a page before its checksum."""
+PAGES_PER_WRITE = 512
+ROW_FILE_VERSION = 1
+ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
+ROW_FILE_HEADER = struct.Struct("<8sI4sQI")
+"""Magic, version, dtype, rows, columns (0: rows are scalars)."""
+ROW_FILE_TYPES = (b"<i4\0", b"<i8\0")
+REBUILD_HINT = "delete it, and it is built again"
 
 
 @final
@@ -35,8 +47,7 @@ class StableFile:
         self._content_is_unchanged: Callable[[], bool] | None = None
 
     def set_content_check(self, content_is_unchanged: Callable[[], bool]) -> None:
-        """Set the check that decides, after a ctime change, whether the content is unchanged. It may be slow, and calls
-        `read`."""
+        """Set the check, which may be slow, that decides after a ctime change whether the content is unchanged."""
         self._content_is_unchanged = content_is_unchanged
 
     def is_still_at_path(self) -> bool:
@@ -63,34 +74,15 @@ class StableFile:
             raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
                             self._remedy or "put the whole file there again, under another name while a program reads "
                             "this one"))
-        if status.st_mtime_ns != self._mtime_ns or left or not self._is_unchanged_since(status.st_ctime_ns):
+        was_written_to = bool(left) or status.st_mtime_ns != self._mtime_ns
+        if not was_written_to and status.st_ctime_ns != self._ctime_ns and self._content_is_unchanged is not None:
+            before, self._ctime_ns = self._ctime_ns, status.st_ctime_ns  # for reads of the check itself
+            if was_written_to := not self._content_is_unchanged():
+                self._ctime_ns = before  # so that the next read checks again
+        if was_written_to:
             raise DataError(f"{self._path}: was written to while it was read; "
                             f"{self._remedy or 'give each corpus a name of its own'}")
         return found
-
-    def _is_unchanged_since(self, ctime_ns: int) -> bool:
-        """Whether the content is unchanged, given the current ctime."""
-        if ctime_ns == self._ctime_ns or self._content_is_unchanged is None:
-            return True
-        before, self._ctime_ns = self._ctime_ns, ctime_ns  # for reads of the check itself
-        if not self._content_is_unchanged():
-            self._ctime_ns = before  # so that the next read checks again
-            return False
-        return True
-
-
-PAGE_BYTES = 4096
-"""The kernel's page size."""
-PAGE_CONTENT_BYTES = PAGE_BYTES - 4
-"""Bytes of a page before its checksum."""
-PAGES_PER_WRITE = 512
-"""Pages per write."""
-ROW_FILE_VERSION = 1
-ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
-ROW_FILE_HEADER = struct.Struct("<8sI4sQI")
-"""Magic, version, dtype, rows, columns (0: rows are scalars)."""
-ROW_FILE_TYPES = (b"<i4\0", b"<i8\0")
-REBUILD_HINT = "delete it, and it is made anew"
 
 
 def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.integer]) -> None:
@@ -121,20 +113,15 @@ def _rows_per_page(dtype: np.dtype[Any], columns: int) -> int:
 def _with_checksums(pages: NDArray[np.uint8], name: str, first: int) -> memoryview:
     """The bytes of [pages, PAGE_BYTES] after filling in the checksums; `first` is the number of the first page."""
     content = pages.data.cast("B")
-    sums = [crc32(content[at:at + PAGE_CONTENT_BYTES], _page_crc_seed(name, first + at // PAGE_BYTES))
+    sums = [crc32(content[at:at + PAGE_CONTENT_BYTES], crc32(f"{name} {first + at // PAGE_BYTES}".encode()))
             for at in range(0, len(content), PAGE_BYTES)]
     pages[:, PAGE_CONTENT_BYTES:] = np.array(sums, "<u4")[:, None].view(np.uint8)
     return content
 
 
-def _page_crc_seed(name: str, number: int) -> int:
-    return crc32(f"{name} {number}".encode())
-
-
 @final
 class RowFile:
-    """Reads what `write_row_file` wrote under the same name: `rows[k]` is as in the array. Anything else raises
-    DataError."""
+    """Reads what `write_row_file` wrote under the same name: `rows[k]` is as in the array, or raises DataError."""
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self._path, self._name = os.fspath(path), name
@@ -169,21 +156,18 @@ class RowFile:
         if not 0 <= row < self.shape[0]:
             raise IndexError(f"row {row}: expected 0 to {self.shape[0] - 1}")
         number, within = row // self._page_rows + 1, row % self._page_rows
-        held, rows = self._cached_page  # read and replaced as one tuple, for thread safety
-        if held != number:
-            _, rows = self._cached_page = number, self._rows_of_page(number)
+        cached, rows = self._cached_page  # read and replaced as one tuple, for thread safety
+        if cached != number:
+            used = self._page_rows * self._dtype.itemsize * math.prod(self.shape[1:])
+            rows = self._read_page(number)[:used].view(self._dtype).reshape(self._page_rows, *self.shape[1:])
+            self._cached_page = number, rows
         return rows[within]
-
-    def _rows_of_page(self, number: int) -> NDArray[Any]:
-        used = self._page_rows * self._dtype.itemsize * (self.shape[1] if len(self.shape) > 1 else 1)
-        rows: NDArray[Any] = self._read_page(number)[:used].view(self._dtype).reshape(self._page_rows, *self.shape[1:])
-        return rows
 
     def _read_page(self, number: int) -> NDArray[np.uint8]:
         """A page, after checking its checksum."""
         page: NDArray[np.uint8] = self._file.read(PAGE_BYTES * number, PAGE_BYTES, "u1")
-        found, expected = crc32(page[:PAGE_CONTENT_BYTES],
-                                _page_crc_seed(self._name, number)), int(page[PAGE_CONTENT_BYTES:].view("<u4")[0])
+        found = crc32(page[:PAGE_CONTENT_BYTES], crc32(f"{self._name} {number}".encode()))
+        expected = int(page[PAGE_CONTENT_BYTES:].view("<u4")[0])
         if found != expected:
             raise DataError(
                 f"{self._path}: damaged, or made from something else: page {number} (byte {PAGE_BYTES * number}) "

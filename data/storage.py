@@ -52,7 +52,6 @@ def escape_to_one_line(text: object, allowed: str = "") -> str:
 
 
 def parse_error_text(error: Exception) -> str:
-    """The message of a parsing error."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -111,9 +110,8 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
             os.close(descriptor)
 
 
-def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Wait until the entries of a folder are on disk: only then does a rename survive a power loss."""
-    fsync_file(path)
+fsync_directory = fsync_file
+"""Waits until the entries of a folder are on disk: only then does a rename survive a power loss."""
 
 
 @overload
@@ -173,6 +171,14 @@ def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
     with staged_file(path, "w") as file:
         json.dump(value, file, indent=1, allow_nan=False)
         file.write("\n")
+
+
+def read_json_or_none(path: Path) -> Any:
+    """The JSON value in a file; None if it is missing or invalid."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def crc32_file(path: str | os.PathLike[str]) -> str:
@@ -262,8 +268,7 @@ def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
-    """Unlock at the end of the block, even if a forked child still has a copy of the descriptor; a forked child does
-    not unlock."""
+    """Unlock at the end of the block, even if a forked child still has the descriptor; the child does not unlock."""
     owner = os.getpid()
     try:
         yield
@@ -277,17 +282,12 @@ def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
 def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
     """Exclude other writers of this name, and of the real paths (`targets`) of its files; raises StorageFault. Yields
     False if the file system has no locks."""
-    name = os.fspath(path)
-    with ExitStack() as stack:  # sorted, so that two writers cannot block each other
-        are_locked = [stack.enter_context(_hold_lock_file(place, name))
-                      for place in sorted({*map(_canonical_path, (path, *targets))})]
+    parts = [os.path.split(os.path.abspath(place)) for place in (path, *targets)]
+    with ExitStack() as stack:
+        # Links of the folders are resolved; sorted, so that two writers cannot block each other.
+        are_locked = [stack.enter_context(_hold_lock_file(place, os.fspath(path)))
+                      for place in sorted({os.path.join(os.path.realpath(folder), name) for folder, name in parts})]
         yield all(are_locked)
-
-
-def _canonical_path(path: str | os.PathLike[str]) -> str:
-    """The path with links of its folder resolved."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
 
 
 @contextmanager
@@ -317,8 +317,12 @@ def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> No
 
 def _acquire_lock_file(lock: Path, name: str) -> tuple[IO[str], bool]:
     """(lock file, whether it is locked)."""
+    def open_without_following(path: str, flags: int) -> int:
+        """The file is truncated, which must not hit the target of a symbolic link."""
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
     while True:
-        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=_open_without_following)
+        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=open_without_following)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -331,21 +335,10 @@ def _acquire_lock_file(lock: Path, name: str) -> tuple[IO[str], bool]:
             with suppress(OSError):
                 os.unlink(lock)
             return file, False
-        if _is_same_file(lock, file):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-            return file, True
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(lock), os.fstat(file.fileno())):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+                return file, True
         file.close()  # a previous holder has just deleted it
-
-
-def _open_without_following(path: str, flags: int) -> int:
-    """The file is truncated, which must not hit the target of a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def _is_same_file(lock: Path, file: IO[str]) -> bool:
-    try:
-        return os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

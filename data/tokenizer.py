@@ -65,13 +65,11 @@ class CharacterLevelTokenizer(Tokenizer):
     safe_split_characters = " \n"
 
     def __init__(self, vocab_file: str) -> None:
-        characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
-        self._ids = {character: i for i, character in enumerate(characters)}
-        self._characters = characters
-        self._unknown = len(characters)
-        self.eod = len(characters) + 1
-        self.vocab_size = len(characters) + 2
-        self.fingerprint = tokenizer_fingerprint(self.name, "".join(characters).encode())
+        self._characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
+        self._ids = {character: i for i, character in enumerate(self._characters)}
+        self._unknown = len(self._characters)
+        self.eod, self.vocab_size = self._unknown + 1, self._unknown + 2
+        self.fingerprint = tokenizer_fingerprint(self.name, "".join(self._characters).encode())
 
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(character, self._unknown) for character in text]
@@ -90,22 +88,19 @@ class CharacterLevelTokenizer(Tokenizer):
 
 KINDS = {kind.name: kind for kind in (GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer,
                                       CharacterLevelTokenizer)}
-SHORT_NAMES = {
-    "gpt2": "GPT2BPETokenizer", "gpt2bpe": "GPT2BPETokenizer", "sentencepiece": "SentencePieceTokenizer",
-    "byte": "ByteLevelTokenizer", "bytelevel": "ByteLevelTokenizer",
-    "character": "CharacterLevelTokenizer", "characterlevel": "CharacterLevelTokenizer",
-}
+SHORT_NAMES = {"gpt2": "GPT2BPETokenizer", "gpt2bpe": "GPT2BPETokenizer", "sentencepiece": "SentencePieceTokenizer",
+               "byte": "ByteLevelTokenizer", "bytelevel": "ByteLevelTokenizer",
+               "character": "CharacterLevelTokenizer", "characterlevel": "CharacterLevelTokenizer"}
 
 
 def canonical_kind(kind: str) -> str:
     """The full name of a tokenizer kind; accepts any case and short names."""
     known = {name.lower(): name for name in KINDS} | SHORT_NAMES
-    found = known.get(kind.lower())
-    if found is None:
+    if kind.lower() not in known:
         nearest = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.0)
         raise UsageError(f"--tokenizer-type {kind}: unknown; did you mean {known[nearest[0]]}? "
                          f"Known: {', '.join(KINDS)}")
-    return found
+    return known[kind.lower()]
 
 
 def build(kind: str, vocab_file: str | None = None, merge_file: str | None = None,

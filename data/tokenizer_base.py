@@ -46,8 +46,7 @@ class Tokenizer(ABC):
         return np.array(self.encode(text), np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if the ids of a text do not add
-        up to its length."""
+        """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if they do not add up."""
         return None
 
     @abstractmethod

@@ -10,13 +10,13 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,9 +31,11 @@ from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, 
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
 """In the order in which they are renamed: the index completes the corpus."""
 
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+"""Longest document: its length is an int32 in the index."""
+
 
 def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """The file names of a corpus."""
     return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
 
 
@@ -65,27 +67,34 @@ class CorpusDraft:
 
     bin: AppendFile
     idx: AppendFile
-    state: Any
-    """State of the resume point that this continues; None without one."""
+    state: tuple[tuple[int, int, int, int], Any] | None
+    """Counts and caller's state of the resume point that this continues; None without one."""
 
-    def __init__(self, prefix: str, key: str | None, parse_state: Callable[[Any], object]) -> None:
-        """Only a process with the same `key` resumes; None: never resumable. `parse_state` parses the saved state; if
-        it raises, the resume point is ignored."""
-        self._prefix, self._key, self._parse_state = prefix, key, parse_state
+    def __init__(self, prefix: str, key: str | None) -> None:
+        """Only a process with the same `key` resumes; None: never resumable."""
+        self._prefix, self._key = prefix, key
         self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in CORPUS_SUFFIXES}
         self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
         self.state = None
 
     def __enter__(self) -> CorpusDraft:
         with ExitStack() as stack, write_errors_for(self._prefix):
-            is_locked = stack.enter_context(hold_writer_lock(self._prefix, *self._target_prefixes()))
+            # With links resolved, as used by writers without a link.
+            targets = (str(target).removesuffix(suffix) for suffix, target in self._targets.items())
+            is_locked = stack.enter_context(hold_writer_lock(self._prefix, *targets))
             unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
             self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
                             for suffix, target in self._targets.items()}
             self._is_resumable = is_locked and self._key is not None
             if is_locked:
                 self._resume()
-                self._remove_stale_files()
+                stale = [path for target in (*self._targets.values(), self._resume_file)
+                         for path in stale_temporary_files(target)]
+                stale += [self._resume_file] if self._resume_file.exists() else []
+                used = () if self.state is None else (*self._drafts.values(), self._resume_file)
+                stale = [path for path in stale if path not in used]
+                why = ", which has other inputs or settings" if self._key and self._resume_file in stale else ""
+                remove_stale_files(self._prefix, stale, why)
             mode = "xb" if self.state is None else "r+b"
             self.bin, self.idx = (AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
                                   for suffix, crc in zip((".bin", ".idx"), self._crcs))
@@ -93,10 +102,6 @@ class CorpusDraft:
                 file.file.seek(0, os.SEEK_END)
             self._stack = stack.pop_all()
         return self
-
-    def _target_prefixes(self) -> list[str]:
-        """The prefix of each file with links resolved, as used by writers without a link."""
-        return [str(target).removesuffix(suffix) for suffix, target in self._targets.items()]
 
     _crcs: tuple[int, ...] = (0, 0)
 
@@ -114,21 +119,13 @@ class CorpusDraft:
                 os.truncate(draft, size)
                 if crc32_file(draft) != f"{crc:08x}":
                     return
-            self._crcs, self.state = crcs, self._parse_state(found["state"])
+            documents, tokens, max_token, tokens_of_documents = map(index, found["state"]["written"])
+            state = (documents, tokens, max_token, tokens_of_documents), found["state"]["caller"]
+            self._crcs, self.state = crcs, state
         except (OSError, ValueError, KeyError, TypeError):  # none, or incomplete: start from scratch
             return
 
-    def _remove_stale_files(self) -> None:
-        """Delete files of dead writers."""
-        found = [path for target in (*self._targets.values(), self._resume_file)
-                 for path in stale_temporary_files(target)]
-        found += [self._resume_file] if self._resume_file.exists() else []
-        if self.state is not None:
-            found = [path for path in found if path not in (*self._drafts.values(), self._resume_file)]
-        why = ", which has other inputs or settings" if self._key and self._resume_file in found else ""
-        remove_stale_files(self._prefix, found, why)
-
-    def save_resume_point(self, state: dict[str, Any]) -> None:
+    def save_resume_point(self, counts: tuple[int, int, int, int], caller: Any) -> None:
         """Save a point from which another process can continue."""
         if self._is_resumable:
             with write_errors_for(self._prefix):
@@ -136,7 +133,8 @@ class CorpusDraft:
                 self.idx.sync()
             files = {suffix: (growing.file.tell(), growing.crc)
                      for suffix, growing in ((".bin", self.bin), (".idx", self.idx))}
-            write_json_atomic(self._resume_file, {"key": self._key, "files": files, "state": state})
+            write_json_atomic(self._resume_file, {
+                "key": self._key, "files": files, "state": {"written": counts, "caller": caller}})
 
     def paths(self) -> tuple[str, str]:
         """(current path of the index, of the tokens), flushed."""
@@ -188,15 +186,7 @@ class CorpusDraft:
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
-            _raise_storage_fault(self._prefix, error)
-
-
-def _raise_storage_fault(prefix: str, error: OSError) -> NoReturn:
-    raise StorageFault(f"{prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
-
-
-MAX_DOCUMENT_TOKENS = 2**31 - 1
-"""Longest document: its length is an int32 in the index."""
+            raise StorageFault(f"{self._prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
 
 
 class CorpusWriter:
@@ -215,16 +205,15 @@ class CorpusWriter:
         self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
         self.documents = self.tokens = 0
         self._max_token, self._tokens_of_documents = -1, 0
-        self._draft = CorpusDraft(self.prefix, key, _parse_resume_state)
+        self._draft = CorpusDraft(self.prefix, key)
         self.resumed_state: Any = None
         """The caller's state at the resume point that this continues."""
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack:
             state = stack.enter_context(self._draft).state
-            if state is None:
-                self._draft.idx.write(
-                    bytes(INDEX_HEADER.size))  # placeholder: the header needs the number of lengths, which follow
+            if state is None:  # a placeholder: the header needs the number of lengths, which follow
+                self._draft.idx.write(bytes(INDEX_HEADER.size))
             else:
                 (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.resumed_state = state
             stack.pop_all()  # `__exit__` closes the draft
@@ -232,8 +221,8 @@ class CorpusWriter:
 
     def save_resume_point(self, state: Any) -> None:
         """Save a resume point with the caller's `state`."""
-        written = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
-        self._draft.save_resume_point({"written": written, "caller": state})
+        counts = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
+        self._draft.save_resume_point(counts, state)
 
     def add_document(self, tokens: ArrayLike) -> None:
         ids = np.asarray(tokens)
@@ -253,8 +242,7 @@ class CorpusWriter:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
                                 f"{self.documents} or after: expected 0 to {self._id_limit - 1}")
             self._max_token = max(self._max_token, highest)
-            raw = np.ascontiguousarray(ids, self.dtype).data
-            self._draft.bin.write(raw)
+            self._draft.bin.write(np.ascontiguousarray(ids, self.dtype).data)
             self.tokens += len(ids)
 
     def savepoint(self) -> tuple[int, ...]:
@@ -289,29 +277,19 @@ class CorpusWriter:
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
         assert self.tokens == self._tokens_of_documents
+        header, index_file, first = IndexHeader(self.dtype, self.documents, self.documents + 1), self._draft.idx.file, 0
         with write_errors_for(self.prefix):
-            self._finish_index(IndexHeader(self.dtype, self.documents, self.documents + 1))
+            with open(self._draft.paths()[0], "rb") as written:
+                written.seek(INDEX_HEADER.size)
+                for at in range(0, header.sequences, BLOCK_ENTRIES):  # pointers, from the lengths read back
+                    lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, header.sequences - at))
+                    ends = first + np.cumsum(lengths, dtype="<i8")
+                    index_file.write(((ends - lengths) * self.dtype.itemsize).data)
+                    first = int(ends[-1])
+            for at in range(0, header.boundaries, BLOCK_ENTRIES):
+                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, header.boundaries), dtype="<i8").data)
+            index_file.seek(0)
+            index_file.write(header.pack())
             files = (StableFile(path) for path in self._draft.paths())
         self._draft.publish(asdict(CorpusFacts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}",
                                                self._max_token, self._tokenizer, corpus_identity(*files))))
-
-    def _finish_index(self, header: IndexHeader) -> None:
-        """Write pointers and boundaries, computed from the lengths read back, then the header."""
-        index, first = self._draft.idx.file, 0
-        with open(self._draft.paths()[0], "rb") as written:
-            written.seek(header.lengths_offset)
-            for at in range(0, header.sequences, BLOCK_ENTRIES):
-                lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, header.sequences - at))
-                ends = first + np.cumsum(lengths, dtype="<i8")
-                index.write(((ends - lengths) * self.dtype.itemsize).data)
-                first = int(ends[-1])
-        for at in range(0, header.boundaries, BLOCK_ENTRIES):
-            index.write(np.arange(at, min(at + BLOCK_ENTRIES, header.boundaries), dtype="<i8").data)
-        index.seek(0)
-        index.write(header.pack())
-
-
-def _parse_resume_state(state: Any) -> tuple[tuple[int, int, int, int], Any]:
-    """The state that `save_resume_point` wrote; raises if it is invalid."""
-    documents, tokens, max_token, tokens_of_documents = map(index, state["written"])
-    return (documents, tokens, max_token, tokens_of_documents), state["caller"]

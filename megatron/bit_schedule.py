@@ -6,7 +6,6 @@
     blend      with mixed 16 bits, the fraction of a weight that is not rounded: 1 after a drop, then less
 
 The period is compared with the counter itself: without factors bits are dropped at P, 2P, 4P, ...
-Not here: the quantisers (megatron/optim) and rounding the weights (megatron/zero).
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import math
 from dataclasses import dataclass, replace
 
 MIN_UNIFORM_BITS = 3
-"""From so many bits on the numbers of a grid are evenly spaced; 2 bits are ternary, 1 is binary."""
+"""From this number of bits on, the levels of a group are evenly spaced; 2 bits are ternary, 1 is binary."""
 UNREACHABLE_COUNTER = 10**14
 """A counter that no run reaches."""
 
 
 @dataclass(frozen=True)
 class BitState:
-    """How far the bits of one block have fallen."""
+    """The bits of one block, and when they drop next."""
 
     bits: int
     period: int
     last_drop_at: int = 0
-    """The counter when the last one fell."""
+    """The counter at the last drop."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,17 @@ class BitSchedule:
     target: int
     period: int
     change_ratio: float | None = None
-    """How fast the blend falls, a step; None: weights are rounded at once."""
+    """By how much the blend decreases per step; None: weights are rounded at once."""
 
     def initial_state(self) -> BitState:
         return BitState(self.start, self.period)
 
     def is_due(self, state: BitState, counter: int) -> bool:
-        """A bit falls when the counter is this."""
+        """Whether a bit is dropped at this counter."""
         return state.bits > self.target and counter >= state.period
 
     def next_state(self, state: BitState, counter: int, factor: int = 1) -> BitState:
-        """One bit at most falls in a step."""
+        """The state after a step, which drops at most one bit."""
         if not self.is_due(state, counter):
             return state
         return replace(state, bits=state.bits - 1, period=min(state.period * 2 * factor, UNREACHABLE_COUNTER),
@@ -58,22 +57,18 @@ class BitSchedule:
         return max(0.0, 1.0 - self.change_ratio * (counter - state.last_drop_at))
 
     def drop_counters(self, factor: int = 1) -> list[int]:
-        """The counter at each fall, if the factor is always this."""
+        """The counter at each drop, for a constant factor."""
         return [self.period * (2 * factor) ** number for number in range(self.start - self.target)]
-
-    def bits_at(self, counter: int, factor: int = 1) -> int:
-        return self.start - sum(counter >= fall for fall in self.drop_counters(factor))
 
 
 def period_factor(relative_eigenvalue: float) -> int:
-    """What a period is multiplied by in a block whose largest eigenvalue is this share of that of the steepest block:
-    1 to 5."""
+    """The factor of a period (1 to 5) for a block with this eigenvalue relative to the steepest block's."""
     return 1 + math.floor(4 * relative_eigenvalue)
 
 
 def relative_eigenvalues(eigenvalues: list[float]) -> list[float]:
-    """|eigenvalue| of each block over the largest. What is 0 or not finite counts as the largest: it was not found, and
-    caution costs only time."""
-    found = [abs(value) if math.isfinite(value) else 0.0 for value in eigenvalues]
-    largest = max(found, default=0.0)
-    return [value / largest if value > 0 else 1.0 for value in found]
+    """|eigenvalue| of each block over the largest. One that is 0 or not finite was not computed, and counts as the
+    largest: too long a period costs only time."""
+    sizes = [abs(value) if math.isfinite(value) else 0.0 for value in eigenvalues]
+    largest = max(sizes, default=0.0)
+    return [size / largest if size > 0 else 1.0 for size in sizes]

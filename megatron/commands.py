@@ -1,11 +1,4 @@
-"""The console commands of an installation (`setup.cfg`): what `python -m` starts, under names of their own.
-
-    gpt2-train       pretrain_gpt2                 gpt2-checkpoint  megatron.checkpoint
-    gpt2-launch      megatron.launch               gpt2-preprocess  data.preprocess
-    gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
-    gpt2-generate    megatron.generate             gpt2-evaluate    megatron.evaluate
-    gpt2-serve       megatron.serve                gpt2-report      megatron.report
-    gpt2-tune        megatron.tune
+"""The console commands of an installation (`setup.cfg`): what `python -m` starts, as `gpt2-train`, `gpt2-launch`, ...
 
 Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
 """
@@ -21,10 +14,6 @@ from megatron.distributed.signals import exit_on_stop_signal
 from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
 
-def _print_version() -> None:
-    print(f"{DISTRIBUTION} {__version__}")
-
-
 def _command(start: Callable[[], int]) -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
     @wraps(start)
@@ -32,7 +21,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
         prepare_streams()
         exit_on_stop_signal()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
-            return run(_print_version)
+            return run(lambda: print(f"{DISTRIBUTION} {__version__}"))
         try:
             check_package_shadowing()
         except ShadowedPackageError as hidden:
@@ -52,6 +41,12 @@ def train() -> int:
 def launch() -> int:
     from megatron.launch.launcher import main
     return main(sys.argv[1:])
+
+
+@_command
+def checkpoint() -> int:
+    from megatron.checkpoint.cli import main
+    return run(lambda: main(sys.argv[1:]))
 
 
 @_command
@@ -88,12 +83,6 @@ def report() -> int:
 def tune() -> int:
     from megatron.tune.cli import main
     return run(main)
-
-
-@_command
-def checkpoint() -> int:
-    from megatron.checkpoint.cli import main
-    return run(lambda: main(sys.argv[1:]))
 
 
 @_command

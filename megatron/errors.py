@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
@@ -36,8 +37,6 @@ class CheckpointError(TrainerError):
 class PeerError(TrainerError):
     """Another rank failed or stopped answering."""
 
-    code = EXIT_PEER
-
 
 class NumericsError(TrainerError):
     """Training produced a value it must not go on with."""
@@ -52,13 +51,11 @@ class StorageError(TrainerError):
 
 
 class RankOutOfMemory(TrainerError):
-    """A rank has too little memory for what all ranks do together: they leave with the same line."""
-
-    code = EXIT_PEER
+    """A rank has too little memory for what all ranks do together: all exit with the same message."""
 
 
 class Interrupted(TrainerError):
-    """Asked to stop, without a place to save to."""
+    """Stopped on request, without a place to save to."""
 
     code = EXIT_INTERRUPTED
 
@@ -82,7 +79,7 @@ _LISTED = re.compile(r" {2}\(\d+\) ")
 
 
 def format_listed_error(number: int, sentence: str) -> str:
-    """The line of one of several errors, below one that says how many they are."""
+    """The line of one of several errors, below a heading with their count."""
     return f"  ({number}) {sentence}"
 
 
@@ -91,8 +88,8 @@ def is_listed_error(line: str) -> bool:
 
 
 def to_error_lines(message: str) -> str:
-    """One line, and one for each error that is listed: other newlines do not hold. What a terminal would obey becomes
-    an escape (`\\x1b`)."""
+    """One line, and one for each listed error; other newlines become spaces. Control characters become escapes
+    (`\\x1b`)."""
     lines: list[str] = []
     for line in filter(str.strip, message.splitlines()):
         if is_listed_error(line) or not lines:
@@ -117,15 +114,11 @@ def format_bytes(count: float) -> str:
 
 
 def explain_os_error(error: OSError, folder: Path) -> tuple[str, str]:
-    """What is so, and the first thing to do about it."""
-    remedy = ERRNO_REMEDIES.get(error.errno or 0, "check the drive")
-    return f"{error.strerror}{_free_space_text(folder) if remedy == 'free space' else ''}", remedy
-
-
-def _free_space_text(folder: Path) -> str:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return ""
-    no_more_files = status.f_files and not status.f_favail
-    return " for another file" if no_more_files else f", {format_bytes(status.f_bavail * status.f_frsize)} free"
+    """(the reason, with the free space if that is the problem; the first thing to do about it)."""
+    remedy, free = ERRNO_REMEDIES.get(error.errno or 0, "check the drive"), ""
+    if remedy == "free space":
+        with suppress(OSError):
+            status = os.statvfs(folder)
+            no_more_files = status.f_files and not status.f_favail
+            free = " for another file" if no_more_files else f", {format_bytes(status.f_bavail * status.f_frsize)} free"
+    return f"{error.strerror}{free}", remedy

@@ -1,8 +1,7 @@
-"""The host's memory, as a process may use it: what the machine has, or less where a container or a batch system limits
-it. Such a limit is a control group's, of version 1 or 2, or that of a group around it; its processes see the memory of
-the whole machine in /proc/meminfo, and one of them is ended when they reach the limit.
+"""The host memory that a process may use: the machine's, or less if a container or a batch system limits it.
 
-None where a system tells nothing.
+The limit is that of a control group (version 1 or 2) or of one around it. /proc/meminfo shows the whole machine, and
+the kernel kills a process when the group reaches its limit. Functions return None if the system does not tell.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILESYSTEM_ROOT = Path("/")
-"""Where its files are."""
+"""Root of proc and sys; tests replace it."""
 
 
 def available_bytes() -> int | None:
-    """Bytes that nobody uses, or could do without."""
-    known = [max(0, limit.bytes - limit.used_bytes()) for limit in _cgroup_limits()]
-    return min([*known, *_read_meminfo("MemAvailable")], default=None)
+    """Bytes that are free or reclaimable."""
+    under_limits = [max(0, limit - used) for limit, used in _cgroup_limits()]
+    return min([*under_limits, *_read_meminfo("MemAvailable")], default=None)
 
 
 def peak_resident_bytes() -> int:
-    """The most memory of the host that this process has had. Linux's getrusage would begin at the peak of whoever
-    started it."""
+    """Peak resident bytes of this process. (On Linux getrusage starts from the peak of the parent process.)"""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/status", "rb") as status:
             return int(status.read().partition(b"VmHWM:")[2].split()[0]) << 10
@@ -36,19 +34,18 @@ def peak_resident_bytes() -> int:
 
 
 def total_bytes() -> int | None:
-    """Bytes that could be used if nobody else used any."""
-    return min([*(limit.bytes for limit in _cgroup_limits()), *_physical_bytes()], default=None)
+    """Bytes that this process could use if no other process used any."""
+    return min([*(limit for limit, _ in _cgroup_limits()), *_physical_bytes()], default=None)
 
 
 def describe_owner(default: str) -> str:
-    """What has it, in words, and `default` where nothing but the machine limits it."""
-    is_limited = any(limit.bytes < total for limit in _cgroup_limits()
-                     for total in _physical_bytes() or [limit.bytes + 1])
+    """What the memory belongs to, in words; `default` if only the machine limits it."""
+    is_limited = any(limit < total for limit, _ in _cgroup_limits() for total in _physical_bytes() or [limit + 1])
     return "this container or job" if is_limited else default
 
 
 def _read_meminfo(line: str) -> list[int]:
-    """Bytes, where it is told."""
+    """[bytes], or [] if it is not known."""
     with suppress(OSError, ValueError):
         for one in (FILESYSTEM_ROOT / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             if one.startswith(f"{line}:"):
@@ -57,8 +54,8 @@ def _read_meminfo(line: str) -> list[int]:
 
 
 def _physical_bytes() -> list[int]:
-    if told := _read_meminfo("MemTotal"):
-        return told
+    if total := _read_meminfo("MemTotal"):
+        return total
     try:
         return [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (ValueError, OSError):
@@ -67,15 +64,15 @@ def _physical_bytes() -> list[int]:
 
 @dataclass(frozen=True)
 class _CgroupVersion:
-    """Of control groups: its files, and names in `memory.stat`."""
+    """Files of a control group, and names in its `memory.stat`."""
 
     mount_point: str
     limit_file: str
     usage_file: str
     reclaimable: tuple[str, ...]
-    """Pages of files, and what the kernel keeps for speed: it gives them up before it ends a process."""
+    """File pages and caches, which the kernel frees before it kills a process."""
     hierarchical_limit: str | None
-    """The least limit of the groups around, which a container may not see."""
+    """The lowest limit of the groups around, which a container may not see."""
 
 
 CGROUP_V1 = _CgroupVersion("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
@@ -84,32 +81,19 @@ CGROUP_V2 = _CgroupVersion("sys/fs/cgroup", "memory.max", "memory.current",
                            ("inactive_file", "active_file", "slab_reclaimable"), None)
 
 
-@dataclass(frozen=True)
-class _CgroupLimit:
-    version: _CgroupVersion
-    folder: Path
-    bytes: int
-
-    def used_bytes(self) -> int:
-        try:
-            used = int((self.folder / self.version.usage_file).read_text())
-        except (OSError, ValueError):
-            return 0
-        told = _read_memory_stat(self.folder)
-        return max(0, used - sum(told.get(name, 0) for name in self.version.reclaimable))
-
-
-def _cgroup_limits() -> Iterator[_CgroupLimit]:
-    """Of the group of this process and those around it. In a container the path of a group may be that on the host,
-    and the folder of its own then is where the groups are mounted."""
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used bytes) of this process's group and those around it. In a container the path may be that on the
+    host; the group's own folder is then the mount point."""
     for version, path in _process_cgroups():
         mounted = FILESYSTEM_ROOT / version.mount_point
         group = mounted / path.lstrip("/")
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # no limit here: no such file, or "max"
-                limit = int((folder / version.limit_file).read_text())
-                yield _CgroupLimit(version, folder,
-                                   min(limit, _read_memory_stat(folder).get(version.hierarchical_limit or "", limit)))
+                limit, stat, used = int((folder / version.limit_file).read_text()), _read_memory_stat(folder), 0
+                with suppress(OSError, ValueError):
+                    used = int((folder / version.usage_file).read_text())
+                yield (min(limit, stat.get(version.hierarchical_limit or "", limit)),
+                       max(0, used - sum(stat.get(name, 0) for name in version.reclaimable)))
             if folder == mounted:
                 break
 
@@ -118,7 +102,7 @@ def _process_cgroups() -> Iterator[tuple[_CgroupVersion, str]]:
     with suppress(OSError):
         for line in os.fsdecode((FILESYSTEM_ROOT / "proc/self/cgroup").read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "", "")[:3]
-            if path and ".." not in path.split("/"):  # that of a group outside of what can be seen here
+            if path and ".." not in path.split("/"):  # with "..": a group that is not visible here
                 if not controllers:
                     yield CGROUP_V2, path
                 elif "memory" in controllers.split(","):

@@ -4,11 +4,8 @@
     p_i(t)   = 1 - i (1 - theta(t)) / L             the chance that block i of L runs, from 0: the first always does
 
 A block that runs has its branches multiplied by 1 / p_i, so that its mean is that of the whole block; one that does not
-hands its input on. A draw is a function of (seed, step, block), and of nothing drawn before: all ranks, the
-recomputation of a block and a run that was resumed agree, and no generator moves. The micro-batches of a step share it:
-what a step does then depends neither on how its batch is divided, nor on the number of ranks.
-
-Not here: who asks (zero/api/engine_features.py), and the blocks (model/gpt2.py).
+passes its input on. A draw depends only on (seed, step, block): all ranks, the recomputation of a block and a resumed
+run agree, and no generator moves. All micro-batches of a step share it.
 """
 
 from __future__ import annotations

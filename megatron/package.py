@@ -17,9 +17,7 @@ from megatron.errors import ConfigError
 
 DISTRIBUTION = "megatron-gpt2-trainer"
 """As pip knows it."""
-
 __version__ = "0.1.0"
-
 
 MARKER_MODULES = {"data": "storage", "mpu": "groups"}
 """Our top-level packages besides this one, and a module that distinguishes them from others of the same name."""
@@ -34,7 +32,13 @@ def check_package_shadowing() -> None:
     for name, module in MARKER_MODULES.items():
         folders, found_at = _find_package(name)
         if not any((folder / f"{module}.py").is_file() for folder in folders):
-            raise ShadowedPackageError(_shadowing_message(name, found_at))
+            root = Path(__file__).resolve().parents[1]
+            raise ShadowedPackageError(
+                f"the package `{name}` is not found beside {root / 'megatron'}; install this program again, whole"
+                if found_at is None else
+                f"{found_at} hides the package `{name}` of this program ({root / name}): set PYTHONSAFEPATH=1 (or "
+                "start Python with -P), which keeps the current folder off the path; or put "
+                f"{root} first in PYTHONPATH; or rename the other {name}")
 
 
 def _find_package(name: str) -> tuple[list[Path], str | None]:
@@ -47,12 +51,3 @@ def _find_package(name: str) -> tuple[list[Path], str | None]:
         return [], None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     return folders, spec.origin or (str(folders[0]) if folders else None)
-
-
-def _shadowing_message(name: str, found_at: str | None) -> str:
-    root = Path(__file__).resolve().parents[1]
-    if found_at is None:
-        return f"the package `{name}` is not found beside {root / 'megatron'}; install this program again, whole"
-    return (f"{found_at} hides the package `{name}` of this program ({root / name}): set PYTHONSAFEPATH=1 (or start "
-            f"Python with -P), which keeps the current folder off the path; or put {root} first in PYTHONPATH; or "
-            f"rename the other {name}")

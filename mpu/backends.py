@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, wraps
 from threading import Event
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -53,60 +53,49 @@ class CollectiveWork:
             on_complete()
 
 
-class CollectiveBackend(Protocol):
-    """The operations of one backend; groups have several ranks, and sizes are checked before.
-
-    `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
-    itself, always uses at least fp32. `max_in_flight` limits the elements in flight for backends that buffer received
-    copies; others ignore it."""
-
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
-        """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
-                       max_in_flight: int | None) -> CollectiveWork:
-        """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
-
-    def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
-                   max_in_flight: int | None) -> CollectiveWork:
-        """flat <- the reduction of every rank's `flat`."""
-
-    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
-        """x <- x of group rank `src`."""
-
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
-        """received[k] <- this rank's row of rank k's `sent`; both are [size, n]."""
-
-
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class NativeBackend:
+class CollectiveBackend:
+    """The collectives as torch's own operations, for accelerators; groups have several ranks, and sizes are checked
+    before.
+
+    `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
+    itself, always uses at least fp32. `max_in_flight` limits the elements in flight where received copies are buffered,
+    as in `GlooBackend`."""
+
     @track_async_collective
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
+        """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
         return CollectiveWork([start_all_gather(full, shard, group.process_group_or_none)])
 
     @track_async_collective
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
                        max_in_flight: int | None) -> CollectiveWork:
+        """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
         wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
-        work = start_reduce_scatter(mine, wide, group.process_group_or_none)
-        return CollectiveWork([work], None if mine is shard else lambda: _copy_into(shard, mine))
+        # torch 2.13 renames it, and warns about the old name
+        start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = start(mine, wide, group=group.process_group_or_none, async_op=True)
+        return CollectiveWork([work], None if mine is shard else lambda: shard.copy_(mine))
 
     @track_async_collective
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
                    max_in_flight: int | None) -> CollectiveWork:
+        """flat <- the reduction of every rank's `flat`."""
         wide = flat.to(reduce_dtype or flat.dtype)
         work = dist.all_reduce(wide, REDUCE_OPS[op], group=group.process_group_or_none, async_op=True)
-        return CollectiveWork([work], None if wide is flat else lambda: _copy_into(flat, wide))
+        return CollectiveWork([work], None if wide is flat else lambda: flat.copy_(wide))
 
     @track_async_collective
     def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
+        """x <- x of group rank `src`."""
         return CollectiveWork([dist.broadcast(x, group.ranks[src], group=group.process_group_or_none, async_op=True)])
 
     @track_async_collective
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
+        """received[k] <- this rank's row of rank k's `sent`; both are [size, n]."""
         return CollectiveWork(
             [dist.all_to_all_single(received, sent, group=group.process_group_or_none, async_op=True)])
 
@@ -116,27 +105,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-# torch 2.13 renames these two, and warns about the old names; looked up at each call.
-
 def start_all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
+    # torch 2.13 renames it, and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return cast(dist.Work, gather(full, shard, group=process_group, async_op=True))
-
-
-def start_reduce_scatter(shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast(dist.Work, scatter(shard, full, group=process_group, async_op=True))
-
-
-def _copy_into(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
 
 
 SUM_BLOCK = 1 << 17
 """Elements summed at a time: the fp32 accumulator stays in the cache."""
 
 
-class GlooBackend:
+class GlooBackend(CollectiveBackend):
+    """The same collectives for the CPU, by broadcasts, sends and receives over gloo."""
+
     @track_async_collective
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
         parts = full.view(group.size, -1)
@@ -196,16 +177,12 @@ def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], group:
                       on_complete: Callable[[], None] | None = None) -> CollectiveWork:
     """received[k] <- what rank k sends to this one; this rank's own entry is unchanged."""
     handle = group.control_process_group
+    assert handle is not None, "a group of one sends nothing"
     operations = [dist.P2POp(dist.irecv, received[peer], group.ranks[peer], handle) for peer in _peers(group)]
     operations += [dist.P2POp(dist.isend, sent[peer], group.ranks[peer], handle) for peer in _peers(group)]
-    return CollectiveWork(dist.batch_isend_irecv(operations), on_complete, _timeout_of(handle))
-
-
-def _timeout_of(process_group: dist.ProcessGroup | None) -> timedelta | None:
-    """The timeout to wait for a peer. gloo's sends and receives use the one from when the group was created."""
-    assert process_group is not None, "a group of one sends nothing"
-    options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)
+    # the timeout in force: gloo's sends and receives use the one from when the group was created
+    options = getattr(handle._get_backend(torch.device("cpu")), "options", None)
+    return CollectiveWork(dist.batch_isend_irecv(operations), on_complete, getattr(options, "_timeout", None))
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:

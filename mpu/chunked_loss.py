@@ -74,10 +74,18 @@ class LossOutputs:
 
 
 @torch.no_grad()
-def run_in_chunks(inputs: LossInputs, request: LossGradRequest, chunk_rows: int, weight_total: Tensor | None,
-                  chunk_loss: ChunkLossFunction, accumulate_weight_grad: AccumulateWeightGrad) -> LossOutputs:
-    """Process `chunk_rows` rows at a time; the weight gradient accumulates in `weight_total`, if it is not None."""
+def run_in_chunks(inputs: LossInputs, request: LossGradRequest, chunk_rows: int, chunk_loss: ChunkLossFunction,
+                  accumulate_weight_grad: AccumulateWeightGrad, *, always_into_fp32_buffer: bool) -> LossOutputs:
+    """Process `chunk_rows` rows at a time. The weight gradient is accumulated in the dtype of the weight for a single
+    chunk and in fp32 for several; directly in its buffer if that has this dtype, or (`always_into_fp32_buffer`) is
+    fp32."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    weight_total = None
+    if request.for_weight:
+        dtype, weight_total = weight.dtype if chunk_rows >= len(hidden) else torch.float32, request.weight_buffer
+        if weight_total is None or weight_total.dtype != dtype and not (
+                always_into_fp32_buffer and weight_total.dtype == torch.float32):
+            weight_total = torch.empty_like(weight, dtype=dtype)
     buffer = hidden.new_empty(chunk_rows, weight.shape[0])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if request.for_hidden else None

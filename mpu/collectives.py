@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpu import backends
-from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, NativeBackend, Op, start_all_gather
+from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, Op, start_all_gather
 from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -40,8 +40,7 @@ def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
     values = torch.tensor(numbers, dtype=torch.float64)
     if not group.is_solo:
         dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
-    found: list[float] = values.tolist()
-    return found
+    return cast(list[float], values.tolist())
 
 
 def barrier(group: Group) -> None:
@@ -82,7 +81,7 @@ __all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gathe
            "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
            "all_reduce_min", "reduce_scatter", "reduce_scatter_into"]
 
-_NATIVE, _GLOO = NativeBackend(), GlooBackend()
+_NATIVE, _GLOO = CollectiveBackend(), GlooBackend()
 
 
 def backend_for(x: Tensor) -> CollectiveBackend:
@@ -137,10 +136,8 @@ def broadcast_into(x: Tensor, src: int, group: Group) -> CollectiveWork:
 
 def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
     if full.numel() != group.size * shard.numel():
-        raise ParallelError(
-            f"a full buffer of {full.numel()} elements does not hold {group.size} shards of {shard.numel()}: "
-            f"pad it to {group.size * shard.numel()}"
-        )
+        raise ParallelError(f"a full buffer of {full.numel()} elements does not hold {group.size} shards of "
+                            f"{shard.numel()}: pad it to {group.size * shard.numel()}")
 
 
 # -- out of place: for autograd and small values -------------------------------------------------------------------

@@ -36,10 +36,6 @@ AddInputs = Callable[[slice, Tensor], None]
 """add_inputs(slice of the full buffer, its error): adds this rank's input to the error in place."""
 
 
-def _add_nothing(place: slice, owed: Tensor) -> None:
-    """For errors that already contain the input."""
-
-
 class CompressedAllReduce:
     def __init__(self, group: Group, segments: Sequence[Sequence[int]], device: torch.device) -> None:
         """`segments[r]`: the lengths, in rows of NORM_ROW elements, of the segments of rank r's chunk, in order. All
@@ -100,11 +96,11 @@ class CompressedAllReduce:
                 stop = min(start + self._tile, (chunk + 1) * self.chunk_numel)
                 yield slice(start, stop), slice(start - first, stop - first)
 
-    # ---- one all-reduce
-    # -------------------------------------------------------------------------------------------------
+    # ---- one all-reduce ---------------------------------------------------------------------------------------------
 
-    def send_to_servers(self, add_inputs: AddInputs = _add_nothing) -> None:
-        """Compress this rank's input and start the all-to-all to the servers."""
+    def send_to_servers(self, add_inputs: AddInputs = lambda place, error: None) -> None:
+        """Compress this rank's input, which by default `worker_error` contains, and start the all-to-all to the
+        servers."""
         if self.group.is_solo:
             for place, _ in self._tiles(self._own_chunk):
                 add_inputs(place, self.worker_error[place])
@@ -123,14 +119,14 @@ class CompressedAllReduce:
         self._work.wait()
         assert self._received_messages is not None, "nothing was sent"
         received, self._received_messages = self._received_messages.split(1), None
-        scales = [self._row_scales(said, self._own_chunk).mul_(1 / self.group.size) for said in received]
+        scales = [self._row_scales(message, self._own_chunk).mul_(1 / self.group.size) for message in received]
         first = self._own_chunk.start * self.chunk_numel
 
-        def add_received(place: slice, owed: Tensor) -> None:
+        def add_received(place: slice, error: Tensor) -> None:
             here = slice(place.start - first, place.stop - first)
-            for said, of_rows in zip(received, scales):
-                owed.add_(
-                    self._decompress(self._signs_of_tile(said, here), of_rows[_divide_slice(NORM_ROW, here)], place))
+            for message, of_rows in zip(received, scales):
+                signs = self._signs_of_tile(message, here)
+                error.add_(self._decompress(signs, of_rows[_divide_slice(NORM_ROW, here)], place))
 
         mine = self._new_message(1)
         self._compress(self.server_error, self._own_chunk, mine, add_received)
@@ -167,8 +163,7 @@ class CompressedAllReduce:
             return _sum_by_segment(row_norms(self._uncompressed_result).double().square(), self._segment_rows)
         return self._segment_scales(self._result_message).double().square() * self._included_counts
 
-    # ---- compression
-    # ----------------------------------------------------------------------------------------------------
+    # ---- compression ------------------------------------------------------------------------------------------------
 
     def _compress(self, error: Tensor, chunks: range, message: Tensor, add_inputs: AddInputs) -> None:
         """message <- the 1-bit compression of input + error for these chunks; `error` keeps the remainder."""
@@ -189,8 +184,7 @@ class CompressedAllReduce:
         self._sign_bytes(message).copy_(signs.view(len(message), -1))
 
     def _decompress(self, signs: Tensor, row_scales: Tensor, tile: slice) -> Tensor:
-        """Each element's sign times its row's scale; 0 if excluded. On a CPU the result is valid until the next call.
-        """
+        """Each element's sign times its row's scale; 0 if excluded. On a CPU it is valid until the next call."""
         values = _expand_bits(SIGN_TABLE, signs, self._value_buffer[: len(signs) * SIGNS_PER_BYTE])
         values.view(-1, NORM_ROW).mul_(row_scales[:, None])
         self._zero_excluded(values, tile)

@@ -1,15 +1,12 @@
 """The loss of a vocabulary that is split over tensor parallel ranks; no rank sees another's logits.
 
-Rank i of p holds the columns [i V/p, (i+1) V/p) of the logits. With m the largest logit of a row, over all ranks,
+With m the largest logit of a row, over all ranks,
 
     lse = m + log(sum_j exp(x_j - m))      loss = lse - x_target      d loss / d x_j = exp(x_j - lse) - [j = target]
 
 needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or beyond
-`vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits.
-
-`vocab_parallel_cross_entropy` starts from logits. `linear_cross_entropy` fuses the LM head: it computes logits in
-chunks of rows (chunked_loss.py) and never holds all of them. The work per chunk is in loss_cpu.py and
-loss_accelerator.py. Targets outside the vocabulary are not checked here; the embedding and the data layer refuse them.
+`vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits. The work
+is in loss_cpu.py and loss_accelerator.py. The embedding and the data layer refuse targets outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +24,8 @@ from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, tp: Group | None = None, vocab_size: int | None = None
-) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | None = None,
+                                 vocab_size: int | None = None) -> Tensor:
     """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
     share = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
@@ -54,15 +50,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
     if loss_weight is None:
         if not wants_grad:
             return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses
-        losses = _LinearCrossEntropyPerToken.apply(hidden, weight, target, inputs.shard,
-                                                   chunk_rows)  # type: ignore[no-untyped-call]
-        return cast(Tensor, losses)
+        return cast(Tensor, _LinearCrossEntropyPerToken.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, target, inputs.shard, chunk_rows))
     normalized_weight = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
         return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses @ normalized_weight
-    mean = _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad)
-    return cast(Tensor, mean)
+    return cast(Tensor, _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad))
 
 
 def _chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None) -> LossOutputs:
@@ -76,16 +70,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
         losses_of = loss_accelerator.compute_losses if on_accelerator(logits) else loss_cpu.compute_losses
-        losses, found = losses_of(logits, target, shard)
-        ctx.save_for_backward(logits, target, found)
+        losses, per_row = losses_of(logits, target, shard)
+        ctx.save_for_backward(logits, target, per_row)
         ctx.share = shard
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, target, found = ctx.saved_tensors
+        logits, target, per_row = ctx.saved_tensors
         gradient_of = loss_accelerator.compute_gradient if on_accelerator(logits) else loss_cpu.compute_gradient
-        return gradient_of(logits, target, ctx.share, found, grads[0]), None, None
+        return gradient_of(logits, target, ctx.share, per_row, grads[0]), None, None
 
 
 class _LinearCrossEntropyMean(torch.autograd.Function):
@@ -96,25 +90,25 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
                 chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None) -> Tensor:
         reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        wanted = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
-                                 None if reservation is None else reservation.buffer)
-        made = _chunked_loss(LossInputs(hidden, weight, target, shard), wanted, chunk_rows)
-        ctx.grads = made.hidden_grad, made.weight_grad if reservation is None else None
+        request = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
+                                  None if reservation is None else reservation.buffer)
+        outputs = _chunked_loss(LossInputs(hidden, weight, target, shard), request, chunk_rows)
+        ctx.grads = outputs.hidden_grad, outputs.weight_grad if reservation is None else None
         ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation
-        return made.losses @ normalized_weight
+        return outputs.losses @ normalized_weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
-        made, ctx.grads = ctx.grads, None  # passed on without a copy: the largest tensors of the step
+        input_grads, ctx.grads = ctx.grads, None  # passed on without a copy: the largest tensors of the step
         missing = grads[0] / ctx.grad_scale
         # .item() is free on CPU, but synchronizes on CUDA.
         factor = missing if on_accelerator(missing) or missing.item() != 1.0 else None
-        for grad in made if factor is not None else ():
+        for grad in input_grads if factor is not None else ():
             if grad is not None:
                 grad.mul_(factor)
-        d_hidden, d_weight = made
+        d_hidden, d_weight = input_grads
         # otherwise a loss that stays alive would hold the gradient's memory
         reservation, ctx.reservation = ctx.reservation, None
         if reservation is not None:
@@ -139,6 +133,6 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target = ctx.saved_tensors
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        wanted = LossGradRequest(grads[0].contiguous(), for_hidden, for_weight)
-        made = _chunked_loss(LossInputs(hidden, weight, target, ctx.share), wanted, ctx.chunk_rows)
-        return made.hidden_grad, made.weight_grad, None, None, None
+        request = LossGradRequest(grads[0].contiguous(), for_hidden, for_weight)
+        outputs = _chunked_loss(LossInputs(hidden, weight, target, ctx.share), request, ctx.chunk_rows)
+        return outputs.hidden_grad, outputs.weight_grad, None, None, None

@@ -6,6 +6,7 @@ sends all tensors as one flat buffer. The tensors share one dtype, and arrive on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,9 +20,8 @@ from mpu.split import ParallelError
 MAX_DIMS = 4
 
 
-def broadcast_data(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, tp: Group | None = None
-) -> dict[str, Tensor]:
+def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype,
+                   tp: Group | None = None) -> dict[str, Tensor]:
     """`data[key]` of the group's first rank for every key, on every rank; other ranks may pass None. A wrong key, dtype
     or shape raises ParallelError on every rank."""
     group = tp_group_or_current(tp)
@@ -33,14 +33,14 @@ def broadcast_data(
         assert data is not None
         return {key: data[key] for key in keys}
     device = torch.device("cpu" if group.own_backend_serves_cpu else f"cuda:{torch.cuda.current_device()}")
+    sizes = [math.prod(shapes[key]) for key in keys]
     if group.rank == 0:
         assert data is not None
         flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
     else:
-        flat = torch.empty(sum(_numel(shapes[key]) for key in keys), dtype=dtype, device=device)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     broadcast_into(flat, 0, group).wait()
-    parts = flat.split([_numel(shapes[key]) for key in keys])
-    return {key: part.view(shapes[key]) for key, part in zip(keys, parts)}
+    return {key: part.view(shapes[key]) for key, part in zip(keys, flat.split(sizes))}
 
 
 def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
@@ -55,7 +55,3 @@ def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
         if data[key].dim() > MAX_DIMS:
             return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_DIMS} are sent"
     return {key: list(data[key].shape) for key in keys}, None
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -33,17 +33,13 @@ def load_kernels(load: Callable[[], ModuleType], device: torch.device, fallback_
         kernels = load()
     except ImportError as error:
         if device.type not in ("cpu", "meta"):
-            _warn(fallback_cost, error)
+            warnings.warn(f"{fallback_cost}: {error}", stacklevel=1)
         return None
     if not kernels.runs_on(device):
         return None
     try:
         kernels.try_out(device)
     except Exception as error:  # Triton can fail in any way
-        _warn(fallback_cost, error)
+        warnings.warn(f"{fallback_cost}: {error}", stacklevel=1)
         return None
     return kernels
-
-
-def _warn(fallback_cost: str, error: Exception) -> None:
-    warnings.warn(f"{fallback_cost}: {error}", stacklevel=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Protocol
 
@@ -65,7 +66,12 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
     if not on_accelerator(flat):
-        _row_norms_cpu(rows, out)
+        at_a_time = _CPU_BLOCK_ELEMENTS // NORM_ROW
+        for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
+            torch.linalg.vector_norm(block.float(), dim=1, out=place)
+            if not math.isfinite(place.sum()):
+                large = place.isinf()
+                place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
     elif (kernel := _kernel_on(flat.device)) is not None and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
@@ -75,22 +81,10 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _row_norms_cpu(rows: Tensor, out: Tensor) -> None:
-    at_a_time = _CPU_BLOCK_ELEMENTS // NORM_ROW
-    for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
-        torch.linalg.vector_norm(block.float(), dim=1, out=place)
-        if not math.isfinite(place.sum()):
-            large = place.isinf()
-            place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
-
-
 @cache
 def _kernel_on(device: torch.device) -> ModuleType | None:
-    def load() -> ModuleType:
-        from mpu import norm_kernel
-        return norm_kernel
-
-    return load_kernels(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
+    return load_kernels(lambda: import_module("mpu.norm_kernel"), device,
+                        "no kernel for the norms of gradients, which are copied to fp64 without it")
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -103,9 +97,15 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return total
 
 
-def clip_grad_norm(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, groups: Groups | None = None
-) -> float:
+def norm_term(grad: Tensor, order: float) -> Tensor:
+    """What one gradient contributes to the norm of several, in fp64: its maximum, or its sum of |x| ** order."""
+    if math.isinf(order):
+        return grad.abs().max().double()
+    return sum_of_squares(grad) if order == 2 else grad.double().abs().pow(order).sum()
+
+
+def clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2,
+                   groups: Groups | None = None) -> float:
     """Scale gradients in place so that their global norm is at most max_norm; returns the norm before. Collective over
     tp. A norm that is not finite leaves the gradients unchanged."""
     tp = (current_groups() if groups is None else groups).tp
@@ -114,15 +114,12 @@ def clip_grad_norm(
     counted = [p.grad.detach() for p in with_grad if p.grad is not None and (tp.rank == 0 or partition_of(p))]
     device = given[0].device if given else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if math.isinf(norm_type):
-        for grad in counted:
-            if grad.numel():
-                total = torch.maximum(total, grad.abs().max().double())
-        norm = float(all_reduce(total, tp, "max"))
-    else:
-        for grad in counted:
-            total = total + (sum_of_squares(grad) if norm_type == 2 else grad.double().abs().pow(norm_type).sum())
-        norm = float(all_reduce(total, tp)) ** (1.0 / norm_type)
+    is_maximum = math.isinf(norm_type)
+    for grad in counted:
+        if grad.numel():
+            term = norm_term(grad, norm_type)
+            total = torch.maximum(total, term) if is_maximum else total + term
+    norm = float(all_reduce(total, tp, "max")) if is_maximum else float(all_reduce(total, tp)) ** (1.0 / norm_type)
     if math.isfinite(norm) and norm > max_norm:
         for parameter in with_grad:
             assert parameter.grad is not None

@@ -1,20 +1,13 @@
 """The process groups of a run: which ranks communicate with which.
 
-`tp` ranks hold slices of the same model and see the same batch; `dp` ranks hold the same slices and see different
-batches. tp groups are consecutive ranks, so that they are on one node; dp groups are strided. Eight ranks with tp size
-2 (g0 .. g7, two nodes of four):
+`tp` ranks hold slices of one model and see the same batch; `dp` ranks hold equal slices and see different batches. tp
+groups are consecutive ranks, so that they are on one node; dp groups are strided. Eight ranks with tp size 2:
 
-    tp groups   [g0 g1] [g2 g3] [g4 g5] [g6 g7]
-    dp groups   [g0 g2 g4 g6] [g1 g3 g5 g7]
+    tp groups   [0 1] [2 3] [4 5] [6 7]      dp groups   [0 2 4 6] [1 3 5 7]
 
-so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
-
-A group of one needs no process group: every collective of this package is the identity on it. torch.distributed reads
-None as the world, so scripts get a real process group from `Group.process_group`, even of one rank.
-
-Each group has a *control* group of the same ranks, gloo on the host: the group itself if its backend serves CPU
-tensors, otherwise (NCCL) a second one. It lives as long as the default process group, and is found again by its
-description.
+A group of one needs no process group: every collective of this package is the identity on it. Each group has a
+*control* group of the same ranks, gloo on the host: the group itself if its backend serves CPU tensors, otherwise
+(NCCL) a second one, which lives as long as the default process group and is found again by its description.
 """
 
 from __future__ import annotations
@@ -59,7 +52,16 @@ class Group:
                 f"there is no process group of rank {self.rank} of {self.size}: torch.distributed was not initialised "
                 "when the groups were made; call torch.distributed.init_process_group before "
                 "mpu.initialize_model_parallel, on one rank too (the layers and functions of mpu need neither there)")
-        return self.process_group_or_none or _single_rank_process_group(dist.get_rank())
+        own, world = self.process_group_or_none, dist.group.WORLD
+        assert world is not None
+        if own is not None or world.size() == 1:
+            return own or world
+        # With bound devices NCCL would split the world, which every rank would have to call.
+        bound, world.bound_device_id = world.bound_device_id, None
+        try:
+            return _find_or_create_process_group(f"rank {dist.get_rank()} alone", (dist.get_rank(),))
+        finally:
+            world.bound_device_id = bound
 
     @property
     def control_process_group(self) -> dist.ProcessGroup | None:
@@ -79,7 +81,6 @@ class Group:
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether the process group was destroyed."""
         return not self.is_solo and not dist.is_initialized()
 
     @property
@@ -104,10 +105,8 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     Collective. `timeout` applies to all three, even to a process group that an earlier run of this process created."""
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
-            raise ParallelError(
-                f"tensor-parallel size {tp_size} needs {tp_size} ranks and there is 1: "
-                "start them with torchrun, or choose size 1"
-            )
+            raise ParallelError(f"tensor-parallel size {tp_size} needs {tp_size} ranks and there is 1: start them with "
+                                "torchrun, or choose size 1")
         return Groups()
     rank, size = dist.get_rank(), dist.get_world_size()
     tp_groups, dp_groups = rank_grid(size, tp_size)
@@ -136,9 +135,9 @@ def subgroup(group: Group, size: int) -> Group:
     """This rank's block of `size` consecutive ranks of a group. Collective over the group; a second call finds the same
     group."""
     blocks = [group.ranks[at : at + size] for at in range(0, group.size, size)]
-    mine, rank = blocks[group.rank // size], group.ranks[group.rank]
+    mine = blocks[group.rank // size]
     handle = _find_or_create_process_group(f"{size} neighbours of {group.name}", mine) if size > 1 else None
-    return _wrap_process_group(rank, mine, handle, None)
+    return _wrap_process_group(group.ranks[group.rank], mine, handle, None)
 
 
 def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
@@ -156,19 +155,6 @@ def _create_process_group(ranks: tuple[int, ...], timeout: timedelta | None, bac
                                                   group_desc=purpose))
 
 
-def _single_rank_process_group(rank: int) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    if world.size() == 1:
-        return world
-    # With bound devices NCCL would split the world, which every rank would have to call.
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        return _find_or_create_process_group(f"rank {rank} alone", (rank,))
-    finally:
-        world.bound_device_id = bound
-
-
 def groups_from_process_groups(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
     """The groups of an existing grid."""
     return Groups(group_from_process_group(dist.group.WORLD if dist.is_initialized() else None),
@@ -180,17 +166,13 @@ def _axis_group(groups: list[tuple[int, ...]], world: Group, timeout: timedelta 
     mine = next(ranks for ranks in groups if world.rank in ranks)
     if len(mine) == world.size:
         return world
-    return _wrap_process_group(
-        world.rank, mine, _split_or_create_process_group(groups, mine, timeout) if len(mine) > 1 else None, timeout)
-
-
-def _split_or_create_process_group(groups: list[tuple[int, ...]], mine: tuple[int, ...],
-                                   timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """torch's process group of `mine`. A world that is already connected is split once for all `groups`; otherwise the
-    ranks of each group connect among themselves."""
-    if _has_bound_device(dist.group.WORLD):
-        return track_collective(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
-    return _create_process_group(mine, timeout)
+    if len(mine) == 1:
+        handle = None
+    elif _has_bound_device(dist.group.WORLD):  # a connected world is split once for all `groups`
+        handle = track_collective(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
+    else:  # the ranks of each group connect among themselves
+        handle = _create_process_group(mine, timeout)
+    return _wrap_process_group(world.rank, mine, handle, timeout)
 
 
 def _has_bound_device(world: dist.ProcessGroup | None) -> bool:

@@ -6,12 +6,10 @@
     ParallelEmbedding        the table split by columns (features)
 
 A column layer that keeps its output split, followed by a row layer, needs one all-reduce in forward and one in
-backward. Weights are stored transposed, as in torch.nn.Linear: [out, in].
-
-The *logical* weight is the one of an unsplit model. A function as `init_method` fills it in fp32 on the CPU in one
-call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice (weight_init.py), now or deferred. The same
-seed gives the same model for every tp size. `tp=None` means the current group (parallel_state.py). No layer here
-reduces in place, knows of data parallelism, or owns a loss.
+backward. Weights are stored as in torch.nn.Linear: [out, in]. A function as `init_method` fills the *logical* (unsplit)
+weight in fp32 on the CPU in one call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice
+(weight_init.py), now or deferred. The same seed gives the same model for every tp size. `tp=None` means the current
+group (parallel_state.py).
 """
 
 from __future__ import annotations
@@ -68,15 +66,11 @@ class _ParallelModule(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(
-        self, logical: tuple[int, int], padded: tuple[int, int], partition: Partition, init_method: InitMethod,
-        tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, logical: tuple[int, int], padded: tuple[int, int], partition: Partition, init_method: InitMethod,
+                 tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         super().__init__()
         self.tp = tp_group_or_current(tp)
-        self.logical_shape = logical
-        self.padded_shape = padded
-        self.init_method = init_method
+        self.logical_shape, self.padded_shape, self.init_method = logical, padded, init_method
         shape = list(padded)
         side = f"{type(self).__name__} {('output', 'input')[partition.dim]}"
         each = divide(divide(padded[partition.dim], partition.stride, side), self.tp.size, side)
@@ -95,25 +89,23 @@ class _ParallelModule(nn.Module):
         """Initialize the logical weight and keep this rank's slice; returns the full weight if it was materialized."""
         partition = partition_of(self.weight)
         assert partition is not None
-        if isinstance(self.init_method, CounterRNGInit):
-            self._initialize_slice(self.init_method, partition)
+        bias: nn.Parameter | None = getattr(self, "bias", None)
+        if isinstance(init := self.init_method, CounterRNGInit):
+            segments = strided_segments_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
+            set_initializer(self.weight, NormalInitializer(init.key, init.std, segments), init.deferred)
+            if bias is not None:
+                set_initializer(bias, ConstantInitializer(0.0), init.deferred)
             return None
         if self.weight.is_meta:
             return None
         full = torch.empty(self.logical_shape, dtype=torch.float32, device="cpu")
-        self.init_method(full)
+        init(full)
         padding = self.padded_shape[0] - self.logical_shape[0]
         padded = F.pad(full, (0, 0, 0, padding)) if padding else full
         self.weight.copy_(local_slice(padded, partition, self.tp.rank, self.tp.size))
-        if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
+        if bias is not None:
             bias.zero_()
         return full
-
-    def _initialize_slice(self, init: CounterRNGInit, partition: Partition) -> None:
-        blocks = strided_segments_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
-        set_initializer(self.weight, NormalInitializer(init.key, init.std, blocks), init.deferred)
-        if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
-            set_initializer(bias, ConstantInitializer(0.0), init.deferred)
 
 
 class ColumnParallelLinear(_ParallelModule):
@@ -123,17 +115,13 @@ class ColumnParallelLinear(_ParallelModule):
     parts of the output that are split separately (3 for a fused q, k, v projection). With `skip_bias_add` the result is
     (X A, b), for a caller that fuses the addition."""
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
-        init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1, keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
+                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
+                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *, tp: Group | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(0, stride), init_method, tp, dtype, device)
-        self.gather_output = gather_output
-        self.stride = stride
-        self.skip_bias_add = skip_bias_add
+        self.gather_output, self.stride, self.skip_bias_add = gather_output, stride, skip_bias_add
         self.bias = self.make_bias(self.weight.shape[0], Partition(0, stride)) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None
@@ -161,17 +149,13 @@ class RowParallelLinear(_ParallelModule):
     """Y = X A + b with A split along its rows and X along its columns: Y = sum_i X_i A_i + b. weight [out, in / tp];
     bias [out] is replicated and added once, after the sum."""
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
-        init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1, keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
+                 init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
+                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *, tp: Group | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(1, stride), init_method, tp, dtype, device)
-        self.input_is_parallel = input_is_parallel
-        self.stride = stride
-        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel, self.stride, self.skip_bias_add = input_is_parallel, stride, skip_bias_add
         self.bias = self.make_bias(output_size, None) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None
@@ -200,11 +184,9 @@ class VocabParallelEmbedding(_ParallelModule):
     the real tokens; rows up to `padded_size` are zero and make the slices equal. A token outside the vocabulary raises
     on CPU. On CUDA that check would synchronize, so the data layer has to refuse it."""
 
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
-        padded_size: int | None = None, tp: Group | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
+                 padded_size: int | None = None, tp: Group | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None) -> None:
         padded = num_embeddings if padded_size is None else padded_size
         if padded < num_embeddings:
             raise ParallelError(f"padded size {padded} is smaller than the vocabulary {num_embeddings}: raise it")
@@ -222,11 +204,8 @@ class VocabParallelEmbedding(_ParallelModule):
         if not on_accelerator(tokens) and tokens.numel():
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_embeddings:
-                wrong = low if low < 0 else high
-                raise ParallelError(
-                    f"token id {wrong} is outside the vocabulary 0..{self.num_embeddings - 1}: "
-                    "the data was made with another tokenizer"
-                )
+                raise ParallelError(f"token id {low if low < 0 else high} is outside the vocabulary "
+                                    f"0..{self.num_embeddings - 1}: the data was made with another tokenizer")
         if self.tp.is_solo:
             return self._look_up(tokens)
         start, stop = self.vocab_range
@@ -238,8 +217,8 @@ class VocabParallelEmbedding(_ParallelModule):
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.
         if self.weight_main_grad is None or on_accelerator(rows) or not torch.is_grad_enabled():
             return F.embedding(rows, self.weight)
-        return cast(Tensor, EmbeddingIntoMainGrad.apply(rows, self.weight,
-                                                        self.weight_main_grad))  # type: ignore[no-untyped-call]
+        return cast(Tensor, EmbeddingIntoMainGrad.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, self.weight_main_grad))
 
 
 class EmbeddingIntoMainGrad(torch.autograd.Function):
@@ -262,11 +241,9 @@ class EmbeddingIntoMainGrad(torch.autograd.Function):
 class ParallelEmbedding(_ParallelModule):
     """An embedding whose table is split along its features: weight [num_embeddings, dim / tp]."""
 
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,
+                 keep_master_weight_for_test: bool = False, *, tp: Group | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         shape = (num_embeddings, embedding_dim)
         super().__init__(shape, shape, Partition(1), init_method, tp, dtype, device)
         full = self.reset_parameters()

@@ -1,18 +1,17 @@
 """The LM-head loss on an accelerator: chunks of rows sized by memory, and one fused kernel per chunk.
 
-A matrix product computes a chunk of logits; a fused kernel (loss_kernel.py) reads it and overwrites it with its
-gradient; two more products use that. Tensor-parallel ranks exchange one all-gather per chunk: a *summary* of each row
-(largest logit, sum of exponentials, logit of the target), which every rank combines alike. The weight gradient is
-accumulated in fp32 inside the product.
-
-Without Triton, or for other dtypes, torch operators compute the same in blocks, with more memory traffic. The kernel is
-tested against them.
+A matrix product computes a chunk of logits; a fused kernel (loss_kernel.py) overwrites it with its gradient; two more
+products use that. Tensor-parallel ranks exchange one all-gather per chunk: a *summary* of each row (largest logit, sum
+of exponentials, logit of the target). The weight gradient is accumulated in fp32 inside the product. Without Triton, or
+for other dtypes, torch operators compute the same in blocks, with more memory traffic.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from mpu.collectives import all_gather
 from mpu.device import load_kernels
 
 _CHUNK_BYTES = 1 << 30
-"""Bytes of logits per chunk. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few weight gradient sums.
-"""
+"""Bytes of logits per chunk, 10,624 bf16 rows of GPT-2's vocabulary: fast products, few weight gradient sums."""
 
 _TILE_ROWS = 128
 """Chunks are multiples of this, the tile size of the products."""
@@ -53,19 +51,11 @@ def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, summarie
 
 
 def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None = None) -> LossOutputs:
-    hidden, weight = inputs.hidden, inputs.weight.detach()
-    rows = max(1, min(chunk_rows or rows_per_chunk(len(hidden), len(weight), hidden.element_size()), len(hidden)))
-    total = _weight_grad_buffer(weight, rows >= len(hidden), request.weight_buffer) if request.for_weight else None
-    return run_in_chunks(inputs, request, rows, total, partial(_chunk_loss, inputs.shard), accumulate_weight_grad)
-
-
-def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
-    """Where the weight gradient is accumulated: its own buffer if that is fp32, or in its own dtype for a single chunk.
-    """
-    dtype = weight.dtype if one_chunk else torch.float32
-    if weight_buffer is not None and weight_buffer.dtype in (dtype, torch.float32):
-        return weight_buffer
-    return torch.empty_like(weight, dtype=dtype)
+    hidden = inputs.hidden
+    most = chunk_rows or rows_per_chunk(len(hidden), len(inputs.weight), hidden.element_size())
+    rows = max(1, min(most, len(hidden)))
+    return run_in_chunks(inputs, request, rows, partial(_chunk_loss, inputs.shard), accumulate_weight_grad,
+                         always_into_fp32_buffer=True)
 
 
 def _chunk_loss(shard: VocabShard, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
@@ -74,8 +64,7 @@ def _chunk_loss(shard: VocabShard, logits: Tensor, target: Tensor, row_scale: Te
     if shard.tp.is_solo and kernel is None:
         return _log_softmax_loss(logits, target, shard, row_scale)
     if shard.tp.is_solo and kernel is not None and row_scale is not None:
-        losses: Tensor = kernel.losses_and_gradients(logits, target, shard.num_columns, row_scale)
-        return losses
+        return cast(Tensor, kernel.losses_and_gradients(logits, target, shard.num_columns, row_scale))
     summaries = _combine_across_ranks(shard, _row_summaries(logits, target, shard))
     if row_scale is not None:
         _write_gradients(logits, logits, target, shard, summaries, row_scale)
@@ -89,11 +78,8 @@ def _kernel_for(logits: Tensor) -> ModuleType | None:
 
 @cache
 def _kernel_on(device: torch.device) -> ModuleType | None:
-    def load() -> ModuleType:
-        from mpu import loss_kernel
-        return loss_kernel
-
-    return load_kernels(load, device, "no fused kernel for the loss, which moves seven times the bytes without it")
+    return load_kernels(lambda: import_module("mpu.loss_kernel"), device,
+                        "no fused kernel for the loss, which moves seven times the bytes without it")
 
 
 def _losses_from_summaries(summaries: Tensor) -> Tensor:
@@ -115,20 +101,19 @@ def _row_summaries(logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
     0."""
     kernel = _kernel_for(logits)
     if kernel is not None:
-        made: Tensor = kernel.summaries_of(logits, target, shard.first_id, shard.num_columns)
-        return made
-    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+        return cast(Tensor, kernel.summaries_of(logits, target, shard.first_id, shard.num_columns))
+    summaries = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     if not shard.num_columns:
-        found[0], found[1:] = -torch.inf, 0.0
-        return found
+        summaries[0], summaries[1:] = -torch.inf, 0.0
+        return summaries
     is_local, column = shard.locate(target)
     for block in _row_blocks(len(logits)):
         x = logits[block, : shard.num_columns]
-        top, total, at_target = found[:, block]
+        top, total, at_target = summaries[:, block]
         top.copy_(x.amax(1))
         total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit minus fp32 is fp32
         at_target.copy_(x.gather(1, column[block].unsqueeze(1)).squeeze(1).masked_fill(~is_local[block], 0))
-    return found
+    return summaries
 
 
 def _write_gradients(out: Tensor, logits: Tensor, target: Tensor, shard: VocabShard, summaries: Tensor,

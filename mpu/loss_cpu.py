@@ -45,14 +45,12 @@ def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, lse: Ten
 
 
 def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None = None) -> LossOutputs:
-    hidden, weight = inputs.hidden, inputs.weight.detach()
-    width = weight.shape[0]  # with padding: a product of odd width is slower
+    hidden, width = inputs.hidden, len(inputs.weight)  # with padding: a product of odd width is slower
     rows = chunk_rows or max(_BLOCK_ROWS, _CHUNK_BYTES // max(1, width * hidden.element_size()))
     rows = max(1, min(rows, len(hidden)))
     scratch = torch.empty(min(_BLOCK_ROWS, rows), width, dtype=torch.float32, device=hidden.device)
-    total = _weight_grad_buffer(weight, rows >= len(hidden), request.weight_buffer) if request.for_weight else None
-    return run_in_chunks(inputs, request, rows, total, partial(_chunk_loss, inputs.shard, scratch),
-                         _accumulate_weight_grad)
+    return run_in_chunks(inputs, request, rows, partial(_chunk_loss, inputs.shard, scratch), _accumulate_weight_grad,
+                         always_into_fp32_buffer=False)
 
 
 def _chunk_loss(shard: VocabShard, scratch: Tensor, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
@@ -64,13 +62,6 @@ def _chunk_loss(shard: VocabShard, scratch: Tensor, logits: Tensor, target: Tens
         scale = None if row_scale is None else row_scale[block]
         losses[block] = _block_loss(logits[block], target[block], scale, shard, scratch)
     return losses
-
-
-def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
-    """Where the weight gradient is accumulated: in fp32 if there are several chunks."""
-    dtype = weight.dtype if one_chunk else torch.float32
-    return (weight_buffer if weight_buffer is not None and weight_buffer.dtype == dtype
-            else torch.empty_like(weight, dtype=dtype))
 
 
 def _block_loss(logits: Tensor, target: Tensor, row_scale: Tensor | None, shard: VocabShard, scratch: Tensor) -> Tensor:
@@ -86,7 +77,10 @@ def _block_loss(logits: Tensor, target: Tensor, row_scale: Tensor | None, shard:
     if shard.tp.is_solo:
         loss = -at_target
     else:
-        lse = _log_sum_exp(logits, log_p) if shard.num_columns else torch.full_like(at_target, -torch.inf)
+        lse = torch.full_like(at_target, -torch.inf)
+        if shard.num_columns:  # what log_softmax subtracted: recovered at the largest logit, where rounding is smallest
+            top, at_top = logits.max(dim=1)
+            lse = top.float() - log_p.gather(1, at_top.unsqueeze(1)).squeeze(1)
         global_lse, at_target = _combine_across_ranks(shard, lse, (at_target + lse).masked_fill(~is_local, 0))
         loss = global_lse - at_target
         log_p += (lse - global_lse).unsqueeze(1)
@@ -104,13 +98,6 @@ def _combine_across_ranks(shard: VocabShard, lse: Tensor, at_target: Tensor) -> 
     top = all_reduce(lse, shard.tp, "max")
     total, at_target = all_reduce(torch.stack([(lse - top).exp(), at_target]), shard.tp)
     return top + total.log(), at_target
-
-
-def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
-    """The log-sum-exp that log_softmax subtracted from each row, recovered at the largest logit, where rounding is
-    smallest."""
-    top, column = logits.max(dim=1)
-    return top.float() - log_p.gather(1, column.unsqueeze(1)).squeeze(1)
 
 
 def _accumulate_weight_grad(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:

@@ -1,14 +1,11 @@
 """The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
 
-    row_summary_kernel     a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
-    gradient_kernel        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
-    loss_and_gradient_kernel both, where one rank has all columns, and the loss
+    row_summary_kernel         a row's largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
+    gradient_kernel            from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
+    loss_and_gradient_kernel   both, where one rank has all columns, and the loss: reads and writes a row once
 
-The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit (decision 002 has measurements).
 Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow
-loads of 16 bytes.
-
-Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
+loads of 16 bytes. Measurements: decision 002. Importing this file needs Triton; loss_accelerator.py checks for it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
 Dropout must be equal on all tensor-parallel ranks for replicated activations, and different for split ones. So there
 are two streams: the *default* one, seeded equally within a tensor-parallel group, and a *tracked* one per rank, active
-in `fork`:
-
-    with get_rng_tracker().fork():      # the stream "model-parallel-rng"
-        y = dropout(split_activations)
-
-A stream is a state of the current device's generator (CUDA if available, else CPU); each fork continues where the last
-one ended. Weights use the default CPU stream.
+inside `with get_rng_tracker().fork():`. A stream is a state of the current device's generator (CUDA if available, else
+CPU); each fork continues where the last one ended. Weights use the default CPU stream.
 """
 
 from __future__ import annotations
@@ -32,22 +27,9 @@ _DP_SEED_STEP = 1 << 20
 """Distance between the seeds of data-parallel ranks, larger than any tp size plus the offset above."""
 
 
-def _device_state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_device_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed_device(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+def _device_rng() -> Any:
+    """The module with `manual_seed`, `get_rng_state` and `set_rng_state` of the current device's generator."""
+    return torch.cuda if torch.cuda.is_available() else torch
 
 
 class RngTracker:
@@ -58,7 +40,6 @@ class RngTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget every stream."""
         self._states.clear()
         self._seeds.clear()
 
@@ -75,34 +56,34 @@ class RngTracker:
             raise ParallelError(f"seed {seed} already has a stream: streams would repeat each other")
         if name in self._states:
             raise ParallelError(f"random stream {name!r} already exists: reset the tracker first")
-        before = _device_state()
-        _seed_device(seed)
-        self._states[name] = _device_state()
+        rng = _device_rng()
+        before = rng.get_rng_state()
+        rng.manual_seed(seed)
+        self._states[name] = rng.get_rng_state()
         self._seeds.add(seed)
-        _set_device_state(before)
+        rng.set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
         """Use stream `name` inside; afterwards the default stream continues. Nests for different names."""
         if name not in self._states:
             raise ParallelError(f"no random stream {name!r} among {sorted(self._states)}: add it first")
-        before = _device_state()
-        _set_device_state(self._states[name])
+        rng = _device_rng()
+        before = rng.get_rng_state()
+        rng.set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _device_state()
-            _set_device_state(before)
+            self._states[name] = rng.get_rng_state()
+            rng.set_rng_state(before)
 
 
-class _ProcessTracker:
-    """The tracker of this process, one like the device generator."""
-
-    tracker = RngTracker()
+_TRACKER = RngTracker()
+"""The tracker of this process, one like the device generator."""
 
 
 def get_rng_tracker() -> RngTracker:
-    return _ProcessTracker.tracker
+    return _TRACKER
 
 
 get_cuda_rng_tracker = get_rng_tracker
@@ -114,15 +95,15 @@ def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, 
     all data parallel ranks get the same dropout masks, unless `vary_over_dp`."""
     layout = current_groups() if groups is None else groups
     base = seed + (_DP_SEED_STEP * layout.dp.rank if vary_over_dp else 0)
-    _ProcessTracker.tracker.reset()
-    _seed_device(base)
-    _ProcessTracker.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
+    _TRACKER.reset()
+    _device_rng().manual_seed(base)
+    _TRACKER.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
 
 
 def reseed_model_parallel_stream(seed: int, tp: Group) -> None:
     """Restart the tracked stream at seed + tp rank; the default stream is unchanged."""
-    with _ProcessTracker.tracker.fork():
-        _seed_device(seed + tp.rank)
+    with _TRACKER.fork():
+        _device_rng().manual_seed(seed + tp.rank)
 
 
 # -- capture: everything an exact resume needs ---------------------------------------------------------------------
@@ -136,7 +117,7 @@ def capture_rng() -> dict[str, object]:
         "python": [version, list(words), gauss],
         "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "tracker": _ProcessTracker.tracker.get_states()}
+        "tracker": _TRACKER.get_states()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -150,7 +131,7 @@ def restore_rng(state: Mapping[str, object]) -> None:
     name, keys, position, has_gauss, cached = fields["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(fields["torch"])
-    _ProcessTracker.tracker.set_states(fields["tracker"])
+    _TRACKER.set_states(fields["tracker"])
     if "cuda" in fields:
         if not torch.cuda.is_available():
             raise ParallelError("the state holds a CUDA stream and there is no CUDA device: resume on a GPU")

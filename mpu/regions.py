@@ -1,7 +1,7 @@
 """The four autograd functions between replicated and split activations.
 
-In a *region* of the model the last dimension of the activations (or the sum that computes them) is split over the
-tensor-parallel group. Each function crosses its border; forward and backward are transposes:
+In a *region* the last dimension of the activations, or the sum that computes them, is split over the tensor-parallel
+group. Each function crosses the border of a region; forward and backward are transposes:
 
     function              forward             backward
     copy_to_region        identity            all-reduce
@@ -25,9 +25,8 @@ from mpu.groups import Group
 from mpu.split import split_range
 
 
-def split_tensor_along_last_dim(
-    x: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
+def split_tensor_along_last_dim(x: Tensor, num_partitions: int,
+                                contiguous_split_chunks: bool = False) -> tuple[Tensor, ...]:
     """[..., n] -> num_partitions times [..., n / num_partitions]."""
     start, stop = split_range(0, num_partitions, x.shape[-1])
     chunks = x.split(stop - start, dim=-1)

@@ -1,8 +1,4 @@
-"""Arithmetic of tensor parallelism: which rank owns which slice. No process group, no torch.
-
-A *partition* says how a logical tensor is split over tensor-parallel ranks; a *range* is a half-open pair (start,
-stop).
-"""
+"""Arithmetic of tensor parallelism: which rank owns which slice, as half-open ranges. No process group, no torch."""
 
 from __future__ import annotations
 
@@ -27,10 +23,8 @@ class Partition:
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "value") -> None:
     if denominator < 1 or numerator % denominator:
-        raise ParallelError(
-            f"{what} {numerator} is not divisible by {denominator}: choose a multiple of {denominator}, "
-            f"or a divisor of {numerator} in its place"
-        )
+        raise ParallelError(f"{what} {numerator} is not divisible by {denominator}: choose a multiple of "
+                            f"{denominator}, or a divisor of {numerator} in its place")
 
 
 def divide(numerator: int, denominator: int, what: str = "value") -> int:
@@ -57,10 +51,8 @@ def pad_vocab(vocab_size: int, multiple: int, tp: int) -> int:
 def rank_grid(world: int, tp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """(tp groups, dp groups): tp groups are consecutive ranks, dp groups the ranks with equal tp rank."""
     if tp < 1 or world < 1 or world % tp:
-        raise ParallelError(
-            f"tensor-parallel size {tp} does not divide the world size {world}: "
-            f"start a multiple of {tp} ranks, or choose a divisor of {world}"
-        )
+        raise ParallelError(f"tensor-parallel size {tp} does not divide the world size {world}: start a multiple of "
+                            f"{tp} ranks, or choose a divisor of {world}")
     tp_groups = [tuple(range(start, start + tp)) for start in range(0, world, tp)]
     dp_groups = [tuple(range(place, world, tp)) for place in range(tp)]
     return tp_groups, dp_groups

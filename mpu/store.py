@@ -24,16 +24,12 @@ class _StoreConnection:
 
     def __init__(self, known: dist.Store) -> None:
         self.is_unusable = False
-        self._clone(known)
+        self.connect(known)
 
-    def _clone(self, known: dist.Store) -> None:
+    def connect(self, known: dist.Store) -> None:
+        """Connect to the host of the store `known`."""
         self.store = known.clone()  # type: ignore[attr-defined]
         self.store.set_timeout(STORE_TIMEOUT)
-
-    def reconnect(self, failed: dist.Store) -> None:
-        """Reconnect, unless another StoreKV has done so already."""
-        if self.store is failed:
-            self._clone(failed)
 
 
 _CONNECTION_OF_STORE: WeakKeyDictionary[dist.Store, _StoreConnection] = WeakKeyDictionary()
@@ -56,8 +52,8 @@ class StoreKV:
 
     def reconnect(self) -> None:
         """Reconnect after an error: a failed connection never works again."""
-        if self._failed is not None:
-            self._connection.reconnect(self._failed)
+        if self._failed is not None and self._connection.store is self._failed:  # no other StoreKV has done so
+            self._connection.connect(self._failed)
 
     @contextmanager
     def _store_request(self) -> Iterator[dist.Store]:
@@ -69,7 +65,9 @@ class StoreKV:
         except RuntimeError as error:
             self._failed = own
             if isinstance(error, dist.DistStoreError):
-                self._connection.is_unusable = _is_file_store(own)
+                while isinstance(own, dist.PrefixStore):
+                    own = own.underlying_store
+                self._connection.is_unusable = isinstance(own, dist.FileStore)
             raise
 
     def read(self, key: str) -> Any:
@@ -80,7 +78,7 @@ class StoreKV:
     def read_all(self, keys: Sequence[str]) -> list[Any]:
         """These values in one request; every key must have been written (None is enough)."""
         with self._store_request() as store:
-            return [json.loads(note) for note in store.multi_get(list(keys))]
+            return [json.loads(value) for value in store.multi_get(list(keys))]
 
     def write(self, key: str, value: Any) -> None:
         with self._store_request() as store:
@@ -96,9 +94,3 @@ class StoreKV:
         """Add to a counter that starts at 0; returns the new value."""
         with self._store_request() as store:
             return store.add(key, amount)
-
-
-def _is_file_store(store: dist.Store) -> bool:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)

@@ -1,7 +1,7 @@
 """Initial weights from a counter-based random generator: any slice of a tensor is drawn alone, with the same values.
 
-The value at position e is a function of a key (seed and tensor name) and e only. So a rank draws just the elements it
-keeps, and every tensor-parallel size, ZeRO stage and device gives the same model.
+The value at position e depends only on e and a key (seed and tensor name). So a rank draws just its elements, and every
+tensor-parallel size, ZeRO stage and device gives the same model.
 
     bits      the finalizer of splitmix64 (Steele, Lea and Flood, 2014) over key + counter * odd
     uniform   one counter per element, its upper 24 bits: a value in [0, 1)
@@ -44,7 +44,7 @@ class StridedSegments:
 
 def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, rank: int,
                         tp_size: int) -> StridedSegments:
-    """The segments of a rank's local tensor of `shape` (the same lengths as TPSliceMap in checkpoint/reshard.py)."""
+    """The segments of a rank's local tensor of `shape` (the same lengths as TPSharding in checkpoint/reshard.py)."""
     if partition is None:
         numel = math.prod(shape)
         return StridedSegments(numel, numel, 0)
@@ -238,7 +238,7 @@ def _shift_right_numpy(z: Tensor, by: int, out: Tensor) -> Tensor:
 
 def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
     """The same integers from torch's signed int64."""
-    z.mul_(_SPLITMIX_INCREMENT).add_(_to_int64(key))
+    z.mul_(_SPLITMIX_INCREMENT).add_((key + 2**63) % 2**64 - 2**63)  # modulo 2**64, as a signed int64
     for shift, factor in _SPLITMIX_ROUNDS:
         z.bitwise_xor_(_shift_right_torch(z, shift, shifted)).mul_(factor)
     z.bitwise_xor_(_shift_right_torch(z, 31, shifted))
@@ -247,11 +247,6 @@ def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
 def _shift_right_torch(z: Tensor, by: int, out: Tensor) -> Tensor:
     """Logical right shift (fills with zeros)."""
     return torch.bitwise_right_shift(z, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _to_int64(number: int) -> int:
-    """The number modulo 2**64 as a signed int64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 _INITIALIZER_ATTRIBUTE = "mpu_source"

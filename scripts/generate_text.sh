@@ -8,7 +8,7 @@
 #
 #   PRESET          (any) tiny, small, 124M, ...: which of the quick start's models
 #   RUNS            where runs are kept (the repository's runs/; of an installation, runs/ here)
-#   GPUS_PER_NODE   (1) split each layer over so many GPUs, or CPU ranks
+#   GPUS_PER_NODE   (1) split each layer over that many GPUs, or CPU ranks
 . "$(dirname -- "${BASH_SOURCE[0]}")/trained.sh"
 
 MODEL=()

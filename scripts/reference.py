@@ -172,7 +172,7 @@ def _cell(text: str) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with every table between its marks written anew."""
+    """The page with every table between its marks written again."""
     found = tables()
 
     def table(match: re.Match[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from data import cli
-from data.input_files import FoundFiles
+from data.input_files import InputFiles
 from data.storage import DataError
 from data.webtext import report
 from data.webtext.documents import DocumentCounts
@@ -102,7 +102,7 @@ def of_checkpoint_warnings(text: str, capfd: Any) -> str:
 
 
 def of_files_left_out(text: str, capfd: Any) -> str:
-    return f"{FoundFiles(unknown=[text]).left_out}\n"
+    return f"{InputFiles(unknown=[text]).left_out}\n"
 
 
 def of_a_webtext_stage(text: str, capfd: Any) -> str:

@@ -36,8 +36,6 @@ CHARACTERS_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """Flags of the command line."""
-
     min_tokens: int = 128
     """GPT-2 tokens."""
 
@@ -47,7 +45,10 @@ def make_clean(options: CleanOptions) -> DocumentFunction:
     tokenizer = GPT2BPETokenizer()
 
     def clean(document: Document) -> Document | DroppedDocument:
-        text = normalize_white_space(fix_text(document.text))
+        text = fix_text(document.text)
+        if " \n" in text or "\t\n" in text:
+            text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+        text = _BLANK_LINES.sub("\n\n", text).strip()
         if not text:
             return DroppedDocument("empty")
         if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
@@ -91,10 +92,3 @@ def make_text_fixer() -> Callable[[str], str]:
                          for line in text.split("\n"))
 
     return fix_text
-
-
-def normalize_white_space(text: str) -> str:
-    """White space as described above, in linear time."""
-    if " \n" in text or "\t\n" in text:
-        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
-    return _BLANK_LINES.sub("\n\n", text).strip()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data.storage import DataError, check_is_file, parse_error_text
 from data.webtext.documents import Document, DroppedDocument
@@ -34,7 +33,6 @@ MODES = ("drop", "cut")
 
 EvaluationNgrams = Mapping[int, HashArray]
 """N-gram length -> sorted hashes."""
-CharacterRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -49,25 +47,37 @@ def make_decontaminate(options: DecontaminateOptions) -> Callable[[Document], Do
 
 def decontaminate(document: Document, evaluation: EvaluationNgrams, mode: str) -> Document | DroppedDocument:
     """The document, its remaining parts, or a DroppedDocument."""
-    found = hash_words(document.text)
-    shared = shared_ngrams(found, evaluation)
+    words = hash_words(document.text)
+    shared = shared_ngrams(words, evaluation)
     if not shared:
         return document
     amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
     if mode == "drop":
         return DroppedDocument(f"evaluation text: {amount}")
-    cut_ranges = _ranges_to_cut(shared, found)
-    parts = _kept_parts(document.text, cut_ranges, found)
-    if len(cut_ranges) > MAX_CUTS or not parts:
+    cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
+    for first, length in shared:
+        start, stop = int(words.starts[first]) - CUT_MARGIN, int(words.stops[first + length - 1]) + CUT_MARGIN
+        if cuts and start <= cuts[-1][1]:
+            cuts[-1] = cuts[-1][0], max(stop, cuts[-1][1])
+        else:
+            cuts.append((start, stop))
+    # Parts go from the first word after a cut to the last word before the next.
+    after = np.searchsorted(words.starts, [stop for _, stop in cuts])
+    before = np.searchsorted(words.stops, [start for start, _ in cuts], "right")
+    starts = [0, *np.append(words.starts, len(document.text))[after]]
+    stops = [*np.append(0, words.stops)[before], len(document.text)]
+    parts = [document.text[start:stop].strip() for start, stop in zip(starts, stops)
+             if stop - start >= MIN_PART_CHARACTERS]
+    if len(cuts) > MAX_CUTS or not parts:
         return DroppedDocument(f"evaluation text: {amount}, too little left")
     return Document("\n\n".join(parts), document.url, {**document.meta, "evaluation_runs_cut": len(shared)})
 
 
-def shared_ngrams(found: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:
+def shared_ngrams(words: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:
     """(first word, length) of the document's n-grams that are in an evaluation file, in order."""
     shared = []
     for length, numbers in evaluation.items():
-        own = ngram_hashes(found.hashes, length)
+        own = ngram_hashes(words.hashes, length)
         place = np.searchsorted(numbers, own)
         place[place == len(numbers)] = 0
         shared += [(first, length) for first in np.flatnonzero(numbers[place] == own).tolist()]
@@ -76,17 +86,17 @@ def shared_ngrams(found: HashedWords, evaluation: EvaluationNgrams) -> list[tupl
 
 def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
     """N-gram hashes of all passages. DataError for a file without a usable passage, since it would protect nothing."""
-    found: dict[int, list[HashArray]] = defaultdict(list)
+    hashes: dict[int, list[HashArray]] = defaultdict(list)
     for file in files:
-        before = sum(map(len, found.values()))
+        before = sum(map(len, hashes.values()))
         for passage in read_passages(file):
             numbers = word_hashes(passage)
             length = min(NGRAM_WORDS, len(numbers))
             if length >= MIN_NGRAM_WORDS:
-                found[length].append(ngram_hashes(numbers, length))
-        if sum(map(len, found.values())) == before:
+                hashes[length].append(ngram_hashes(numbers, length))
+        if sum(map(len, hashes.values())) == before:
             raise DataError(f"{file}: no passage of {MIN_NGRAM_WORDS} words or more in it; is it the right file?")
-    return {length: np.unique(np.concatenate(numbers)) for length, numbers in sorted(found.items())}
+    return {length: np.unique(np.concatenate(numbers)) for length, numbers in sorted(hashes.items())}
 
 
 def read_passages(path: str) -> Iterator[str]:
@@ -98,21 +108,17 @@ def read_passages(path: str) -> Iterator[str]:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
     name = path.removesuffix(".gz")
-    if name.endswith(".json"):
-        yield from _strings_in(_parse_json(content, path))
-    elif name.endswith(".jsonl"):
-        for number, line in enumerate(content.split("\n"), start=1):
-            if line.strip():
-                yield from _strings_in(_parse_json(line, f"{path}:{number}"))
-    else:
+    values = [(path, content)] if name.endswith(".json") else []
+    if name.endswith(".jsonl"):
+        values = [(f"{path}:{k}", line) for k, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    elif not values:
         yield content
-
-
-def _parse_json(text: str, location: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{location}: not JSON: {parse_error_text(error)}") from error
+    for location, text in values:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{location}: not JSON: {parse_error_text(error)}") from error
+        yield from _strings_in(value)
 
 
 def _strings_in(value: object) -> Iterator[str]:
@@ -121,32 +127,3 @@ def _strings_in(value: object) -> Iterator[str]:
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _strings_in(item)
-
-
-def _ranges_to_cut(shared: Sequence[tuple[int, int]], found: HashedWords) -> list[CharacterRange]:
-    """Character ranges to remove: shared n-grams with margins, merged if they overlap."""
-    ranges: list[CharacterRange] = []
-    for first, length in shared:
-        start, stop = int(found.starts[first]) - CUT_MARGIN, int(found.stops[first + length - 1]) + CUT_MARGIN
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
-        else:
-            ranges.append((start, stop))
-    return ranges
-
-
-def _kept_parts(text: str, cut_ranges: Sequence[CharacterRange], found: HashedWords) -> list[str]:
-    """The parts between the cuts, at word boundaries, if long enough."""
-    starts = [0, *(_first_at_or_after(found.starts, stop, len(text)) for _, stop in cut_ranges)]
-    stops = [*(_last_at_or_before(found.stops, start) for start, _ in cut_ranges), len(text)]
-    return [text[start:stop].strip() for start, stop in zip(starts, stops) if stop - start >= MIN_PART_CHARACTERS]
-
-
-def _first_at_or_after(places: NDArray[np.int64], least: int, otherwise: int) -> int:
-    at = int(np.searchsorted(places, least))
-    return int(places[at]) if at < len(places) else otherwise
-
-
-def _last_at_or_before(places: NDArray[np.int64], most: int) -> int:
-    at = int(np.searchsorted(places, most, "right"))
-    return int(places[at - 1]) if at else 0

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import make_folder, staged_file, write_errors_for
-from data.webtext.documents import DocumentCounts, machine_share, parse_document_at, read_shard_lines, shard_name
+from data.webtext.documents import ReportCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
 from data.webtext.external_sort import Rows, RowSorter, iterate_rows, pairs_with_equal_keys
 from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, SIZE_COLUMN, Banding, SignatureFiles,
                                   jaccard_similarity, shingle_hashes, write_signatures)
@@ -37,6 +37,9 @@ PAIRS_PER_BATCH = 64
 """Pairs per worker task."""
 SIMILARITY_SCALE = 1_000_000
 """Similarities in rows are in millionths."""
+
+REASONS = ("exact copy", "near copy")
+EXACT, NEAR = 0, 1
 
 LineLocation = tuple[int, int, int]
 """(shard, offset, size) of a line."""
@@ -54,32 +57,34 @@ class BitSet:
         np.bitwise_or.at(self._bits, documents >> 3, np.left_shift(1, documents & 7).astype(np.uint8))
 
     def contains(self, documents: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        held: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
-        return held
+        are_set: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
+        return are_set
 
 
 def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: BitSet, threshold: float,
                          folder: Path, memory: int, workers: int) -> RowSorter:
     """Mark near duplicates in `dropped`; returns rows (document, kept document, similarity in millionths)."""
-    near, pairs = RowSorter(folder, 3, memory // 4), _candidate_pairs(signatures, dropped, folder, memory // 4)
-    with _line_locations(signatures, folder) as place_of:
-        batches = _undecided_batches(pairs.sorted(), dropped, place_of)
-        for compared in ordered_map(partial(compare_pairs, paths=list(map(str, shards))), batches, workers):
-            near.add_each(_drop_similar(compared, threshold, dropped))
-    return near
-
-
-def _candidate_pairs(signatures: SignatureFiles, dropped: BitSet, folder: Path, memory: int) -> RowSorter:
-    """Pairs (later document, earlier document) with an equal band, once per equal band."""
-    bands, pairs = RowSorter(folder, 2, memory), RowSorter(folder, 2, memory)
-    for _, first, rows in signatures.blocks(memory // 8):
+    bands, pairs, near = (RowSorter(folder, width, memory // 4) for width in (2, 2, 3))
+    for _, first, rows in signatures.blocks(memory // 32):
         documents = np.arange(first, first + len(rows))
         used = ~dropped.contains(documents) & rows[:, BAND_COLUMNS].any(axis=1)
         of_band = np.repeat(documents[used], rows.shape[1] - 3).astype(np.uint64)
         bands.add(np.column_stack([rows[used, BAND_COLUMNS].ravel(), of_band]))
-    for found in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
-        pairs.add(found)
-    return pairs
+    # Candidates are pairs (later document, earlier document) with an equal band, once per equal band.
+    for block in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
+        pairs.add(block)
+    del bands  # free its file and memory
+    with _line_locations(signatures, folder) as place_of:
+        batches = _undecided_batches(pairs.sorted(), dropped, place_of)
+        for compared in ordered_map(partial(compare_pairs, paths=list(map(str, shards))), batches, workers):
+            similar = []
+            for later, earlier, similarity in compared:  # in order: a dropped document drops no other
+                pair = np.array([later, earlier])
+                if similarity >= threshold and not dropped.contains(pair).any():
+                    dropped.add(pair[:1])
+                    similar.append((later, earlier, round(similarity * SIMILARITY_SCALE)))
+            near.add_each(similar)
+    return near
 
 
 @contextmanager
@@ -120,34 +125,18 @@ def _undecided_batches(blocks: Iterable[Rows], dropped: BitSet,
 
 def compare_pairs(batch: Sequence[CandidatePair], paths: Sequence[str]) -> list[tuple[int, int, float]]:
     """(document, earlier document, similarity) of each pair."""
+    def shingle_set(location: LineLocation) -> HashArray:
+        shard, offset, size = location
+        with open(paths[shard], "rb") as file:
+            file.seek(offset)
+            return np.unique(shingle_hashes(parse_shard_line(file.read(size), f"{paths[shard]} (byte {offset})").text))
+
     compared = []
-    held: dict[LineLocation, HashArray] = {}
+    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
     for (later, place), (earlier, other) in batch:
-        held = {p: held[p] if p in held else _shingle_set(paths, p) for p in (place, other)}
-        compared.append((later, earlier, jaccard_similarity(held[place], held[other])))
+        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
+        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
     return compared
-
-
-def _shingle_set(paths: Sequence[str], location: LineLocation) -> HashArray:
-    shard, offset, size = location
-    with open(paths[shard], "rb") as file:
-        file.seek(offset)
-        return np.unique(shingle_hashes(parse_document_at(paths[shard], offset, file.read(size)).text))
-
-
-def _drop_similar(compared: Iterable[tuple[int, int, float]], threshold: float, dropped: BitSet) -> Iterator[list[int]]:
-    """Drop the later document of each similar pair if the earlier one is kept. Pairs are in order."""
-    for later, earlier, alike in compared:
-        pair = np.array([later, earlier])
-        if alike >= threshold and not dropped.contains(pair).any():
-            dropped.add(pair[:1])
-            yield [later, earlier, round(alike * SIMILARITY_SCALE)]
-
-
-REASONS = ("exact copy", "near copy")
-EXACT, NEAR = 0, 1
-
-ReportCounts = Callable[[DocumentCounts], None]
 
 
 @dataclass(frozen=True)
@@ -161,15 +150,24 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
     """Write the kept documents of each input shard. Existing signature files are reused."""
     work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(options.threshold), options.memory // 4
     write_signatures(inputs, range(len(inputs)), work, banding, workers)
-    signatures = SignatureFiles.open(inputs, work, banding)
-    dropped = BitSet(signatures.documents)
-    copies = _drop_exact_duplicates(signatures, dropped, work, memory)
-    near = RowSorter(work, 3, memory)
+    signatures = SignatureFiles(inputs, work, banding)
+    dropped = BitSet(int(signatures.first_documents[-1]))
+    # Rows (digest as two numbers, document) give rows (first document, its copy).
+    digests, copies, near = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
+    for _, first, rows in signatures.blocks(memory // 4):
+        digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], np.arange(first, first + len(rows), dtype=np.uint64)]))
+    for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
+        dropped.add(pairs[:, 0].astype(np.int64))
+        copies.add(pairs[:, ::-1])
+    del digests  # free its file and memory
     if options.near:
         near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
     drops.add_each(_drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted())))
-    _write_kept(inputs, output, signatures, drops.sorted(), workers, report)
+    with staged_file(output / "dropped.jsonl") as log:
+        tasks = _shards_and_drops(inputs, output, signatures, iterate_rows(drops.sorted()), log)
+        for counts in ordered_map(copy_undropped_lines, tasks, workers):
+            report(counts)
     shutil.rmtree(work)
 
 
@@ -180,43 +178,24 @@ def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOp
                      Banding.for_threshold(options.threshold), workers)
 
 
-def _drop_exact_duplicates(signatures: SignatureFiles, dropped: BitSet, work: Path, memory: int) -> RowSorter:
-    """Mark exact duplicates in `dropped`; returns rows (first document, its copy)."""
-    digests, copies = RowSorter(work, 3, memory), RowSorter(work, 2, memory)
-    for _, first, rows in signatures.blocks(memory // 4):
-        digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], np.arange(first, first + len(rows), dtype=np.uint64)]))
-    for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
-        dropped.add(pairs[:, 0].astype(np.int64))
-        copies.add(pairs[:, ::-1])
-    return copies
-
-
 def _drops_with_reasons(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[tuple[int, int, int, int]]:
     """(dropped document, reason, kept document, similarity in millionths). If the first of several exact copies is
     itself a near copy, the document it resembles was kept in place of all of them."""
-    events = heapq.merge(((later, NEAR, kept, alike) for later, kept, alike in near),
+    events = heapq.merge(((later, NEAR, kept, similarity) for later, kept, similarity in near),
                          ((first, NEAR + 1, copy, SIMILARITY_SCALE) for first, copy in copies))
     instead: tuple[int, int, int] | None = None
-    for document, kind, other, alike in events:
+    for document, kind, other, similarity in events:
         if kind == NEAR:
-            instead = document, other, alike
-            yield document, NEAR, other, alike
+            instead = document, other, similarity
+            yield document, NEAR, other, similarity
         elif instead and instead[0] == document:
             yield other, EXACT, instead[1], instead[2]
         else:
-            yield other, EXACT, document, alike
-
-
-def _write_kept(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterable[Rows], workers: int,
-                report: ReportCounts) -> None:
-    with staged_file(output / "dropped.jsonl") as log:
-        for counts in ordered_map(_copy_kept_lines,
-                                  _shards_and_drops(inputs, output, signatures, iterate_rows(drops), log), workers):
-            report(counts)
+            yield other, EXACT, document, similarity
 
 
 def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterator[list[int]],
-                      log: IO[bytes]) -> Iterator[tuple[Path, Path, dict[int, int]]]:
+                      log: IO[bytes]) -> Iterator[tuple[Path, Path, dict[int, str]]]:
     """(input, output, line -> reason of its drop) for each shard; logs the drops."""
     def line_of(document: int) -> dict[str, object]:
         shard = int(np.searchsorted(signatures.first_documents, document, "right")) - 1
@@ -227,23 +206,9 @@ def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: Signatur
                                                      signatures.first_documents[1:])):
         reasons = {}
         while drop is not None and drop[0] < stop:
-            document, reason, kept, alike = drop
+            document, reason, kept, similarity = drop
             log.write(json.dumps({**line_of(document), "reason": REASONS[reason],
-                                  "similarity": alike / SIMILARITY_SCALE, "kept": line_of(kept)}).encode() + b"\n")
-            reasons[document - int(first)] = reason
+                                  "similarity": similarity / SIMILARITY_SCALE, "kept": line_of(kept)}).encode() + b"\n")
+            reasons[document - int(first)] = REASONS[reason]
             drop = next(drops, None)
         yield path, output / shard_name(number), reasons
-
-
-def _copy_kept_lines(task: tuple[Path, Path, dict[int, int]]) -> DocumentCounts:
-    """Write the kept lines of a shard."""
-    path, target, reasons = task
-    counts = DocumentCounts()
-    with staged_file(target) as file:
-        for number, line in enumerate(read_shard_lines(path)):
-            if number in reasons:
-                counts.add_dropped(REASONS[reasons[number]], len(line))
-            else:
-                counts.add_kept(len(line), len(line))
-                file.write(line)
-    return counts

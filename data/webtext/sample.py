@@ -33,19 +33,10 @@ MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
 
 
 def html_page_of(title: str, text: str) -> str:
-    """The text as an HTML page."""
     paragraphs = "".join(f"<p>{html.escape(part)}</p>\n" for part in text.split("\n\n"))
     return (f"<!DOCTYPE html>\n<html><head><title>{html.escape(title)}</title><style>p {{ margin: 1em }}</style></head>"
             f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{html.escape(title)}</h1>\n"
             f"{paragraphs}</main><footer>All rights reserved</footer><script>track()</script></body></html>\n")
-
-
-def replace_some_words(text: str, rng: random.Random) -> str:
-    """Replace one word in a hundred."""
-    words = text.split(" ")
-    for place in rng.sample(range(len(words)), len(words) // 100):
-        words[place] = "edited"
-    return " ".join(words)
 
 
 def url_of(text: str) -> str:
@@ -57,8 +48,11 @@ def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str
     long = [text for text in texts if len(text) > 2000]
     some = rng.sample(long, min(120, len(long) // 2))
     made = [{"text": text, "url": f"http://mirror.example.net/{k}"} for k, text in enumerate(some[:40])]
-    made += [{"text": replace_some_words(text, rng), "url": f"http://copy.example.net/{k}"}
-             for k, text in enumerate(some[40:80])]
+    for k, text in enumerate(some[40:80]):  # near copies: one word in a hundred is replaced
+        words = text.split(" ")
+        for place in rng.sample(range(len(words)), len(words) // 100):
+            words[place] = "edited"
+        made.append({"text": " ".join(words), "url": f"http://copy.example.net/{k}"})
     made += [{"text": text + " again", "url": url_of(text)} for text in some[80:90]]
     made += [{"text": text, "url": f"http://www.youtube.com/{k}"} for k, text in enumerate(some[90:100])]
     made += [{"text": "“Curly” quotes – broken: " .encode().decode("cp1252", "replace") + text,

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompressed, read_until_damage,
                              strip_compression_suffix)
-from data.input_files import (STAGE_FILE, WORK_FOLDER, FoundFiles, ShardRecord, check_shards_complete, shards_of_folder,
+from data.input_files import (STAGE_FILE, WORK_FOLDER, InputFiles, ShardRecord, check_shards_complete, shards_of_folder,
                               walk_files)
+from data.plain_text import BOM
 from data.storage import DataError, check_is_file
 
-LINE_FORMATS = ("jsonl", "urls")
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
                     ".htm": "html", ".xhtml": "html"}
 FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
@@ -70,7 +71,7 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
             sources += [SourceFile(file, Path(file).name, "jsonl", os.path.getsize(file), shard.sha256)
                         for file, shard in shards.items()]
         else:
-            found = FoundFiles()
+            found = InputFiles()
             for file in sorted(walk_files(path, found)):
                 if format != "auto" or format_of(file.name):
                     sources.append(_source_file(file, str(file.relative_to(path)), format))
@@ -109,8 +110,12 @@ def format_of(name: str) -> str:
 
 def _source_file(path: Path, name: str, format: str) -> SourceFile:
     check_is_file(path)  # it is read twice: for its checksum, then its content
-    if format in ("text", "html", "urls"):
-        _check_is_not_archive(path, format)
+    if format in ("text", "html", "urls"):  # all of an archive, headers included, would become one document
+        head = b""
+        with suppress(OSError), open_decompressed(str(path)) as file:  # read errors are counted later
+            head, _ = read_until_damage(file, 512)
+        if kind := archive_kind(head):
+            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
     elif format == "auto":
         format = format_of(name)
     try:
@@ -123,15 +128,6 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
         raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
 
 
-def _check_is_not_archive(path: Path, format: str) -> None:
-    """Raise for archives: all content, headers included, would become one document."""
-    head = b""
-    with suppress(OSError), open_decompressed(str(path)) as file:  # read errors are counted later
-        head, _ = read_until_damage(file, 512)
-    if kind := archive_kind(head):
-        raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
-
-
 def archive_kind(content: bytes) -> str | None:
     """The archive format, by the first 512 bytes; None if it is none."""
     return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
@@ -141,7 +137,7 @@ def _detect_json_layout(path: Path) -> str:
     """Layout of a .json file: an array, one object over several lines, or (most common) an object per line."""
     with open_decompressed(str(path)) as file:
         head, damage = read_until_damage(file, 1 << 16)  # damage is counted later
-        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = head.removeprefix(BOM).lstrip()
         while head and not start and not damage:
             head, damage = read_until_damage(file, 1 << 16)
             start = head.lstrip()
@@ -154,23 +150,20 @@ def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit
     units: list[WorkUnit] = []
     unit: list[FileRange] = []
     filled = 0
-    for file_range in (piece for source in sources for piece in _split_file(source, shard_bytes)):
-        size = (file_range.source.size if file_range.stop is None else file_range.stop) - file_range.start
-        if unit and filled + size > shard_bytes:
-            units.append(tuple(unit))
-            unit, filled = [], 0
-        unit.append(file_range)
-        filled += size
+    for source in sources:
+        ranges = [FileRange(source)]
+        if source.format in ("jsonl", "urls") and not is_compressed(source.path):
+            count = max(1, -(-source.size // shard_bytes))
+            edges = [source.size * k // count for k in range(count + 1)]
+            ranges = [FileRange(source, start, stop) for start, stop in pairwise(edges)]
+        for file_range in ranges:
+            size = unit_bytes((file_range,))
+            if unit and filled + size > shard_bytes:
+                units.append(tuple(unit))
+                unit, filled = [], 0
+            unit.append(file_range)
+            filled += size
     return [*units, tuple(unit)] if unit else units
-
-
-def _split_file(source: SourceFile, shard_bytes: int) -> Iterator[FileRange]:
-    if source.format not in LINE_FORMATS or is_compressed(source.path):
-        yield FileRange(source)
-        return
-    count = max(1, -(-source.size // shard_bytes))
-    edges = [source.size * k // count for k in range(count + 1)]
-    yield from (FileRange(source, start, stop) for start, stop in zip(edges, edges[1:]))
 
 
 def unit_bytes(unit: WorkUnit) -> int:

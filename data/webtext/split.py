@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,14 +21,14 @@ from typing import IO
 import numpy as np
 
 from data.parallel import ordered_map
-from data.sampling import parse_split, split_documents
+from data.sampling import PARTS, parse_split, split_documents
 from data.storage import make_folder, staged_file
-from data.webtext.documents import (DocumentCounts, machine_share, parse_document_at, read_lines, read_shard_lines,
-                                    shard_name, whole_file)
+from data.webtext.documents import (DocumentCounts, ReportCounts, machine_share, parse_shard_line, read_lines,
+                                    read_shard_lines, shard_name, whole_file)
 from data.webtext.external_sort import LineBuckets
 from data.webtext.ngram_hashes import splitmix64
 
-ReportShuffled = Callable[[DocumentCounts], None]
+SPLIT_METHODS = ("hash", "count")
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class ShuffleOptions:
 
 
 def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
-                report: ReportShuffled) -> None:
+                report: ReportCounts) -> None:
     """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
     work = make_folder(output / ".work")
     total = options.shards or max(1, len(inputs))
     own_shards = machine_share(total, *options.part)
     size = sum(whole_file(path).stop for path in inputs)
-    buckets_per_shard = max(1, -(-4 * size //
-                                 (options.memory * total)))  # per shard; a bucket uses a quarter of the memory
+    buckets_per_shard = max(1, -(-4 * size // (options.memory * total)))  # a bucket uses a quarter of the memory
     buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
     for key, line in zip(shuffle_keys(options.seed), chain.from_iterable(map(read_shard_lines, inputs))):
         bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
@@ -73,12 +72,6 @@ def shuffle_keys(seed: int) -> Iterator[int]:
         yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
 
 
-PARTS = ("train", "valid", "test")
-SPLIT_METHODS = ("hash", "count")
-
-ReportSplit = Callable[[DocumentCounts], None]
-
-
 @dataclass(frozen=True)
 class SplitOptions:
     shares: str = "949,50,1"
@@ -88,18 +81,7 @@ class SplitOptions:
     """(i, n): split the i-th n-th of the shards."""
 
 
-@dataclass(frozen=True)
-class SplitTask:
-    """A shard to split."""
-
-    path: Path
-    output: Path
-    name: str
-    first: int
-    """Number of its first document, if known."""
-
-
-def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportSplit) -> None:
+def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportCounts) -> None:
     """Write the parts of each shard. A part without documents has no file."""
     shares = parse_split(options.shares)
     firsts, ranges = [0] * len(inputs), []
@@ -108,25 +90,25 @@ def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, worke
         ranges = split_documents(shares, total)
     for part in PARTS:
         make_folder(output / part)
-    tasks = [SplitTask(inputs[number], output, shard_name(number), firsts[number])
-             for number in machine_share(len(inputs), *options.part)]
-    for counts in ordered_map(partial(split_shard, shares=shares, ranges=ranges, seed=options.seed), tasks, workers):
+    tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs),
+                                                                                              *options.part)]
+    split_one = partial(split_shard, output=output, shares=shares, ranges=ranges, seed=options.seed)
+    for counts in ordered_map(split_one, tasks, workers):
         report(counts)
 
 
-def split_shard(task: SplitTask, shares: Sequence[Fraction], ranges: Sequence[range], seed: int) -> DocumentCounts:
-    """Split by the ranges of document numbers, or by hash without ranges."""
+def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Fraction], ranges: Sequence[range],
+                seed: int) -> DocumentCounts:
+    """Split (path, output name, number of the first document) by ranges of document numbers, or by hash without."""
+    path, name, first = task
     counts = DocumentCounts()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
-        for number, (offset, line) in enumerate(read_lines(whole_file(task.path)), start=task.first):
-            if ranges:
-                place = next(k for k, documents in enumerate(ranges) if number in documents)
-            else:
-                place = part_of_text_hash(parse_document_at(str(task.path), offset, line).text, shares, seed)
-            part = PARTS[place]
+        for number, (offset, line) in enumerate(read_lines(whole_file(path)), start=first):
+            part = PARTS[next(k for k, documents in enumerate(ranges) if number in documents) if ranges else
+                         part_of_text_hash(parse_shard_line(line, f"{path} (byte {offset})").text, shares, seed)]
             if part not in files:
-                files[part] = stack.enter_context(staged_file(task.output / part / task.name))
+                files[part] = stack.enter_context(staged_file(output / part / name))
             files[part].write(line)
             counts.add_kept(len(line), len(line))
     return counts

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data.input_files import SHARD_PATH_PATTERN, STAGE_FILE, WORK_FOLDER, check_sha256
-from data.storage import (READ_BYTES, DataError, UsageError, fsync_directory, fsync_file, make_folder, wait_for_lock,
-                          write_errors_for, write_json_atomic)
+from data.storage import (READ_BYTES, DataError, UsageError, fsync_directory, fsync_file, make_folder,
+                          read_json_or_none, wait_for_lock, write_errors_for, write_json_atomic)
 from data.webtext.documents import DocumentCounts
 
 SINGLE_MACHINE = (0, 1)
@@ -37,8 +37,6 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The record of a finished stage."""
-
     key: Mapping[str, Any]
     counts: DocumentCounts
     outputs: tuple[OutputShard, ...]
@@ -61,18 +59,6 @@ def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mappin
     return dict(json.loads(json.dumps(key)))
 
 
-def read_json_or_none(path: Path) -> Any:
-    """The JSON value in a file; None if it is missing or invalid."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def key_digest(key: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def read_stage_record(folder: Path) -> StageRecord | None:
     """The record in a folder; None if it is missing or invalid."""
     value = read_json_or_none(folder / STAGE_FILE)
@@ -89,15 +75,9 @@ def shards_are_complete(folder: Path, record: StageRecord) -> bool:
                for output in record.outputs)
 
 
-def merge_records(folders: Sequence[Path]) -> StageRecord:
+def merge_records(records: Iterable[StageRecord]) -> StageRecord:
     """Combine the records of all shares into the one that a single machine would have written."""
-    records = []
-    for folder in folders:
-        record = read_stage_record(folder)
-        if record is None or not shards_are_complete(folder, record):
-            raise DataError(f"{folder}: expected the folder of a stage that is complete; run its command again first")
-        records.append(record)
-    records.sort(key=lambda record: list(record.key["shard"]))
+    records = sorted(records, key=lambda record: list(record.key["shard"]))
     found = [record.key["shard"] for record in records]
     if found != [[k, len(records)] for k in range(len(records))]:
         raise DataError(f"merge: expected each share of {len(records)} once, found "
@@ -117,17 +97,6 @@ def merge_records(folders: Sequence[Path]) -> StageRecord:
                        tuple(dict.fromkeys(note for record in records for note in record.notes)))
 
 
-def describe_shard(folder: Path, name: str) -> OutputShard:
-    """The record entry of an existing shard."""
-    sha256, size, documents = hashlib.sha256(), 0, 0
-    with open(folder / name, "rb") as file:
-        while chunk := file.read(READ_BYTES):
-            sha256.update(chunk)
-            size += len(chunk)
-            documents += chunk.count(b"\n")
-    return OutputShard(name, documents, size, sha256.hexdigest())
-
-
 DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"
 """A file that is not a shard, and the stage that writes it."""
 CLEARED_RECORD = "cleared.json"
@@ -139,7 +108,7 @@ def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[St
     """Lock the folder; yield (record of the finished stage, or None, work folder). Removes an earlier stage with
     another key; other files are not touched."""
     make_folder(output)
-    folder = output / WORK_FOLDER / key_digest(key)
+    folder = output / WORK_FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     with wait_for_lock(output / ".lock"):
         record = read_stage_record(output)
         if record and record.key == key and shards_are_complete(output, record):
@@ -203,8 +172,7 @@ def _recorded_files(path: Path) -> set[str]:
 
 
 def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecord:
-    """Move the shards into place, then write the record. The work folder's copy of it marks them as ours if the move is
-    interrupted."""
+    """Move the shards into place, then write the record; its copy in the work folder marks moved ones as ours."""
     moved_before = _recorded_files(folder / STAGE_FILE)
     with write_errors_for(output):
         record.write(folder)
@@ -229,15 +197,29 @@ def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecor
 
 def describe_shards_in(folder: Path) -> tuple[OutputShard, ...]:
     """The shards in a folder and its subfolders."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl"))
-    return tuple(describe_shard(folder, name) for name in names)
+    shards = []
+    for name in sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl")):
+        sha256, size, documents = hashlib.sha256(), 0, 0
+        with open(folder / name, "rb") as file:
+            while chunk := file.read(READ_BYTES):
+                sha256.update(chunk)
+                size += len(chunk)
+                documents += chunk.count(b"\n")
+        shards.append(OutputShard(name, documents, size, sha256.hexdigest()))
+    return tuple(shards)
 
 
 def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
     """Combine the shares of several machines in one folder; links shards if possible."""
     check_output_is_apart(folders, output)
-    merged = merge_records(folders)
-    shards = {part / shard.name: shard for part in folders for shard in shards_of_record(part)}
+    records = []
+    for share in folders:
+        record = read_stage_record(share)
+        if record is None or not shards_are_complete(share, record):
+            raise DataError(f"{share}: expected the folder of a stage that is complete; run its command again first")
+        records.append(record)
+    merged = merge_records(records)
+    shards = {part / shard.name: shard for part, own in zip(folders, records) for shard in own.outputs}
     with open_stage_folder(output, merged.key) as (record, folder):
         if record:
             return record
@@ -253,8 +235,3 @@ def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
                     shutil.copyfile(path, target)
                     fsync_file(target)
         return publish_stage(merged, folder, output)
-
-
-def shards_of_record(folder: Path) -> tuple[OutputShard, ...]:
-    record = read_stage_record(folder)
-    return record.outputs if record else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 
 from data.parallel import ordered_map
-from data.storage import DataError, staged_file
-from data.webtext.documents import (Document, DocumentCounts, DocumentFunction, DroppedDocument, machine_share,
-                                    parse_shard_line, read_shard_lines, shard_name)
+from data.storage import DataError
+from data.webtext.documents import (Document, DocumentFunction, DroppedDocument, ReportCounts, copy_undropped_lines,
+                                    machine_share, parse_shard_line, read_shard_lines, shard_name)
 from data.webtext.external_sort import Rows, RowSorter
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
@@ -49,8 +49,6 @@ EXTENSIONS = frozenset("""
 
 @dataclass(frozen=True)
 class UrlOptions:
-    """Command line flags."""
-
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
@@ -59,8 +57,6 @@ class UrlOptions:
 
 @dataclass(frozen=True)
 class UniqueOptions:
-    """How the second pass runs."""
-
     memory: int = 1 << 28
     part: tuple[int, int] = (0, 1)
     """(i, n): write share i of n of the shards."""
@@ -123,7 +119,7 @@ def normalized_url(url: str) -> str:
 
 
 def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               report: Callable[[DocumentCounts], None]) -> None:
+               report: ReportCounts) -> None:
     """Keep the first document of each address."""
     seen = RowSorter(output, 4, options.memory // 2)
     for rows in ordered_map(url_hash_rows, enumerate(inputs), workers):
@@ -137,7 +133,7 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
         last = block[-1:]
     mine = machine_share(len(inputs), *options.part)
     tasks = islice(_copy_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
-    for counts in ordered_map(_copy_unique_lines, tasks, workers):
+    for counts in ordered_map(copy_undropped_lines, tasks, workers):
         report(counts)
 
 
@@ -153,11 +149,12 @@ def url_hash_rows(shard: tuple[int, Path]) -> Rows:
     return np.array(rows, np.uint64).reshape(-1, 4)
 
 
-def _copy_tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
-    """(shard, target, lines to drop) per shard, from sorted rows (shard, line)."""
-    held = np.empty((0, 2), np.uint64)
+def _copy_tasks(inputs: Sequence[Path], output: Path,
+                repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, dict[int, str]]]:
+    """(shard, target, line to drop -> reason) per shard, from sorted rows (shard, line)."""
+    rest = np.empty((0, 2), np.uint64)
     for number, path in enumerate(inputs):
-        parts = [held]
+        parts = [rest]
         while not len(parts[-1]) or parts[-1][-1, 0] <= number:
             block = next(repeated, None)
             if block is None:
@@ -165,18 +162,5 @@ def _copy_tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) 
             parts.append(block)
         rows = np.concatenate(parts)
         cut = int(np.searchsorted(rows[:, 0], number, "right"))
-        yield path, output / shard_name(number), rows[:cut, 1]
-        held = rows[cut:]
-
-
-def _copy_unique_lines(task: tuple[Path, Path, Rows]) -> DocumentCounts:
-    path, target, left_out = task
-    places, counts = set(left_out.tolist()), DocumentCounts()
-    with staged_file(target) as file:
-        for place, line in enumerate(read_shard_lines(path)):
-            if place in places:
-                counts.add_dropped(DUPLICATE_URL, len(line))
-            else:
-                counts.add_kept(len(line), len(line))
-                file.write(line)
-    return counts
+        yield path, output / shard_name(number), dict.fromkeys(rows[:cut, 1].tolist(), DUPLICATE_URL)
+        rest = rows[cut:]

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,15 +48,15 @@ class HostSnapshot:
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_cuda)
-        held, start = [], 0
+        copies, start = [], 0
         for item, size in zip(items, sizes, strict=True):
             copy = self._buffer[start:start + item.nbytes].view(item.dtype).view(item.shape)
             copy.copy_(item.load().view(item.shape), non_blocking=True)
-            held.append(replace(item, load=partial(torch.Tensor.detach, copy)))
+            copies.append(replace(item, load=partial(torch.Tensor.detach, copy)))
             start += size
         if self._on_cuda:
             torch.cuda.current_stream().synchronize()
-        return held
+        return copies
 
 
 class AsyncSaver:
@@ -189,7 +190,12 @@ _PENDING_SAVES: list[AsyncSaver] = []
 
 def pending_saves_in(root: Path) -> list[str]:
     """Owners of this process's pending saves into `root`."""
-    return [save.owner for save in _PENDING_SAVES if _is_same_folder(save.root, root)]
+    owners = []
+    for save in _PENDING_SAVES:
+        with suppress(OSError):  # a folder is missing
+            if os.path.samefile(save.root, root):
+                owners.append(save.owner)
+    return owners
 
 
 def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
@@ -198,13 +204,6 @@ def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
     for owner in owners:
         if owner in saves:
             saves[owner].finish_for_other_engine()
-
-
-def _is_same_folder(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False
 
 
 def _run_in_thread(job: SaveJob) -> Future[Any]:

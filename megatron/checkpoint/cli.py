@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,21 +105,6 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(f"{damaged[0]}{more}")
 
 
-def print_digest(root: Path, tag: str | None) -> None:
-    from megatron.checkpoint.reader import digest_lines, open_checkpoint
-
-    for line in digest_lines(open_checkpoint(root, tag, int8=True)):
-        print(line, flush=True)
-
-
-def merge_weights(root: Path, tag: str | None, output: Path) -> None:
-    from megatron.checkpoint.reader import open_checkpoint, write_fp32_weights
-
-    checkpoint = open_checkpoint(root, tag)
-    _print_quantised_note(checkpoint)
-    print(f"{output}: weights of {checkpoint.tag} as fp32, {write_fp32_weights(checkpoint, output)} bytes")
-
-
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.huggingface import export_huggingface
@@ -141,7 +127,8 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
             for note in found.notes:
                 print(f"note: {found.where}: {note}")
             report, shape = import_weights(found, output), found.model
-            print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
+            parameters = sum(map(prod, found.shapes.values()))
+            print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
                   f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
                   f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
@@ -189,21 +176,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def run_command(arguments: list[str]) -> None:
-    options = parse_arguments(arguments)
-    if options.command == "merge":
-        merge_weights(options.dir, options.tag, options.output)
-    elif options.command == "convert":
-        convert(options.dir, options.tag, options)
-    elif options.command == "list":
-        list_tags(options.dir, options.tag)
-    else:
-        (verify_tags if options.command == "verify" else print_digest)(options.dir, options.tag)
-
-
 def main(arguments: list[str]) -> int:
     try:
-        run_command(arguments)
+        options = parse_arguments(arguments)
+        if options.command == "list":
+            list_tags(options.dir, options.tag)
+        elif options.command == "verify":
+            verify_tags(options.dir, options.tag)
+        elif options.command == "convert":
+            convert(options.dir, options.tag, options)
+        else:
+            from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
+
+            checkpoint = open_checkpoint(options.dir, options.tag, int8=options.command == "digest")
+            if options.command == "digest":
+                for line in digest_lines(checkpoint):
+                    print(line, flush=True)
+            else:
+                _print_quantised_note(checkpoint)
+                print(f"{options.output}: weights of {checkpoint.tag} as fp32, "
+                      f"{write_fp32_weights(checkpoint, options.output)} bytes")
         sys.stdout.flush()
     except BrokenPipeError:
         raise  # exit_codes.py ends a command whose reader has seen enough

@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
@@ -30,8 +30,8 @@ from megatron.checkpoint.deletion import (MAX_PENDING_FOLDERS, TRASH_PREFIX, Bac
                                           delete_folder, discard_folder)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, manifest_checksum,
                                           read_commit_number)
-from megatron.checkpoint.resolve_tag import (PENDING_LATEST, PendingLatest, committed_pending_tag, latest_tag,
-                                             read_latest, step_records_in_commit_order)
+from megatron.checkpoint.resolve_tag import (PENDING_LATEST, committed_pending_tag, latest_tag, read_latest,
+                                             step_records_in_commit_order)
 from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, format_file_names, link_target_outside, print_to_stderr,
                                       read_tag_manifest, remove_link, tag_folder, tag_folder_names, unknown_files)
 from megatron.distributed.process_group import is_stop_requested
@@ -39,16 +39,6 @@ from megatron.errors import CheckpointError, ConfigError, StorageError
 
 LOCK_SECONDS = 300.0
 """Seconds to wait for a commit of another process."""
-
-
-@contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that `is_abandoned` is False in other processes."""
-    with _open_folder(folder) as descriptor:
-        if descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -67,24 +57,20 @@ def is_abandoned(folder: Path) -> bool:
 @contextmanager
 def exclusive_access(root: Path) -> Iterator[None]:
     """Lock the save root against other commits and clean-ups; waits up to LOCK_SECONDS, then raises StorageError."""
-    with _open_folder(root) as descriptor:
-        if descriptor is not None:
-            _wait_for_lock(descriptor, root)
-        yield
-
-
-def _wait_for_lock(descriptor: int, root: Path) -> None:
     end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise StorageError(f"--save {root}: another program has been changing this folder for "
-                                   f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder") from None
-            time.sleep(0.02)
-        except OSError:  # the file system has no locks
-            return None
+    with _open_folder(root) as descriptor:
+        while descriptor is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise StorageError(f"--save {root}: another program has been changing this folder for "
+                                       f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder") from None
+                time.sleep(0.02)
+            except OSError:  # the file system has no locks
+                break
+        yield
 
 
 @contextmanager
@@ -124,21 +110,21 @@ class Keep:
 def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
     """Turn an OSError inside into a StorageError with flag, path, reason, bytes needed and bytes free. ENOMEM passes
     through."""
-    kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
+    untouched = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
     except StorageFault as error:  # it already names its file
-        raise StorageError(f"{flag}: {error}{_inode_note(path)}{kept}") from error
+        raise StorageError(f"{flag}: {error}{_inode_note(path)}{untouched}") from error
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise StorageError(f"{flag}: {error}{kept}") from error  # the folder of the tags cannot be listed
+        raise StorageError(f"{flag}: {error}{untouched}") from error  # the folder of the tags cannot be listed
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free_bytes(path)} free"
-                           f"{_inode_note(path)}{kept}") from error
+                           f"{_inode_note(path)}{untouched}") from error
 
 
 def _free_bytes(path: Path) -> int | str:
@@ -166,23 +152,20 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
     root = Path(root)
     try:
         if root.is_symlink() and not root.exists():
-            problem: str | None = f"dangling symbolic link to {os.readlink(root)}"
-        elif root.exists() and not root.is_dir():
-            problem = "is a file; a folder is needed"
-        else:
-            problem = _missing_parent_problem(root)
-        if problem is None:
-            root.mkdir(exist_ok=True)
-            trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
-            trial.mkdir()
-            with suppress(FileNotFoundError):  # another program's clean-up removed it
-                trial.rmdir()
-    except FileNotFoundError:  # for example under /proc, where no folder can be created
-        problem = f"{root.parent} is there, but nothing can be created in it; choose another folder"
+            raise StorageError(f"{flag} {root}: dangling symbolic link to {os.readlink(root)}")
+        if root.exists() and not root.is_dir():
+            raise StorageError(f"{flag} {root}: is a file; a folder is needed")
+        check_parent_folder(root, flag)
+        root.mkdir(exist_ok=True)
+        trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
+        trial.mkdir()
+        with suppress(FileNotFoundError):  # another program's clean-up removed it
+            trial.rmdir()
+    except FileNotFoundError as error:  # for example under /proc, where no folder can be created
+        raise StorageError(f"{flag} {root}: {root.parent} is there, but nothing can be created in it; choose another "
+                           "folder") from error
     except OSError as error:
-        problem = f"cannot be written ({error.strerror})"
-    if problem is not None:
-        raise StorageError(f"{flag} {root}: {problem}")
+        raise StorageError(f"{flag} {root}: cannot be written ({error.strerror})") from error
 
 
 @contextmanager
@@ -209,18 +192,12 @@ def lock_save_root(root: str | Path) -> Iterator[None]:
 
 def check_parent_folder(path: Path, flag: str) -> None:
     """Raise a StorageError if the parent folder of `path` does not exist."""
-    if (objection := _missing_parent_problem(path)) is not None:
-        raise StorageError(f"{flag} {path}: {objection}")
-
-
-def _missing_parent_problem(path: Path) -> str | None:
-    """Why `path` cannot be created: a parent is missing or is a file; None if it can."""
     if path.parent.is_dir():
-        return None
-    there = next(folder for folder in path.parents if folder.exists() or folder == folder.parent)
+        return
+    there = _nearest_existing(path.parent)
     if not there.is_dir():
-        return f"{there} is a file, where a folder is needed; choose another"
-    return f"parent folder {path.parent} does not exist; create it or choose another"
+        raise StorageError(f"{flag} {path}: {there} is a file, where a folder is needed; choose another")
+    raise StorageError(f"{flag} {path}: parent folder {path.parent} does not exist; create it or choose another")
 
 
 @contextmanager
@@ -236,27 +213,26 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
                 root.mkdir(exist_ok=True)
                 fsync_directory(root.parent)
             clean_up_save_root(root, print_line, delete_folder if deleter is None else deleter.delete)
-            if deleter is not None:
-                _wait_for_disk_space(root, needed, deleter, print_line)
+            # Without the lock of the save root, so that others may save meanwhile.
+            if deleter is not None and deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
+                print_line(f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than "
+                           "they come")
+                deleter.wait_for_deletions(MAX_PENDING_FOLDERS, is_stop_requested)
+            if deleter is not None and deleter.pending_count and _lacks_disk_space(root, needed):
+                print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
+                deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
             if _lacks_disk_space(root, needed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with exclusive_access(root):
                 while staging.exists():  # another engine resumed from the same checkpoint is saving this tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
-                until_saved.enter_context(hold_folder(staging))
+                # Locked, so that `is_abandoned` is False in other processes.
+                descriptor = until_saved.enter_context(_open_folder(staging))
+                with suppress(OSError):
+                    if descriptor is not None:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield staging
-
-
-def _wait_for_disk_space(root: Path, needed: int, deleter: BackgroundDeleter, print_line: PrintLine) -> None:
-    """Without the lock of the save root, so that others may save meanwhile."""
-    if deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
-        print_line(
-            f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
-        deleter.wait_for_deletions(MAX_PENDING_FOLDERS, is_stop_requested)
-    if deleter.pending_count and _lacks_disk_space(root, needed):
-        print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
-        deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
 
 
 def _lacks_disk_space(root: Path, needed: int) -> bool:
@@ -268,22 +244,22 @@ def clean_up_save_root(root: Path, print_line: PrintLine = print_to_stderr,
                        delete: DeleteFolder = delete_folder) -> None:
     """Remove leftovers of killed saves, and restore a tag that was moved aside."""
     with exclusive_access(root):
-        _clean_up_entries(root, print_line, delete)
-
-
-def _clean_up_entries(root: Path, print_line: PrintLine, delete: DeleteFolder) -> None:
-    for name in sorted(os.listdir(root)):
-        if name.startswith(ASIDE_PREFIX):
-            _finish_replacement(root, name.removeprefix(ASIDE_PREFIX), print_line, delete)
-        elif name == PENDING_LATEST:
-            _finish_latest(root, print_line)
-        elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
-            print_line(f"removing {root / name}, left by an interrupted save")
-            discard_folder(root / name, delete)
-        elif name.startswith(TRASH_PREFIX):
-            delete(root / name)
-        elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
-            (root / name).unlink(missing_ok=True)
+        for name in sorted(os.listdir(root)):
+            if name.startswith(ASIDE_PREFIX):
+                _finish_replacement(root, name.removeprefix(ASIDE_PREFIX), print_line, delete)
+            elif name == PENDING_LATEST:
+                if tag := committed_pending_tag(root):
+                    print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
+                    _write_latest(root, tag)
+                else:
+                    (root / PENDING_LATEST).unlink(missing_ok=True)
+            elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
+                print_line(f"removing {root / name}, left by an interrupted save")
+                discard_folder(root / name, delete)
+            elif name.startswith(TRASH_PREFIX):
+                delete(root / name)
+            elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
+                (root / name).unlink(missing_ok=True)
 
 
 def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: DeleteFolder) -> None:
@@ -299,25 +275,19 @@ def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: Del
         discard_folder(aside, delete)
 
 
-def _finish_latest(root: Path, print_line: PrintLine) -> None:
-    """Write `latest` for a save that was interrupted after its commit."""
-    if tag := committed_pending_tag(root):
-        print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
-        _write_latest(root, tag)
-    else:
-        (root / PENDING_LATEST).unlink(missing_ok=True)
-
-
 def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete: DeleteFolder = delete_folder) -> None:
     """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     with explain_disk_errors(folder, 0):
         fsync_directory(staging)
-        _copy_fp32_script(root)
+        script, copy = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
+        if copy.is_symlink() or not copy.is_file() or copy.read_bytes() != script:
+            with staged_file(remove_link(copy)) as file:
+                file.write(script)
         try:
             if latest:
-                pending = PendingLatest(tag, str(manifest_checksum(staging)), read_latest(root))
-                write_json_atomic(remove_link(root / PENDING_LATEST), asdict(pending))
+                pending = {"tag": tag, "seal": manifest_checksum(staging), "was": read_latest(root)}
+                write_json_atomic(remove_link(root / PENDING_LATEST), pending)
             if folder.exists() and aside.exists():
                 discard_folder(folder, delete)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
@@ -345,14 +315,6 @@ def last_commit_number(root: Path) -> int:
                 if link_target_outside(root / name, root) is None), default=0)
 
 
-def _copy_fp32_script(root: Path) -> None:
-    """Copy zero_to_fp32.py into the root if it is missing or differs."""
-    text, path = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
-    if path.is_symlink() or not path.is_file() or path.read_bytes() != text:
-        with staged_file(remove_link(path)) as file:
-            file.write(text)
-
-
 def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: PrintLine = print_to_stderr,
                     delete: DeleteFolder = delete_folder) -> list[str]:
     """Delete complete step tags that `keep` does not name, after the save `saved`; returns the deleted names.
@@ -375,12 +337,12 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
         if len(ancestors) < keep.last:
             return []
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
-        doomed = [record.tag for record in steps if record.commit_order < oldest_kept
-                  and record.iteration <= saved.iteration and record.tag not in (latest, *others)
-                  and not (keep.every and record.iteration % keep.every == 0)]
-        for tag in doomed:
-            if strangers := unknown_files(tag_folder(root, tag)):
+        to_delete = [record.tag for record in steps if record.commit_order < oldest_kept
+                     and record.iteration <= saved.iteration and record.tag not in (latest, *others)
+                     and not (keep.every and record.iteration % keep.every == 0)]
+        for tag in to_delete:
+            if unknown := unknown_files(tag_folder(root, tag)):
                 print_line(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
-                           f"{format_file_names(strangers)}")
+                           f"{format_file_names(unknown)}")
             discard_folder(tag_folder(root, tag), delete)
-    return doomed
+    return to_delete

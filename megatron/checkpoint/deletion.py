@@ -106,26 +106,18 @@ class BackgroundDeleter:
 
     def _delete_pending(self) -> None:
         is_at_work = True
-        try:
-            while is_at_work:
-                path = self._pending[0]
-                try:
-                    self._warn_once(path, delete_folder(path))
-                finally:
-                    with self._changed:
-                        self._pending.remove(path)
-                        is_at_work = self._is_deleting = bool(self._pending)
-                        self._changed.notify_all()
-        except BaseException:
-            with self._changed:
-                self._is_deleting = False
-                self._changed.notify_all()
-            raise
-
-    def _warn_once(self, path: Path, why: OSError | None) -> None:
-        """Warn once per folder."""
-        if why is not None and path not in self._warned:
-            self._warned.add(path)
-            with suppress(OSError, ValueError):  # the output is closed
-                self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the "
-                                 "next save tries again")
+        while is_at_work:
+            path, is_at_work = self._pending[0], False  # if an error ends this thread, the next folder starts another
+            try:
+                error = delete_folder(path)
+                if error is not None and path not in self._warned:
+                    self._warned.add(path)
+                    with suppress(OSError, ValueError):  # the output is closed
+                        self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted "
+                                         f"({error.strerror or error}): the next save tries again")
+                is_at_work = True
+            finally:
+                with self._changed:
+                    self._pending.remove(path)
+                    is_at_work = self._is_deleting = is_at_work and bool(self._pending)
+                    self._changed.notify_all()

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -39,6 +39,15 @@ def reraise_as_corrupt(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be used ({type(error).__name__}: {error!s:.200})") from error
 
 
+@contextmanager
+def explain_read_errors(where: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror or error})") from error
+
+
 def parse_json(data: bytes | str, where: str) -> object:
     """Parse a JSON value. Anything else, such as a pickle, is never executed."""
     try:
@@ -49,12 +58,9 @@ def parse_json(data: bytes | str, where: str) -> object:
 
 
 def read_bytes(path: Path, where: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(MAX_JSON_BYTES + 1) if size <= MAX_JSON_BYTES else b""
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+    with explain_read_errors(where), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(MAX_JSON_BYTES + 1) if size <= MAX_JSON_BYTES else b""
     if max(size, len(data)) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{where}: has {max(size, len(data))} bytes, and no file of its kind more than {MAX_JSON_BYTES}")
@@ -169,6 +175,8 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
+    """The parsed header of a safetensors file."""
+
     tensors: Mapping[str, TensorLocation]
     metadata: Mapping[str, str]
 
@@ -193,8 +201,16 @@ def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
         raise CheckpointError(f"{where}: header of {length} bytes in a file of {size}")
     record = StrictRecord(parse_json(file.read(length), where), where)
     metadata = record.take_field(METADATA_KEY, dict) if METADATA_KEY in record.fields else {}
-    begin = 8 + length
-    locations = {key: _tensor_location(record, key, begin) for key in list(record.fields)}
+    begin, locations = 8 + length, {}
+    for key in list(record.fields):
+        entry = StrictRecord(record.take_field(key, dict), f"{where}: {key!r:.80}")
+        place = TensorLocation(entry.take_field("dtype", str), entry.take_counts("shape"), begin)
+        offsets = entry.take_counts("data_offsets")
+        entry.check_all_taken()
+        if place.dtype not in DTYPE_BITS or len(offsets) != 2 or offsets[1] - offsets[0] != place.nbytes:
+            raise CheckpointError(f"{entry.where}: {place.dtype:.20} {str(list(place.shape)):.80} does not fit "
+                                  f"{str(list(offsets)):.80}")
+        locations[key] = replace(place, start=begin + offsets[0])
     end, before = begin, "the header"
     for key, place in sorted(locations.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
         if place.start != end:
@@ -204,14 +220,3 @@ def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
     if end != size:
         raise CheckpointError(f"{where}: its tensors end at byte {end}, the file has {size}")
     return SafetensorsHeader(locations, metadata)
-
-
-def _tensor_location(header: StrictRecord, key: str, begin: int) -> TensorLocation:
-    entry = StrictRecord(header.take_field(key, dict), f"{header.where}: {key!r:.80}")
-    place = TensorLocation(entry.take_field("dtype", str), entry.take_counts("shape"), begin)
-    offsets = entry.take_counts("data_offsets")
-    entry.check_all_taken()
-    if place.dtype not in DTYPE_BITS or len(offsets) != 2 or offsets[1] - offsets[0] != place.nbytes:
-        raise CheckpointError(f"{entry.where}: {place.dtype:.20} {str(list(place.shape)):.80} does not fit "
-                              f"{str(list(offsets)):.80}")
-    return TensorLocation(place.dtype, place.shape, begin + offsets[0])

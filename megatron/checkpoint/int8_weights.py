@@ -41,11 +41,11 @@ def row_maxima(read: ReadRange, shape: Sequence[int]) -> Tensor:
     return found
 
 
-def quantise_matrix(read: ReadRange, shape: Sequence[int], where: str, maxima: Tensor | None = None,
-                    device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """(levels [rows, columns], scale [rows] in fp32) on `device`; see `quantise_into`."""
-    levels = torch.empty(tuple(shape), dtype=torch.int8, device=device)
-    return levels, quantise_into(levels, read, where, maxima).to(device)
+def quantise_matrix(read: ReadRange, shape: Sequence[int], where: str, maxima: Tensor | None = None
+                    ) -> tuple[Tensor, Tensor]:
+    """(levels [rows, columns], scale [rows] in fp32); see `quantise_into`."""
+    levels = torch.empty(tuple(shape), dtype=torch.int8)
+    return levels, quantise_into(levels, read, where, maxima)
 
 
 def quantise_into(levels: Tensor, read: ReadRange, where: str, maxima: Tensor | None = None) -> Tensor:

@@ -23,11 +23,6 @@ from torch.torch_version import TorchVersion
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor
 from megatron.errors import CheckpointError
 
-TENSOR, PARAMETER, TUPLE, SET, FROZENSET, BYTES, BYTEARRAY, PATH, NAMESPACE, DICT, ARRAY, NUMPY = (
-    "$tensor", "$parameter", "$tuple", "$set", "$frozenset", "$bytes", "$bytearray", "$path", "$namespace", "$dict",
-    "$array", "$numpy")
-ORDERED, COUNTER, DEFAULT, SIZE, TORCH_VERSION = "$ordered", "$counter", "$default", "$size", "$torch_version"
-
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, bytes)}
 """Supported factories of a defaultdict."""
 
@@ -41,13 +36,9 @@ ReadTensor = Callable[[str], Tensor]
 def encode_state(value: object, path: str, items: list[FileTensor]) -> Any:
     """`value` as JSON; its tensors are appended to `items` with their paths as keys."""
     if isinstance(value, np.generic):  # numpy scalars have many types
-        return {NUMPY: [_numpy_dtype(value, path), _base64(value.tobytes())]}
+        return {"$numpy": [_numpy_dtype(value, path), _base64(value.tobytes())]}
     encoder: StateEncoder = ENCODERS.get(type(value), _refuse_type)
     return encoder(value, path, items)
-
-
-def _encode_plain(value: Any, path: str, items: list[FileTensor]) -> Any:
-    return value
 
 
 def _encode_tensor(value: Tensor, path: str, items: list[FileTensor]) -> Any:
@@ -55,17 +46,13 @@ def _encode_tensor(value: Tensor, path: str, items: list[FileTensor]) -> Any:
         raise CheckpointError(f"state {path}: a checkpoint holds no tensor of {value.dtype}, {value.layout}; save "
                               "dense ones that it is made of, such as torch.view_as_real(...) or .coalesce().values()")
     items.append(FileTensor(path, value.dtype, tuple(value.shape), partial(Tensor.detach, value)))
-    return {TENSOR: path}
-
-
-def _encode_parameter(value: nn.Parameter, path: str, items: list[FileTensor]) -> Any:
-    return {PARAMETER: [_encode_tensor(value, path, items), value.requires_grad]}
+    return {"$tensor": path}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -> Any:
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode_state(child, f"{path}/{_escape_key(key)}", items) for key, child in value.items()}
-    return {DICT: _encode_pairs(value, path, items)}
+    return {"$dict": _encode_pairs(value, path, items)}
 
 
 def _encode_pairs(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -> list[Any]:
@@ -84,17 +71,13 @@ def _encode_defaultdict(value: defaultdict[Any, Any], path: str, items: list[Fil
     if value.default_factory is not (None if name is None else DEFAULT_FACTORIES.get(name)):
         raise CheckpointError(f"state {path}: what the defaultdict makes would be lost, {value.default_factory!r}, as "
                               "it is neither None nor a built-in type; save dict(...) of it")
-    return {DEFAULT: [name, _encode_pairs(value, path, items)]}
+    return {"$default": [name, _encode_pairs(value, path, items)]}
 
 
 def _encode_sequence(value: Iterable[Any], path: str, items: list[FileTensor]) -> list[Any]:
     # Sort sets, so that the file does not differ from run to run.
     members = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     return [encode_state(child, f"{path}/{index}", items) for index, child in enumerate(members)]
-
-
-def _encode_array(value: np.ndarray[Any, Any], path: str, items: list[FileTensor]) -> Any:
-    return {ARRAY: [_numpy_dtype(value, path), list(value.shape), _base64(np.ascontiguousarray(value).tobytes())]}
 
 
 def _numpy_dtype(value: np.ndarray[Any, Any] | np.generic, path: str) -> str:
@@ -121,24 +104,25 @@ SAVABLE_BASES = frozenset({dict, list, tuple, set, frozenset, str, int, float, b
 """Base types suggested for saving an instance of a subclass."""
 
 ENCODERS: dict[type, StateEncoder] = {
-    **dict.fromkeys((type(None), bool, int, float, str), _encode_plain),
+    **dict.fromkeys((type(None), bool, int, float, str), lambda value, path, items: value),
     Tensor: _encode_tensor,
-    nn.Parameter: _encode_parameter,
+    nn.Parameter: lambda value, path, items: {"$parameter": [_encode_tensor(value, path, items), value.requires_grad]},
     dict: _encode_dict,
-    OrderedDict: lambda value, path, items: {ORDERED: _encode_pairs(value, path, items)},
-    Counter: lambda value, path, items: {COUNTER: _encode_pairs(value, path, items)},
+    OrderedDict: lambda value, path, items: {"$ordered": _encode_pairs(value, path, items)},
+    Counter: lambda value, path, items: {"$counter": _encode_pairs(value, path, items)},
     defaultdict: _encode_defaultdict,
     list: _encode_sequence,
-    tuple: lambda value, path, items: {TUPLE: _encode_sequence(value, path, items)},
-    torch.Size: lambda value, path, items: {SIZE: [*value]},
-    set: lambda value, path, items: {SET: _encode_sequence(value, path, items)},
-    frozenset: lambda value, path, items: {FROZENSET: _encode_sequence(value, path, items)},
-    bytes: lambda value, path, items: {BYTES: _base64(value)},
-    bytearray: lambda value, path, items: {BYTEARRAY: _base64(value)},
-    type(Path()): lambda value, path, items: {PATH: str(value)},
-    argparse.Namespace: lambda value, path, items: {NAMESPACE: _encode_dict(vars(value), path, items)},
-    np.ndarray: _encode_array,
-    TorchVersion: lambda value, path, items: {TORCH_VERSION: str(value)}}
+    tuple: lambda value, path, items: {"$tuple": _encode_sequence(value, path, items)},
+    torch.Size: lambda value, path, items: {"$size": [*value]},
+    set: lambda value, path, items: {"$set": _encode_sequence(value, path, items)},
+    frozenset: lambda value, path, items: {"$frozenset": _encode_sequence(value, path, items)},
+    bytes: lambda value, path, items: {"$bytes": _base64(value)},
+    bytearray: lambda value, path, items: {"$bytearray": _base64(value)},
+    type(Path()): lambda value, path, items: {"$path": str(value)},
+    argparse.Namespace: lambda value, path, items: {"$namespace": _encode_dict(vars(value), path, items)},
+    np.ndarray: lambda value, path, items: {
+        "$array": [_numpy_dtype(value, path), list(value.shape), _base64(np.ascontiguousarray(value).tobytes())]},
+    TorchVersion: lambda value, path, items: {"$torch_version": str(value)}}
 """Exact type (no subclass) -> its encoder."""
 
 
@@ -150,8 +134,8 @@ def decode_state(value: Any, fetch: ReadTensor) -> Any:
         return value
     if len(value) == 1 and (mark := next(iter(value))) in DECODERS:
         return DECODERS[mark](value[mark], fetch)
-    if strange := [key for key in value if key.startswith("$")]:
-        raise ValueError(f"{strange[0]!r:.40} marks nothing that is known here")
+    if unknown := [key for key in value if key.startswith("$")]:
+        raise ValueError(f"{unknown[0]!r:.40} marks nothing that is known here")
     return {key: decode_state(child, fetch) for key, child in value.items()}
 
 
@@ -159,36 +143,23 @@ def _decode_pairs(content: Any, fetch: ReadTensor) -> list[tuple[Any, Any]]:
     return [(decode_state(key, fetch), decode_state(child, fetch)) for key, child in content]
 
 
-def _decode_defaultdict(content: Any, fetch: ReadTensor) -> defaultdict[Any, Any]:
-    name, pairs = content
-    return defaultdict(None if name is None else DEFAULT_FACTORIES[name], _decode_pairs(pairs, fetch))
-
-
-def _decode_parameter(content: Any, fetch: ReadTensor) -> nn.Parameter:
-    return nn.Parameter(decode_state(content[0], fetch), requires_grad=content[1])
-
-
-def _decode_array(content: Any, fetch: ReadTensor) -> np.ndarray[Any, Any]:
-    dtype, shape, raw = content
-    return np.ndarray(shape, np.dtype(dtype), base64.b64decode(raw)).copy()
-
-
 DECODERS: dict[str, Callable[[Any, ReadTensor], Any]] = {
-    TENSOR: lambda content, fetch: fetch(str(content)),
-    PARAMETER: _decode_parameter,
-    TUPLE: lambda content, fetch: tuple(decode_state(content, fetch)),
-    SIZE: lambda content, fetch: torch.Size(content),
-    SET: lambda content, fetch: set(decode_state(content, fetch)),
-    FROZENSET: lambda content, fetch: frozenset(decode_state(content, fetch)),
-    BYTES: lambda content, fetch: base64.b64decode(content),
-    BYTEARRAY: lambda content, fetch: bytearray(base64.b64decode(content)),
-    PATH: lambda content, fetch: Path(content),
-    NAMESPACE: lambda content, fetch: argparse.Namespace(**decode_state(content, fetch)),
-    DICT: lambda content, fetch: dict(_decode_pairs(content, fetch)),
-    ORDERED: lambda content, fetch: OrderedDict(_decode_pairs(content, fetch)),
-    COUNTER: lambda content, fetch: Counter(dict(_decode_pairs(content, fetch))),
-    DEFAULT: _decode_defaultdict,
-    ARRAY: _decode_array,
-    NUMPY: lambda content, fetch: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()],
-    TORCH_VERSION: lambda content, fetch: TorchVersion(content)}
+    "$tensor": lambda content, fetch: fetch(str(content)),
+    "$parameter": lambda content, fetch: nn.Parameter(decode_state(content[0], fetch), requires_grad=content[1]),
+    "$tuple": lambda content, fetch: tuple(decode_state(content, fetch)),
+    "$size": lambda content, fetch: torch.Size(content),
+    "$set": lambda content, fetch: set(decode_state(content, fetch)),
+    "$frozenset": lambda content, fetch: frozenset(decode_state(content, fetch)),
+    "$bytes": lambda content, fetch: base64.b64decode(content),
+    "$bytearray": lambda content, fetch: bytearray(base64.b64decode(content)),
+    "$path": lambda content, fetch: Path(content),
+    "$namespace": lambda content, fetch: argparse.Namespace(**decode_state(content, fetch)),
+    "$dict": lambda content, fetch: dict(_decode_pairs(content, fetch)),
+    "$ordered": lambda content, fetch: OrderedDict(_decode_pairs(content, fetch)),
+    "$counter": lambda content, fetch: Counter(dict(_decode_pairs(content, fetch))),
+    "$default": lambda content, fetch: defaultdict(None if content[0] is None else DEFAULT_FACTORIES[content[0]],
+                                                   _decode_pairs(content[1], fetch)),
+    "$array": lambda content, fetch: np.ndarray(content[1], np.dtype(content[0]), base64.b64decode(content[2])).copy(),
+    "$numpy": lambda content, fetch: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()],
+    "$torch_version": lambda content, fetch: TorchVersion(content)}
 """Marker key -> decoder of its content."""

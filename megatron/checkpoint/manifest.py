@@ -146,9 +146,6 @@ class FileEntry:
     crc32: str
     """8 hexadecimal digits, as data.storage.crc32_file writes them."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, order=True)
 class PieceEntry:
@@ -188,24 +185,21 @@ class TensorEntry:
         inside the flat buffer of `shards` shards, or the pieces cover it in order."""
         self.sharding.check()
         if self.dp_sharding is None:
-            self._check_pieces()
+            numel, ranks = self.numel, self.sharding.tp_size
+            rank = offset = 0
+            for piece in self.pieces:
+                if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
+                    raise CheckpointError(f"{self.label}: expected a piece at element {offset} of {numel} of "
+                                          f"tensor-parallel rank {rank} of {ranks}, found {piece}")
+                rank, offset = divmod(rank * numel + offset + piece.count, numel)
+            if numel and rank != ranks:
+                raise CheckpointError(f"{self.label}: there is nothing at element {offset} of {numel} of "
+                                      f"tensor-parallel rank {rank} of {ranks}")
         elif self.sharding.dim is not None and self.sharding.tp_size != tp:
             raise CheckpointError(f"{self.label}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
         elif self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
             raise CheckpointError(f"{self.label}: {self.numel} elements from {self.dp_sharding.start} on are not in "
                                   f"{shards} shards of {self.dp_sharding.shard_size}")
-
-    def _check_pieces(self) -> None:
-        numel, ranks = self.numel, self.sharding.tp_size
-        rank = offset = 0
-        for piece in self.pieces:
-            if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
-                raise CheckpointError(f"{self.label}: expected a piece at element {offset} of {numel} of "
-                                      f"tensor-parallel rank {rank} of {ranks}, found {piece}")
-            rank, offset = divmod(rank * numel + offset + piece.count, numel)
-        if numel and rank != ranks:
-            raise CheckpointError(f"{self.label}: there is nothing at element {offset} of {numel} of tensor-parallel "
-                                  f"rank {rank} of {ranks}")
 
 
 def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
@@ -271,31 +265,32 @@ class Manifest:
         tp, dp = self.tp_dp_sizes
         return tp * dp
 
-    def check_world_size(self, ranks: int) -> None:
-        if ranks != self.world_size:
-            raise CheckpointError(f"a layout of {self.world_size} ranks ({dict(self.layout)}) is saved by {ranks}")
-        self.check()
-
     def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
         """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
         shard, tp_rank = divmod(rank, self.tp_dp_sizes[0])
         assert tensor.dp_sharding is not None
         return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
 
-    def tensors_as_json(self) -> bytes:
-        return json.dumps([_tensor_to_json(tensor) for tensor in self.tensors], separators=(",", ":")).encode()
+    def tensors_as_json(self) -> list[dict[str, Any]]:
+        entries = []
+        for tensor in self.tensors:
+            assert tensor.dp_sharding is not None, f"{tensor.label}: format {FORMAT} lists no pieces"
+            entries.append({"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype,
+                            "sharding": asdict(tensor.sharding), "start": tensor.dp_sharding.start,
+                            "each": tensor.dp_sharding.shard_size})
+        return entries
 
     def digest(self) -> str:
         """Digest of run, tag, iteration, layout, configuration and tensors; `save_id` ends with it."""
         content = {name: getattr(self, name) for name in ("run_id", "tag", "iteration", "layout", "config")}
-        content["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
+        content["tensors"] = self.tensors_as_json()
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
         """The file's content. `read_commit_record` needs its fields at the beginning and the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
-        body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
+        body["tensors"] = self.tensors_as_json()
         body |= lineage_to_json(self.branch, self.history) | {"commit": self.commit, "saved_at": self.saved_at}
         return seal_record(body)
 
@@ -308,8 +303,8 @@ class Manifest:
             if (tensor.kind, tensor.name) in seen:
                 raise CheckpointError(f"{where} is listed twice")
             seen.add((tensor.kind, tensor.name))
-            if foreign := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
-                raise CheckpointError(f"{where} is in {foreign[0]!r}, which is not listed")
+            if unlisted := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
+                raise CheckpointError(f"{where} is in {unlisted[0]!r}, which is not listed")
             try:
                 tensor.check_coverage(tp, shards)
             except CheckpointError as error:
@@ -376,59 +371,40 @@ def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
         files=parse_file_entries(record.take_field("files", dict), where) if version < 3 else {}, format=version)
     record.check_all_taken()
     manifest.check()
-    _check_save_id(manifest, where)
-    return manifest
-
-
-def _check_save_id(manifest: Manifest, where: str) -> None:
     random, dash, digest = manifest.save_id.partition("-")
     if manifest.has_rank_manifests and not random:
         raise CheckpointError(f"{where}: field 'save_id' is empty")
     if manifest.has_provenance != bool(dash) or manifest.has_provenance and digest != manifest.digest():
         raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
                               " was given for other content")
+    return manifest
 
 
 def parse_file_entries(values: dict[str, object], where: str) -> dict[str, FileEntry]:
-    return {check_safe_name(name, f"{where}: file"): _parse_file_entry(StrictRecord(value, f"{where}: files[{name}]"))
-            for name, value in values.items()}
-
-
-def _parse_file_entry(record: StrictRecord) -> FileEntry:
-    entry = FileEntry(record.take_count("size"), record.take_field("crc32", str))
-    record.fields.pop("sha256", None)  # signed tags of older versions have it
-    record.check_all_taken()
-    return entry
-
-
-def _tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
-    assert tensor.dp_sharding is not None, f"{tensor.label}: format {FORMAT} lists no pieces"
-    return {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype, "sharding": asdict(tensor.sharding),
-            "start": tensor.dp_sharding.start, "each": tensor.dp_sharding.shard_size}
+    entries = {}
+    for name, value in values.items():
+        record = StrictRecord(value, f"{where}: files[{check_safe_name(name, f'{where}: file')}]")
+        entries[name] = FileEntry(record.take_count("size"), record.take_field("crc32", str))
+        record.fields.pop("sha256", None)  # signed tags of older versions have it
+        record.check_all_taken()
+    return entries
 
 
 def _parse_tensor_entry(value: object, where: str, listed: bool) -> TensorEntry:
     record = StrictRecord(value, f"{where}: tensors[]")
     kind, name = record.take_field("kind", str), record.take_field("name", str)
     record.where = f"{where}: {kind} {name!r}"
-    sharding = _parse_sharding(StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding"))
-    pieces = tuple(_parse_piece_entry(StrictRecord(piece, f"{record.where}: pieces[]"))
-                   for piece in (record.take_field("pieces", list) if listed else ()))
-    spread = None if listed else DPSharding(record.take_count("start"), record.take_count("each"))
-    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, spread, pieces)
-    record.check_all_taken()
-    return entry
-
-
-def _parse_sharding(record: StrictRecord) -> TPSharding:
-    sharding = TPSharding(record.take_counts("local_shape"), record.take_optional_count("dim"),
-                          record.take_count("stride"), record.take_optional_count("size"), record.take_count("tp_size"))
-    record.check_all_taken()
-    return sharding
-
-
-def _parse_piece_entry(record: StrictRecord) -> PieceEntry:
-    entry = PieceEntry(record.take_count("tp_rank"), record.take_count("offset"), record.take_count("count"),
-                       record.take_field("file", str), record.take_field("key", str))
+    cut = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding")
+    sharding = TPSharding(cut.take_counts("local_shape"), cut.take_optional_count("dim"), cut.take_count("stride"),
+                          cut.take_optional_count("size"), cut.take_count("tp_size"))
+    cut.check_all_taken()
+    pieces = []
+    for value in record.take_field("pieces", list) if listed else ():
+        piece = StrictRecord(value, f"{record.where}: pieces[]")
+        pieces.append(PieceEntry(piece.take_count("tp_rank"), piece.take_count("offset"), piece.take_count("count"),
+                                 piece.take_field("file", str), piece.take_field("key", str)))
+        piece.check_all_taken()
+    dp_sharding = None if listed else DPSharding(record.take_count("start"), record.take_count("each"))
+    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding, tuple(pieces))
     record.check_all_taken()
     return entry

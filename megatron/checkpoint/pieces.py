@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reshard import DPSharding, TPSharding
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.errors import NumericsError
 from mpu.split import Partition
 
@@ -56,9 +56,6 @@ class TensorPiece:
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data
-
-    def to_file_tensor(self) -> FileTensor:
-        return FileTensor(self.key, self.data.dtype, (self.count,), self.load)
 
     def to_tensor_entry(self) -> TensorEntry:
         """The manifest entry if one data-parallel rank holds the whole tensor."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from data.storage import crc32
 from megatron.checkpoint.file_formats import StrictRecord, read_bytes, seal_record, unseal_record
-from megatron.checkpoint.manifest import (FORMAT, MANIFEST, CommitRecord, FileEntry, Manifest, lineage_to_json,
-                                          parse_file_entries, parse_lineage)
+from megatron.checkpoint.manifest import (FORMAT, MANIFEST, FileEntry, Manifest, lineage_to_json,
+                                          parse_file_entries)
 from megatron.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -74,7 +74,7 @@ class RankManifest:
         return [name for name in self.files if name not in RANK_0_FILES]
 
     def to_bytes(self) -> bytes:
-        files = {name: entry.as_dict() for name, entry in self.files.items()}
+        files = {name: asdict(entry) for name, entry in self.files.items()}
         content = {"format": FORMAT, "origin": asdict(self.provenance), "files": files, "state": self.state}
         return seal_record(content if self.lineage is None else {**content, "lineage": self.lineage})
 
@@ -118,18 +118,3 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     if unknown := [file for file in rank_manifest.files if file == name or rank_of_file(file) != rank]:
         raise CheckpointError(f"{where}: lists {unknown[0]!r}, which rank {rank} does not write")
     return rank_manifest, FileEntry(len(data), f"{crc32(data):08x}")
-
-
-def commit_record_of_rank_0(folder: Path) -> CommitRecord | None:
-    """The CommitRecord in rank 0's manifest, for a damaged main manifest; None if unreadable. The commit number is not
-    stored there: every other tag then counts as earlier."""
-    where = rank_manifest_name(0)
-    try:
-        record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
-        origin = StrictRecord(record.take_field("origin", dict), where)
-        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict),
-                                                     where)) if "lineage" in record.fields else ("", ())
-        return CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
-                            origin.take_field("run_id", str), saved_at=10**18, branch=branch, history=history)
-    except CheckpointError:
-        return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -23,7 +22,8 @@ import torch
 from data.format import TokenizerFacts, tokenizer_facts_of_state
 from data.storage import staged_file
 from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
-from megatron.checkpoint.file_formats import StrictRecord, parse_json, read_bytes, reraise_as_corrupt
+from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
+                                              reraise_as_corrupt)
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
 from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, TensorEntry, piece_key
@@ -86,12 +86,12 @@ def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool
 def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) -> Checkpoint:
     """Verify a tag, each rank its share of the files, rank 0 also unexpected files. Collective."""
     def check() -> tuple[Manifest, int]:
-        with _explain_read_errors(root, tag):
+        with explain_read_errors(f"tag {tag}: {root / tag}"):
             manifest = read_tag_manifest(root, tag)
             return manifest, len(verify_share(tag_folder(root, tag), manifest, world.rank, world.size))
 
     def find_others() -> list[str]:
-        with _explain_read_errors(root, tag):
+        with explain_read_errors(f"tag {tag}: {root / tag}"):
             return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
     manifest, checked = all_succeed_or_raise(check, world)
@@ -102,42 +102,16 @@ def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) ->
     return Checkpoint(tag_folder(root, tag), manifest)
 
 
-@contextmanager
-def _explain_read_errors(root: Path, tag: str) -> Iterator[None]:
-    """Turn an OSError while listing or reading into a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or root / tag
-        raise CheckpointError(f"tag {tag}: {where}: cannot be read ({error.strerror})") from error
-
-
 class Checkpoint:
     """One open checkpoint. A tensor is named by a pair (kind, name)."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
+        self.folder, self.manifest, self.tag, self.iteration = folder, manifest, manifest.tag, manifest.iteration
+        self.config, self.layout = manifest.config, manifest.layout
         self.tensors = {(tensor.kind, tensor.name): _StoredTensor(
             tensor, manifest.tp_dp_sizes[0] if manifest.has_rank_manifests else 1) for tensor in manifest.tensors}
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
-
-    @property
-    def tag(self) -> str:
-        return self.manifest.tag
-
-    @property
-    def iteration(self) -> int:
-        return self.manifest.iteration
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.manifest.config
-
-    @property
-    def layout(self) -> Mapping[str, Any]:
-        return self.manifest.layout
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -156,18 +130,14 @@ class Checkpoint:
     def shared_state(self) -> dict[str, Any]:
         return self._read_state(SHARED_STATE_FILE, 0)
 
-    def rank_state(self, rank: int, layout: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """State that `rank` saved; None if that run had no such rank, or if tp or dp of `layout` differ."""
-        differs = layout is not None and any(layout[key] != self.layout.get(key) for key in ("tp", "dp"))
-        if differs:
-            return None
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """State that `rank` saved; None if that run had no such rank."""
+        name = rank_manifest_name(rank)
         if not self.manifest.has_rank_manifests:
-            return self._read_state(rank_manifest_name(rank),
-                                    rank) if rank_manifest_name(rank) in self.manifest.files else None
+            return self._read_state(name, rank) if name in self.manifest.files else None
         if rank >= self.manifest.world_size:
             return None
-        return self._decode_state(
-            self._rank_manifest(rank).state, f"tag {self.tag}: file {rank_manifest_name(rank)}", rank)
+        return self._decode_state(self._rank_manifest(rank).state, f"tag {self.tag}: file {name}", rank)
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
@@ -181,8 +151,8 @@ class Checkpoint:
             self._copy_segment(stored, TensorSegment(tp_rank, offset, 0, out.numel()), out)
             return
         out.zero_()
-        for run in wanted.slice_map.to_logical(tp_rank, offset, offset + out.numel()):
-            for part in stored.slice_map.to_local(run.logical_start, run.logical_start + run.count):
+        for run in wanted.to_logical(tp_rank, offset, offset + out.numel()):
+            for part in stored.sharding.to_local(run.logical_start, run.logical_start + run.count):
                 start = run.local_start - offset + part.logical_start - run.logical_start
                 self._copy_segment(stored, part, out[start:start + part.count])
 
@@ -210,7 +180,8 @@ class Checkpoint:
         """The file named `holder`, or the file of rank `holder` that contains `key`."""
         if isinstance(holder, str):
             return self._open_file(holder)
-        names = self._files_of(holder)
+        names = self._rank_manifest(holder).tensor_files if self.manifest.has_rank_manifests else [
+            name for name in self.manifest.files if name.startswith((f"rank{holder}.s", f"rank{holder}-"))]
         for file in map(self._open_file, names):
             if key in file.tensors:
                 return file
@@ -220,11 +191,6 @@ class Checkpoint:
         if rank not in self._rank_manifests:
             self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)[0]
         return self._rank_manifests[rank]
-
-    def _files_of(self, rank: int) -> list[str]:
-        if self.manifest.has_rank_manifests:
-            return self._rank_manifest(rank).tensor_files
-        return [name for name in self.manifest.files if name.startswith((f"rank{rank}.s", f"rank{rank}-"))]
 
     def _read_state(self, name: str, writer: int) -> dict[str, Any]:
         """Decode a JSON state file; its tensors are in the files of the rank `writer`."""
@@ -246,26 +212,23 @@ class _StoredTensor:
     """A tensor of the manifest, indexed for look-ups."""
 
     def __init__(self, entry: TensorEntry, tp_size: int) -> None:
-        self.entry, self.sharding, self.slice_map, self._tp_size = (
-            entry, entry.sharding, entry.sharding.slice_map, tp_size)
+        self.entry, self.sharding, self._tp_size = entry, entry.sharding, tp_size
         self._starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
 
     def locate(self, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
         """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
         start, stop = segment.local_start, segment.local_start + segment.count
-        if self.entry.dp_sharding is None:
-            yield from self._locate_in_list(segment.tp_rank, start, stop)
+        if self.entry.dp_sharding is not None:
+            for shard, offset, within, count in self.entry.dp_sharding.locate(start, stop):
+                yield (shard * self._tp_size + segment.tp_rank, piece_key(self.entry, segment.tp_rank, offset), within,
+                       count)
             return
-        for shard, offset, within, count in self.entry.dp_sharding.locate(start, stop):
-            yield shard * self._tp_size + segment.tp_rank, piece_key(self.entry, segment.tp_rank, offset), within, count
-
-    def _locate_in_list(self, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
-        """Formats 1 and 2: pieces are contiguous and ordered by rank."""
-        index = bisect_right(self._starts, (tp_rank, start)) - 1
+        # Formats 1 and 2: pieces are contiguous and ordered by rank.
+        index = bisect_right(self._starts, (segment.tp_rank, start)) - 1
         while start < stop:
             piece = self.entry.pieces[index]
             count = min(stop, piece.offset + piece.count) - start
-            assert piece.tp_rank == tp_rank and count > 0, (self.entry.label, tp_rank, start)
+            assert piece.tp_rank == segment.tp_rank and count > 0, (self.entry.label, segment, start)
             yield piece.file, piece.key, start - piece.offset, count
             start, index = start + count, index + 1
 

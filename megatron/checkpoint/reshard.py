@@ -3,7 +3,7 @@ data-parallel shard.
 
 A *logical* tensor is what one process without tensor parallelism or padding would hold. Cut along `dim` with stride s
 over tp ranks it is a row of equal blocks, one for each index of the dimensions before `dim` and each of the s parts.
-Flattened, rank r holds elements [r * local, (r + 1) * local) of every block, so a cut is two numbers (`TPSliceMap`).
+Flattened, rank r holds elements [r * local, (r + 1) * local) of every block, so a cut is two numbers (`block_lengths`).
 Padding is at the end of each block, on the last ranks.
 
     qkv weight [3 * 4, h], stride 3, tp 2:   block q   block k   block v      local = 2 * h
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from megatron.errors import CheckpointError
@@ -29,34 +30,6 @@ class TensorSegment:
     local_start: int
     logical_start: int
     count: int
-
-
-@dataclass(frozen=True)
-class TPSliceMap:
-    """Block lengths of one tensor: `local_block` elements on each rank out of `logical_block`."""
-
-    local_block: int
-    logical_block: int
-
-    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[TensorSegment]:
-        """Segments of [start, stop) of rank `tp_rank`'s flattened local tensor, in order; padding is in no segment."""
-        if self.local_block == 0 or self.logical_block == 0:
-            return
-        for block in range(start // self.local_block, -(-stop // self.local_block)):
-            low, high = max(start, block * self.local_block), min(stop, (block + 1) * self.local_block)
-            shift = tp_rank * self.local_block - block * self.local_block
-            first, last = low + shift, min(high + shift, self.logical_block)
-            if first < last:
-                yield TensorSegment(tp_rank, low, block * self.logical_block + first, last - first)
-
-    def to_local(self, start: int, stop: int) -> Iterator[TensorSegment]:
-        """Segments of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
-        while start < stop:
-            block, within = divmod(start, self.logical_block)
-            tp_rank, beyond = divmod(within, self.local_block)
-            count = min(stop - start, self.logical_block - within, self.local_block - beyond)
-            yield TensorSegment(tp_rank, block * self.local_block + beyond, start, count)
-            start += count
 
 
 @dataclass(frozen=True)
@@ -80,13 +53,36 @@ class TPSharding:
         length = self.local_shape[self.dim] * self.tp_size if self.size is None else self.size
         return self.local_shape[:self.dim] + (length,) + self.local_shape[self.dim + 1:]
 
-    @property
-    def slice_map(self) -> TPSliceMap:
+    @cached_property
+    def block_lengths(self) -> tuple[int, int]:
+        """Elements of one block: on each rank, and of the logical block."""
         if self.dim is None:
-            return TPSliceMap(prod(self.local_shape), prod(self.local_shape))
+            return prod(self.local_shape), prod(self.local_shape)
         inner = prod(self.local_shape[self.dim + 1:])
         local = self.local_shape[self.dim] // self.stride * inner
-        return TPSliceMap(local, local * self.tp_size if self.size is None else self.size * inner)
+        return local, local * self.tp_size if self.size is None else self.size * inner
+
+    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[TensorSegment]:
+        """Segments of [start, stop) of rank `tp_rank`'s flattened local tensor, in order; padding is in no segment."""
+        local, logical = self.block_lengths
+        if local == 0 or logical == 0:
+            return
+        for block in range(start // local, -(-stop // local)):
+            low, high = max(start, block * local), min(stop, (block + 1) * local)
+            shift = tp_rank * local - block * local
+            first, last = low + shift, min(high + shift, logical)
+            if first < last:
+                yield TensorSegment(tp_rank, low, block * logical + first, last - first)
+
+    def to_local(self, start: int, stop: int) -> Iterator[TensorSegment]:
+        """Segments of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
+        local, logical = self.block_lengths
+        while start < stop:
+            block, within = divmod(start, logical)
+            tp_rank, beyond = divmod(within, local)
+            count = min(stop - start, logical - within, local - beyond)
+            yield TensorSegment(tp_rank, block * local + beyond, start, count)
+            start += count
 
     def check(self) -> None:
         """Raise unless such a sharding can exist."""

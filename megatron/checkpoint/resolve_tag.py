@@ -13,30 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
-from megatron.checkpoint.file_formats import StrictRecord, parse_json, read_bytes
+from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
+                                              unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, is_safe_name, iteration_of_tag,
-                                          manifest_checksum, read_commit_record)
-from megatron.checkpoint.rank_manifest import commit_record_of_rank_0
+                                          manifest_checksum, parse_lineage, read_commit_record)
+from megatron.checkpoint.rank_manifest import rank_manifest_name
 from megatron.checkpoint.tags import (ASIDE_PREFIX, check_latest_inside, complete_manifests, iterations_by_tag,
                                       link_target_outside, names_in, read_tag_manifest, tag_folder, tag_names)
 from megatron.errors import CheckpointError
 
 PENDING_LATEST = ".latest-pending"
-
-
-@dataclass(frozen=True)
-class PendingLatest:
-    """Content of `.latest-pending`: what `latest` will name after the commit."""
-
-    tag: str
-    seal: str
-    """Manifest checksum of the new tag; an older tag of that name has another."""
-    was: str | None
-    """Previous content of `latest`; if the file was edited since, the edit wins."""
+"""What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
+another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
 
 
 # ---- what the user names --------------------------------------------------------------------------------------------
@@ -79,23 +71,16 @@ def read_latest(root: Path) -> str | None:
         return None
 
 
-def read_pending_latest(root: Path) -> PendingLatest | None:
+def committed_pending_tag(root: Path) -> str | None:
+    """The tag of a save that was interrupted after its commit and before `latest` was written; usually None."""
     try:
         record = StrictRecord(parse_json(read_bytes(root / PENDING_LATEST, PENDING_LATEST), PENDING_LATEST),
                               PENDING_LATEST)
-        was = record.fields.pop("was", None)
-        return PendingLatest(record.take_field("tag", str), record.take_field("seal", str),
-                             was if isinstance(was, str) else None)
-    except (OSError, CheckpointError):
+        tag, seal, was = record.take_field("tag", str), record.take_field("seal", str), record.fields.get("was")
+    except CheckpointError:
         return None
-
-
-def committed_pending_tag(root: Path) -> str | None:
-    """The tag of a save that was interrupted after its commit and before `latest` was written; usually None."""
-    pending = read_pending_latest(root)
-    if pending is None or not is_safe_name(pending.tag) or pending.was != read_latest(root):
-        return None
-    return pending.tag if manifest_checksum(tag_folder(root, pending.tag)) == pending.seal else None
+    is_outdated = not is_safe_name(tag) or (was if isinstance(was, str) else None) != read_latest(root)
+    return None if is_outdated or manifest_checksum(tag_folder(root, tag)) != seal else tag
 
 
 def latest_tag(root: Path) -> str | None:
@@ -152,38 +137,37 @@ def unreadable_tags(root: Path,
                                                          or folder.is_dir() and _holds_files(folder))
         if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
             try:
-                check(root, tag)
+                with explain_read_errors(f"tag {tag}"):
+                    check(root, tag)
             except CheckpointError as error:
                 found[tag] = error
-            except OSError as error:
-                found[tag] = CheckpointError(f"tag {tag}: cannot be read ({error.strerror})")
     return dict(sorted(found.items(), key=lambda item: (iteration_of_tag(item[0]) or 0, item[0])))
 
 
-def load_candidates(root: Path, asked: str | None = None) -> list[str]:
-    """Tags that a load may use, best first, at least one; any may be damaged. First the tag `asked` for, or that of
+def load_candidates(root: Path, requested: str | None = None) -> list[str]:
+    """Tags that a load may use, best first, at least one; any may be damaged. First the tag `requested`, or that of
     `latest`, or the newest; then its ancestors, newest commit first."""
-    first, known, good = _choose_tag(root, asked)
+    first, known, good = _choose_tag(root, requested)
     return [first, *(tag for tag, record in good.items() if tag != first and known and known.descends_from(record))]
 
 
-def no_fallback_reason(root: Path, asked: str | None = None) -> str:
+def no_fallback_reason(root: Path, requested: str | None = None) -> str:
     """Why no other tag may replace the first candidate."""
-    first, known, good = _choose_tag(root, asked)
+    first, known, good = _choose_tag(root, requested)
     return (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
             if known is None and good else "no tag is there that it continues from: name another one")
 
 
-def assumed_ancestor_note(root: Path, asked: str | None = None) -> str:
+def assumed_ancestor_note(root: Path, requested: str | None = None) -> str:
     """A note if the first candidate's ancestry is unknown and was assumed."""
-    first, known, _ = _choose_tag(root, asked)
+    first, known, _ = _choose_tag(root, requested)
     return "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
 
 
-def _choose_tag(root: Path, asked: str | None) -> tuple[str, CommitRecord | None, dict[str, CommitRecord]]:
+def _choose_tag(root: Path, requested: str | None) -> tuple[str, CommitRecord | None, dict[str, CommitRecord]]:
     """(first candidate, its CommitRecord or None if unknown, complete tags by newest commit)."""
-    first, there, steps = asked or latest_tag(root), all_tags(root), iterations_by_tag(root)
+    first, there, steps = requested or latest_tag(root), all_tags(root), iterations_by_tag(root)
     good = {manifest.tag: manifest.commit_record for manifest in reversed(manifests_in_commit_order(root))}
     newest = next(iter(good.values()), None)
     if first is None:  # a damaged manifest has no commit number: use step and history
@@ -200,10 +184,21 @@ def _choose_tag(root: Path, asked: str | None) -> tuple[str, CommitRecord | None
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
-    """The CommitRecord in rank 0's manifest of this tag."""
-    folder = tag_folder(root, tag)
-    record = None if link_target_outside(folder, root) is not None else commit_record_of_rank_0(folder)
-    return record if record is not None and record.tag == tag else None
+    """The CommitRecord in rank 0's manifest, for a damaged main manifest; None if unreadable. The commit number is not
+    stored there: every other tag then counts as earlier."""
+    folder, where = tag_folder(root, tag), rank_manifest_name(0)
+    if link_target_outside(folder, root) is not None:
+        return None
+    try:
+        record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
+        origin = StrictRecord(record.take_field("origin", dict), where)
+        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict),
+                                                     where)) if "lineage" in record.fields else ("", ())
+        stated = CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
+                              origin.take_field("run_id", str), saved_at=10**18, branch=branch, history=history)
+    except CheckpointError:
+        return None
+    return stated if stated.tag == tag else None
 
 
 def _holds_files(folder: Path) -> bool:
@@ -215,11 +210,11 @@ def _holds_files(folder: Path) -> bool:
 
 def latest_file_warning(root: Path, chosen: str) -> str | None:
     """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
-    said = read_latest(root)
-    if said == chosen:
+    content = read_latest(root)
+    if content == chosen:
         return None
     if committed_pending_tag(root) == chosen:
-        state = "is missing" if said is None else f"says {said!r:.60}"
+        state = "is missing" if content is None else f"says {content!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"
     state = dangling(root) or f"; {root / LATEST} is missing"
     return f"warning: {state[2:]}; {root} holds {names_in(root)}, and the tag saved last is {chosen}"
@@ -227,8 +222,8 @@ def latest_file_warning(root: Path, chosen: str) -> str | None:
 
 def dangling(root: Path) -> str:
     """A clause naming a tag in `latest` that does not exist; "" without the file."""
-    said = read_latest(root)
-    if said is None:
+    content = read_latest(root)
+    if content is None:
         return ""
-    return f"; {root / LATEST} " + (f"names {said}, which is not there" if is_safe_name(said) else
-                                    f"says {said!r:.60}, which is no name of a tag")
+    return f"; {root / LATEST} " + (f"names {content}, which is not there" if is_safe_name(content) else
+                                    f"says {content!r:.60}, which is no name of a tag")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.file_formats import TensorLocation, build_header, read_header
+from megatron.checkpoint.file_formats import TensorLocation, build_header, explain_read_errors, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.errors import CheckpointError
 
@@ -34,10 +34,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_FILE_BYTES = 4 << 30
 """Largest file, unless one tensor is larger: damaged files stay small, and interrupted copies can continue."""
 
-
 READ_BYTES = 16 << 20
 """Bytes per read, and size of the buffer for tensors of another dtype or device."""
-
 
 WRITE_BLOCK_BYTES = 8 << 20
 """Bytes per write: large enough for full disk speed, and a multiple of every sector size."""
@@ -82,7 +80,7 @@ def write_file(path: Path, items: Sequence[FileTensor], metadata: Mapping[str, s
 
 def write_tensors(file: IO[bytes], items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> FileEntry:
     with ChecksummedWriter(file) as sink:
-        sink.write(_header_bytes(items, metadata))
+        sink.write(build_header({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata))
         for item in items:
             sink.write(_tensor_bytes(item))
         return sink.finish()
@@ -95,15 +93,11 @@ def write_blob(path: Path, data: bytes) -> FileEntry:
         return sink.finish()
 
 
-def _header_bytes(items: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    return build_header({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata)
-
-
 def _tensor_bytes(item: FileTensor) -> memoryview:
+    """The data as bytes. A function of its own, so that no local keeps the tensor while the next one is loaded."""
     tensor = item.load()
     assert tensor.dtype == item.dtype and tensor.numel() == prod(item.shape), f"{item.key}: not what was announced"
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ChecksummedWriter:
@@ -184,14 +178,12 @@ class SafetensorsReader:
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
-        try:
+        with explain_read_errors(where):
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             with open(self._file, "rb", closefd=False) as file:
                 self.tensors = read_header(file, where).tensors
             self._modified_ns = os.fstat(self._file).st_mtime_ns
-        except OSError as error:
-            raise self._read_error(error) from error
 
     def tensor(self, key: str) -> torch.Tensor:
         place = self._location_of(key)
@@ -222,17 +214,9 @@ class SafetensorsReader:
 
     def _read_bytes(self, block: torch.Tensor, offset: int) -> None:
         left = block.detach().view(torch.uint8).numpy().data
-        try:
-            while left:
-                got = os.preadv(self._file, [left], offset)
-                if not got:
-                    break
-                left, offset = left[got:], offset + got
+        with explain_read_errors(self.where):
+            while left and (count := os.preadv(self._file, [left], offset)):
+                left, offset = left[count:], offset + count
             is_changed = os.fstat(self._file).st_mtime_ns != self._modified_ns
-        except OSError as error:
-            raise self._read_error(error) from error
         if left or is_changed:
             raise CheckpointError(f"{self.where}: was written to or cut off while it was read")
-
-    def _read_error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.where}: cannot be read ({error.strerror or error})")

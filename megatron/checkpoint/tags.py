@@ -12,13 +12,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from data.storage import crc32_file, escape_to_one_line
 from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
-from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, parse_json, read_bytes,
-                                              read_header)
+from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, explain_read_errors,
+                                              parse_json, read_bytes, read_header)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, FileEntry, Manifest, check_safe_name, iteration_of_tag,
                                           piece_key, read_manifest)
 from megatron.checkpoint.rank_manifest import (CONFIG_FILE, FileProvenance, check_provenance, provenance_of,
@@ -42,10 +43,6 @@ def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
     if (target := link_target_outside(path, root)) is not None:
         raise CheckpointError(f"{what}: {path} is a link to {target}, outside the save root, and is not followed; "
                               f"{remedy}")
-
-
-def check_tag_inside(folder: Path, root: Path, tag: str) -> None:
-    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
 
 
 def check_latest_inside(root: Path) -> None:
@@ -107,7 +104,7 @@ def check_tag_exists(root: Path, tag: str) -> str:
 def read_tag_manifest(root: Path, tag: str) -> Manifest:
     """The manifest of one tag; CheckpointError if it is missing or invalid."""
     folder = tag_folder(root, tag)
-    check_tag_inside(folder, root, tag)
+    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{describe_format(folder)}")
     manifest = read_manifest(folder)
@@ -129,15 +126,15 @@ def names_in(root: Path) -> str:
 
 def iterations_by_tag(root: Path) -> dict[str, int]:
     """Tag -> iteration, sorted by iteration."""
-    found: dict[str, int] = {}
+    iterations: dict[str, int] = {}
     for name in tag_folder_names(root):
         tag = name.removeprefix(ASIDE_PREFIX)
-        step = iteration_of_tag(tag)
-        if step is None and (root / name / MANIFEST).is_file():
-            step = _iteration_in_manifest(root, tag)
-        if step is not None:
-            found[tag] = step
-    return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
+        if (step := iteration_of_tag(tag)) is not None:
+            iterations[tag] = step
+        elif (root / name / MANIFEST).is_file():
+            with suppress(CheckpointError):
+                iterations[tag] = read_tag_manifest(root, tag).iteration
+    return dict(sorted(iterations.items(), key=lambda entry: (entry[1], entry[0])))
 
 
 def tag_folder_names(root: Path) -> Iterator[str]:
@@ -152,22 +149,12 @@ def tag_folder_names(root: Path) -> Iterator[str]:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
 
 
-def _iteration_in_manifest(root: Path, tag: str) -> int | None:
-    """The iteration of a tag whose name does not contain it; None if its manifest is invalid."""
-    try:
-        return read_tag_manifest(root, tag).iteration
-    except CheckpointError:
-        return None
-
-
 def complete_manifests(root: Path) -> list[Manifest]:
     """The manifests of all complete tags by step."""
     manifests = []
     for tag in tag_names(root):
-        try:
+        with suppress(CheckpointError):
             manifests.append(read_tag_manifest(root, tag))
-        except CheckpointError:
-            continue
     return manifests
 
 
@@ -213,17 +200,12 @@ def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
     names = set(os.listdir(folder)) - {MANIFEST}
     if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
         return []
-    return sorted(names - set(_expected_files(folder, manifest, names)))
-
-
-def _expected_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """The tag's files, as far as `names` are concerned. Opens rank manifests, so it is used only after a mismatch."""
-    if not manifest.has_rank_manifests:
-        yield from manifest.files
-        return
-    for rank in {rank for name in names if (rank := rank_of_file(name)) is not None and rank < manifest.world_size}:
-        yield rank_manifest_name(rank)
-        yield from read_rank_manifest(folder, manifest, rank)[0].files
+    expected = set(manifest.files)
+    # Rank manifests are opened only after a mismatch, and only those that `names` concern.
+    for rank in {rank_of_file(name) for name in names} if manifest.has_rank_manifests else ():
+        if rank is not None and rank < manifest.world_size:
+            expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank)[0].files}
+    return sorted(names - expected)
 
 
 # ---- the files of one rank ------------------------------------------------------------------------------------------
@@ -233,14 +215,21 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifes
     for name, entry in files.items():
         _check_size(folder / name, entry.size, manifest)
     for name, entry in files.items():
-        where = f"tag {manifest.tag}: file {name}"
-        try:
-            if (found := crc32_file(folder / name)) != entry.crc32:
+        path, where = folder / name, f"tag {manifest.tag}: file {name}"
+        with explain_read_errors(where):
+            if (found := crc32_file(path)) != entry.crc32:
                 raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            if manifest.has_provenance:
-                _verify_provenance(folder / name, manifest, where)
-        except OSError as error:
-            raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+            if not manifest.has_provenance:
+                continue
+            rank = rank_of_file(name)
+            assert rank is not None, name
+            expected = provenance_of(manifest, rank)
+            if path.suffix == ".safetensors":
+                check_provenance(read_file_header(path, where).metadata, expected, where)
+            elif name != CONFIG_FILE:
+                parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
+            elif parse_json(read_bytes(path, where), where) != manifest.config:
+                raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
 
 
 def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
@@ -254,45 +243,31 @@ def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manif
                 raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
             found[key] = place
     for tensor in manifest.tensors:
-        piece = manifest.piece_of_rank(tensor, rank)
-        if piece is None:
+        if (piece := manifest.piece_of_rank(tensor, rank)) is None:
             continue
         key, expected = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (tensor.dtype, (piece[1],))
-        there = found.get(key)
-        if there is None or (there.dtype, there.shape) != expected:
-            held = "nothing" if there is None else f"{there.dtype} {str(list(there.shape)):.80}"
+        stored = found.get(key)
+        if stored is None or (stored.dtype, stored.shape) != expected:
+            actual = "nothing" if stored is None else f"{stored.dtype} {str(list(stored.shape)):.80}"
             raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
-                                  f"{tensor.dtype:.20} {list(expected[1])}, found {held}")
+                                  f"{tensor.dtype:.20} {list(expected[1])}, found {actual}")
 
 
 def read_file_header(path: Path, where: str) -> SafetensorsHeader:
-    try:
-        with open(path, "rb") as file:
-            return read_header(file, where)
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+    with explain_read_errors(where), open(path, "rb") as file:
+        return read_header(file, where)
 
 
 def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
     if not path.is_file():
-        raise CheckpointError(f"tag {manifest.tag}: {_describe_file(path.name, manifest)} missing")
+        rank, file = rank_of_file(path.name), f"file {path.name}"
+        if rank is not None and path.name.startswith("rank"):
+            world = manifest.world_size if manifest.has_rank_manifests else sum(
+                other.endswith(".json") and other.startswith("rank") for other in manifest.files)
+            file = f"shard {file} (rank {rank} of {world})"
+        raise CheckpointError(f"tag {manifest.tag}: {file} missing")
     if (found := path.stat().st_size) != expected:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
-
-
-def _verify_provenance(path: Path, manifest: Manifest, where: str) -> None:
-    """Check the provenance that the file states."""
-    if path.name == CONFIG_FILE:
-        if parse_json(read_bytes(path, where), where) != manifest.config:
-            raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
-        return
-    rank = rank_of_file(path.name)
-    assert rank is not None, path.name
-    expected = provenance_of(manifest, rank)
-    if path.suffix == ".safetensors":
-        check_provenance(read_file_header(path, where).metadata, expected, where)
-    else:
-        parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
 
 
 def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
@@ -302,13 +277,3 @@ def parse_shared_state(value: object, expected: FileProvenance, where: str) -> o
     state = record.take_field("state", dict)
     record.check_all_taken()
     return state
-
-
-def _describe_file(name: str, manifest: Manifest) -> str:
-    """A file name, with the rank if it is a rank's shard."""
-    rank, shared = rank_of_file(name), not name.startswith("rank")
-    if rank is None or shared:
-        return f"file {name}"
-    world = manifest.world_size if manifest.has_rank_manifests else sum(
-        other.endswith(".json") and other.startswith("rank") for other in manifest.files)
-    return f"shard file {name} (rank {rank} of {world})"

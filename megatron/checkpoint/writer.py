@@ -33,8 +33,8 @@ from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Lineage, Manifest, TensorEntry, lineage_to_json,
                                           read_commit_record)
 from megatron.checkpoint.pieces import TensorPiece
-from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, FileProvenance, RankManifest,
-                                               provenance_of, rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, RankManifest, provenance_of,
+                                               rank_manifest_name, tensor_file_name)
 from megatron.checkpoint.safetensors_io import FileTensor, split_files, write_blob, write_file
 from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, tag_folder, unknown_files
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
@@ -106,9 +106,9 @@ def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], 
     delete = delete_folder if trash is None else trash.delete
     root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    whole = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
-                   key=lambda t: (t.kind, t.name))
-    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), branch=lineage.branch,
+    entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
+                     key=lambda entry: (entry.kind, entry.name))
+    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(entries), branch=lineage.branch,
                         history=lineage.history)
     manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
     with_memory_check = partial(raise_shared_out_of_memory, world=world, doing=f"saving {tag}")
@@ -149,34 +149,30 @@ def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], 
 def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int, world: Group) -> str:
     """The id of this save, equal on all ranks, after checking that all list the same tensors and hold the right pieces.
     Collective."""
-    tensors_checksum = f"{crc32(manifest.tensors_as_json()):08x}"
+    tensors_checksum = f"{crc32(json.dumps(manifest.tensors_as_json()).encode()):08x}"
     save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", tensors_checksum], world)
 
     def check() -> None:
-        manifest.check_world_size(world.size)
+        if world.size != manifest.world_size:
+            raise CheckpointError(
+                f"a layout of {manifest.world_size} ranks ({dict(manifest.layout)}) is saved by {world.size}")
+        manifest.check()
         if tensors_checksum != first:
             raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                                   "they are cut")
-        _check_pieces(manifest, own, place)
+        remaining = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
+        for tensor in manifest.tensors:
+            expected, here = manifest.piece_of_rank(tensor, place), remaining.pop((tensor.kind, tensor.name), None)
+            if here != expected:
+                should_write, has = ("no elements" if piece is None else
+                                     f"{piece[1]} elements from element {piece[0]} on" for piece in (expected, here))
+                raise CheckpointError(
+                    f"{tensor.label}: rank {place} should write {should_write} of {tensor.numel}, and has {has}")
+        if remaining:
+            raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(remaining)))
 
     all_succeed_or_raise(check, world)
     return str(save_id)
-
-
-def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int) -> None:
-    """Raise unless the rank has exactly the pieces that the manifest assigns to it."""
-    found = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
-    for tensor in manifest.tensors:
-        expected, here = manifest.piece_of_rank(tensor, rank), found.pop((tensor.kind, tensor.name), None)
-        if here != expected:
-            raise CheckpointError(f"{tensor.label}: rank {rank} should write {_describe_elements(expected)} of "
-                                  f"{tensor.numel}, and has {_describe_elements(here)}")
-    if found:
-        raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(found)))
-
-
-def _describe_elements(piece: tuple[int, int] | None) -> str:
-    return "no elements" if piece is None else f"{piece[1]} elements from element {piece[0]} on"
 
 
 def _replacement_note(root: Path, tag: str) -> str | None:
@@ -197,15 +193,12 @@ def _replacement_note(root: Path, tag: str) -> str | None:
 
 @dataclass(frozen=True)
 class _RankShare:
-    """What one rank writes."""
+    """What one rank writes; `rank_manifest` still without its files."""
 
-    provenance: FileProvenance
+    rank_manifest: RankManifest
     tensors: list[FileTensor]
     texts: Mapping[str, bytes]
     """Other files: name -> content."""
-    state: Any
-    """The rank's own state, encoded."""
-    lineage: Mapping[str, Any] | None
 
     @property
     def nbytes(self) -> int:
@@ -224,22 +217,23 @@ def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiec
         shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
         texts = {SHARED_STATE_FILE: _json_bytes(shared),
                  CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
-    items += [piece.to_file_tensor() for piece in pieces]
-    return _RankShare(provenance, items if snapshot is None else snapshot(items), texts, own, lineage)
+    items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
+    items = items if snapshot is None else snapshot(items)
+    return _RankShare(RankManifest(provenance, {}, own, lineage), items, texts)
 
 
 def _write_rank_files(staging: Path, share: _RankShare) -> int:
     """Write a rank's share, then its rank manifest; returns the bytes."""
     files: dict[str, FileEntry] = {}
-    rank = share.provenance.rank
+    provenance = share.rank_manifest.provenance
     for index, batch in enumerate(split_files(share.tensors)):
-        name = tensor_file_name(rank, index)
+        name = tensor_file_name(provenance.rank, index)
         with explain_disk_errors(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch, share.provenance.as_metadata())
+            files[name] = write_file(staging / name, batch, provenance.as_metadata())
     for name, text in share.texts.items():
         with explain_disk_errors(staging / name, share.nbytes):
             files[name] = write_blob(staging / name, text)
-    name, text = rank_manifest_name(rank), RankManifest(share.provenance, files, share.state, share.lineage).to_bytes()
+    name, text = rank_manifest_name(provenance.rank), replace(share.rank_manifest, files=files).to_bytes()
     with explain_disk_errors(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)

@@ -11,7 +11,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -20,16 +20,14 @@ from megatron.config import cli_help, ds_json
 from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import field_name, flag_name, plain_type, setting_of
+from megatron.config.schema import field_name, flag_name, setting_of
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
 
-YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-"""Values that may follow a switch, as in other programs."""
-
-OPTIMIZER_DEVICE, CPU_OPTIMIZER_TEXT = (
-    "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device")
+YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}  # values that may follow a switch
+OPTIMIZER_DEVICE = "offload_optimizer_device"
+CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
 
 
 class TrainerArgumentParser(argparse.ArgumentParser):
@@ -64,12 +62,13 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     except ConfigError as error:  # collected: one message names everything that is wrong
         problems.append(str(error))
     ErrorList(problems).raise_if_any()
-    values = vars(given)
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                              for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
-    preset = {**_fields_of_huggingface_folder(values),
-              **preset}  # a preset that contradicts the folder is refused when the folder is read
-    for said in ("deepspeed", "dry_run"):  # no part of the configuration
-        values.pop(said, None)
+    # a preset that contradicts the folder is refused when the folder is read
+    preset = {**_fields_of_huggingface_folder(values), **preset}
+    for name in ("deepspeed", "dry_run"):  # no part of the configuration
+        values.pop(name, None)
     flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
     collector, by_name = ErrorCollector(), OPTIMIZER_DEVICE in values or not values.get("cpu_optimizer")
     with FlagToKeyNames({} if by_name else {flag_name(OPTIMIZER_DEVICE): CPU_OPTIMIZER_TEXT}).translate_errors():
@@ -102,8 +101,7 @@ def is_dry_run(argv: Sequence[str]) -> bool:
 
 
 def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Model fields of the `--load-hf` folder, and tokenizer fields unless flags give them. Empty if the folder is gone
-    and the run resumes with --load."""
+    """Model and tokenizer fields of the `--load-hf` folder; empty if the folder is gone and the run resumes."""
     folder = values.get("load_hf")
     if folder is None or ("load" in values and not Path(folder).exists()):
         return {}
@@ -123,32 +121,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
-    for section in SECTIONS.values():
-        hints = typing.get_type_hints(section)
-        for item in fields(section):
-            _add_flag(parser, item, plain_type(hints[item.name])[0])
+    for item, kind in (pair for section in SECTIONS.values() for pair in cli_help.fields_with_types(section)):
+        flag = flag_name(item.name)
+        names = [flag, *(f"--{alias}" for alias in setting_of(item).aliases)]
+        if kind is bool:
+            action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
+            parser.add_argument(*names, dest=item.name, action=action)
+        elif typing.get_origin(kind) is tuple:
+            parser.add_argument(*names, dest=item.name, nargs="+")
+        elif typing.get_origin(kind) is Literal:
+            refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
+            parser.add_argument(*names, dest=item.name, type=_choice_of(flag, typing.get_args(kind), refused))
+        else:
+            parser.add_argument(*names, dest=item.name, type=kind if kind is str else _number(flag, kind))
     return parser
-
-
-def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> None:
-    flag = flag_name(item.name)
-    names = [flag, *(f"--{alias}" for alias in setting_of(item).aliases)]
-    if kind is bool:
-        action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
-        parser.add_argument(*names, dest=item.name, action=action)
-    elif typing.get_origin(kind) is tuple:
-        parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
-    else:
-        is_choice = typing.get_origin(kind) is Literal
-        refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
-        convert = _choice_of(flag, typing.get_args(kind), refused) if is_choice else \
-            kind if kind is str else _number(flag, kind)
-        parser.add_argument(*names, dest=item.name, type=convert)
-
-
-class _TupleAction(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
 
 
 def _number(flag: str, kind: type) -> Callable[[str], Any]:
@@ -180,25 +166,24 @@ def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] =
 
 
 def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments with `--compile=False` written as --no-compile, and so on; an error text for each other value of a
-    switch)."""
+    """(arguments with --no-compile for `--compile=False` and so on, an error text for each other value of a switch)."""
     actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
-    kept, sentences = [], []
+    normalised, sentences = [], []
     for word in arguments:
         name, equals, value = word.partition("=")
         if not equals or name not in actions:
-            kept.append(word)
+            normalised.append(word)
             continue
         opposite = _negated_flag(name, actions[name])
         if value.lower() in YES:
-            kept.append(name)
+            normalised.append(name)
         elif value.lower() in NO:
-            kept += [opposite] if opposite else []
+            normalised += [opposite] if opposite else []
         elif name == "--deepspeed":
             sentences.append(f"{word}: use --deepspeed --deepspeed_config {value}")
         else:
             sentences.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
-    return kept, sentences
+    return normalised, sentences
 
 
 def _negated_flag(name: str, action: argparse.Action) -> str:
@@ -221,30 +206,27 @@ def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str]
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
         hint = suggest_spelling(flag, {*known, *other_options}) or "`--help-all` lists every flag"
         sentences.append(f"unknown flag {flag}: {hint}")
-    return sentences or [_unexpected_argument_error(word, arguments) for word in unknown[:1]]
+    for word in () if sentences else unknown[:1]:
+        is_ds_config = arguments.index(word) > 0 and arguments[arguments.index(word) - 1] == "--deepspeed"
+        hint = f"use --deepspeed --deepspeed_config {word}" if is_ds_config else \
+            "flags begin with --; `--help` lists those of a first run"
+        sentences.append(f"unexpected argument {word}: {hint}")
+    return sentences
 
 
 def _conflict_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
-    """An error text for each setting whose aliases were given different values. Of one name the last value wins, since
-    users append flags to a script's."""
+    """An error text for each setting whose aliases differ. Of one name the last value wins (scripts' flags)."""
     known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
-    said: list[str] = []
+    words: list[str] = []  # a flag and its values
     for word in arguments:
         if word.startswith("--"):
-            said, action = [], known.get(word.partition("=")[0])
+            words, action = [], known.get(word.partition("=")[0])
             if action is not None:
-                typed.setdefault(action.dest, {})[word.partition("=")[0].replace("--no-", "--")] = said
-        said.append(word)
+                typed.setdefault(action.dest, {})[word.partition("=")[0].replace("--no-", "--")] = words
+        words.append(word)
     for field, names in typed.items():
         if len(names) > 1:
-            values = {name: getattr(parser.parse_known_args(said)[0], field) for name, said in names.items()}
+            values = {name: getattr(parser.parse_known_args(words)[0], field) for name, words in names.items()}
             (first, value), *others = values.items()
             yield from (f"{first} is {value_text(value)}, but {name} is {value_text(other)}: they set the same option; "
                         "give only one of them" for name, other in others if other != value)
-
-
-def _unexpected_argument_error(word: str, arguments: Sequence[str]) -> str:
-    before = arguments[arguments.index(word) - 1] if arguments.index(word) else ""
-    if before == "--deepspeed":
-        return f"unexpected argument {word}: use --deepspeed --deepspeed_config {word}"
-    return f"unexpected argument {word}: flags begin with --; `--help` lists those of a first run"

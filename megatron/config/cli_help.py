@@ -23,15 +23,10 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """A flag of another program: what to use instead."""
-
-    answer: str
-    accepted_values: tuple[str, ...] = ()
-    """Values that are accepted without effect; "" is a switch, "*" any value."""
-    prints_note: bool = False
-    """It has an effect in the other program, so an accepted value prints a note."""
-    is_alias: bool = False
-    """Other values go to the field that declares this name as an alias."""
+    answer: str  # what to use instead
+    accepted_values: tuple[str, ...] = ()  # values that are accepted without effect; "" is a switch, "*" any value
+    prints_note: bool = False  # it has an effect in the other program, so an accepted value prints a note
+    is_alias: bool = False  # other values go to the field that declares this name as an alias
 
 
 _ON_VALUES = ("", "True", "true")
@@ -48,6 +43,7 @@ def _foreign_flags(rows: Mapping[str, ForeignFlag | str]) -> dict[str, ForeignFl
             for name in names.split()}
 
 
+# flag without dashes, in lower case -> its answer
 FOREIGN_FLAGS = _foreign_flags({
     # precision and devices
     "dtype precision mixed-precision": ForeignFlag("use --bf16 or --fp16; fp32 is the default",
@@ -141,23 +137,20 @@ FOREIGN_FLAGS = _foreign_flags({
     "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
         ForeignFlag("leave it out: what it asks for always happens", _ON_VALUES),
     "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1",))})
-"""Flag without dashes, in lower case -> its answer."""
-
-_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})
-"""Entries that differ for the planner and the tuner."""
+_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})  # for planner and tuner
 
 
 def answer_foreign_flags(arguments: Sequence[str], *,
                          starts_ranks: bool = True) -> tuple[list[str], list[str], list[str]]:
     """(arguments without foreign flags, error texts for those that cannot be ignored, notes on ignored ones)."""
     table = FOREIGN_FLAGS if starts_ranks else FOREIGN_FLAGS | _PLANNER_FLAGS
-    kept, sentences, notes, index = [], [], [], 0
+    remaining, sentences, notes, index = [], [], [], 0
     while index < len(arguments):
         name, equals, value = arguments[index].partition("=")
         known = table.get(name[2:].lower()) if name.startswith("--") else None
         index += 1
         if known is None:
-            kept.append(arguments[index - 1])
+            remaining.append(arguments[index - 1])
             continue
         if not equals:
             following = arguments[index] if index < len(arguments) else "--"
@@ -166,10 +159,10 @@ def answer_foreign_flags(arguments: Sequence[str], *,
         if value in known.accepted_values or value and "*" in known.accepted_values:
             notes += [f" note: {name} has no effect: {known.answer}"] if known.prints_note else []
         elif known.is_alias and value:
-            kept += [name.lower(), value]
+            remaining += [name.lower(), value]
         else:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
-    return kept, sentences, notes
+    return remaining, sentences, notes
 
 
 WIDTH, COLUMN = 100, 34
@@ -216,10 +209,11 @@ def short_help() -> str:
     lines = _usage_lines()
     for flag, text in COMMON_FLAGS.items():
         lines += _help_entry(flag, text)
-    for section in SECTIONS.values():
-        for item, hint in _fields_with_types(section):
-            if setting_of(item).in_short_help:
-                lines += _help_entry(_flag_usage(item, hint), _short_text(item))
+    for item, hint in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
+        if setting_of(item).common:
+            text = setting_of(item).help
+            shown = item.default not in (None, False, ()) and "(default" not in text
+            lines += _help_entry(_flag_usage(item, hint), text + (f" (default: {item.default})" if shown else ""))
     return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
 
 
@@ -230,12 +224,19 @@ def full_help() -> str:
         lines += _help_entry(flag, text)
     for name, section in SECTIONS.items():
         lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
-        for item, hint in _fields_with_types(section):
-            lines += _help_entry(_flag_usage(item, hint, switches=True), _full_text(item, hint))
+        for item, hint in fields_with_types(section):
+            choices = f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else ""
+            text = setting_of(item).help + choices
+            if item.default not in (None, False, ()) and "(default" not in text:
+                text += f" (default: {'on' if item.default is True else item.default})"
+            aliases = [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
+            text += f" [also {', '.join(aliases)}]" if aliases else ""
+            lines += _help_entry(_flag_usage(item, hint, switches=True), text)
     return "\n".join(lines)
 
 
-def _fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
+def fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Each field of a section and its type without `| None`."""
     hints = typing.get_type_hints(section)
     return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
 
@@ -250,21 +251,6 @@ def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
     if hint in (int, float):
         return f"{flag} {'N' if hint is int else 'X'}"
     return f"{flag} {setting_of(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
-
-
-def _short_text(item: Field[Any]) -> str:
-    shown = item.default not in (None, False, ()) and "(default" not in setting_of(item).help
-    return setting_of(item).help + (f" (default: {item.default})" if shown else "")
-
-
-def _full_text(item: Field[Any], hint: Any) -> str:
-    declared_setting = setting_of(item)
-    text = declared_setting.help + (f"; one of {', '.join(typing.get_args(hint))}"
-                                    if typing.get_origin(hint) is Literal else "")
-    default = {True: "on"}.get(item.default, item.default) if isinstance(item.default, bool) else item.default
-    shown = item.default not in (None, False, ()) and "(default" not in text
-    aliases = [f"--{alias}" for alias in declared_setting.aliases if "contigious" not in alias]
-    return text + (f" (default: {default})" if shown else "") + (f" [also {', '.join(aliases)}]" if aliases else "")
 
 
 def _help_entry(flag: str, text: str) -> list[str]:

@@ -1,8 +1,7 @@
 """Collect configuration errors, so that one run reports all of them, and name settings as the user wrote them.
 
 Checks run from keys to single values to combinations. A setting that an earlier check complained about is doubtful:
-later errors about it may only follow from that and are dropped. `FlagToKeyNames` rewrites flags in a message to the
-keys of the JSON file that set them.
+later errors about it may only follow from that and are dropped.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron.config.schema import flag_name
+from megatron.config.schema import flag_name, setting_of
 from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 _FLAG = r"--[a-z][\w-]*"
-NAME_PREFIX_END = "\0"
-"""Ends a name that joins the next word of the message: "optimizer.params." and a parameter."""
+NAME_PREFIX_END = "\0"  # ends a name that joins the next word of the message: "optimizer.params." and a parameter
 
 
 def flags_in(message: str) -> set[str]:
@@ -31,14 +29,10 @@ def flags_in(message: str) -> set[str]:
 class FlagToKeyNames:
     """Rewrites flags in messages to the keys of the JSON file that set them."""
 
-    keys_of_given: Mapping[str, str] = field(default_factory=dict)
-    """Flag -> the key that was given in its place."""
-    keys_of_others: Mapping[str, str] = field(default_factory=dict)
-    """Flag that neither the file nor the command line set -> its key."""
-    has_only_keys: bool = False
-    """The reader knows keys only (an engine without a command line)."""
+    keys_of_given: Mapping[str, str] = field(default_factory=dict)  # flag -> the key that was given in its place
+    keys_of_others: Mapping[str, str] = field(default_factory=dict)  # flag that neither file nor command line set
+    has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
     file: str = ""
-    """Name of the file."""
 
     def translate(self, message: str) -> str:
         """The message with keys in place of flags, if any of these came from the file."""
@@ -47,8 +41,8 @@ class FlagToKeyNames:
             return message
         names = {**self.keys_of_others, **self.keys_of_given}
         names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
-        said = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
-        return said.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
+        translated = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
+        return translated.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -61,7 +55,6 @@ class FlagToKeyNames:
 
 
 MAX_SHOWN_ERRORS = 40
-"""Errors shown in one message."""
 
 
 class ConfigErrors(ConfigError):
@@ -86,28 +79,26 @@ class ErrorList(list[str]):
         if not condition:
             self.append(message)
 
-    def require_range(self, section: Any, names: str, low: float, high: float = math.inf, *,
-                      open_low: bool = False) -> None:
-        """Require that every named field that is set is finite and in [low, high], or (low, high] with `open_low`."""
-        for name in names.split():
-            value = getattr(section, name)
-            if value is None:
-                continue
-            inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
-            bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
-            self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
-
     def raise_if_any(self, name: str = "") -> None:
         if self:
             raise ConfigErrors(self, name)
+
+
+def range_errors(section: Any) -> ErrorList:
+    """An error for each field that is set and not finite, or outside of the range that it was declared with."""
+    problems = ErrorList()
+    for item in fields(section):
+        value, allowed = getattr(section, item.name), setting_of(item).range
+        problems.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
+                         f"{flag_name(item.name)} is {value}: expected {allowed}")
+    return problems
 
 
 class ErrorCollector:
     """Errors found so far, and the settings that they concern."""
 
     def __init__(self) -> None:
-        self.key_names = FlagToKeyNames()
-        """Translates the errors added from now on."""
+        self.key_names = FlagToKeyNames()  # translates the errors added from now on
         self.has_errors = False
         self._sentences: list[str] = []
         self._doubtful: set[str] = set()

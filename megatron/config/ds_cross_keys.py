@@ -17,13 +17,11 @@ from megatron.config.optimizer_config import (AUTO_STEPS, DEEPSPEED_TYPES, OPTIM
                                               SCHEDULER_TYPES, OptimConfig, ScheduleConfig)
 from megatron.config.schema import require
 
-FieldValue = tuple[str, Any, str]
-"""(field, value, path of the key)"""
-
+FieldValue = tuple[str, Any, str]  # (field, value, path of the key)
 OPTIMIZER_PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
+# optimizer parameters with the same meaning for every type
 COMMON_OPTIMIZER_PARAMS = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
                            "ns_method")
-"""Optimizer parameters with the same meaning for every type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
 WARMUP_PEAK = "scheduler.params.warmup_max_lr"
@@ -52,8 +50,8 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
     if "optimizer.type" in ds_values.invalid_keys:
         return
     named = ds_values.keys.get("optimizer.type")
-    chosen = DEEPSPEED_TYPES[named] if named else flags.get("optimizer", OptimConfig.optimizer)
-    params, own = OPTIMIZERS[chosen], {}
+    optimizer = DEEPSPEED_TYPES[named] if named else flags.get("optimizer", OptimConfig.optimizer)
+    params, own = OPTIMIZERS[optimizer], {}
     for path in (*ds_values.keys, *ds_values.auto_keys):
         name: str = path.removeprefix(OPTIMIZER_PARAMS)
         value: Any = ds_values.keys.get(path)
@@ -62,7 +60,7 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
         if name in OPTIMIZER_SWITCHES and name not in params.extra and value is False:
             continue
         if name not in params.parameters:
-            problems.append(f"{path} is not a parameter of {named or chosen}, which takes "
+            problems.append(f"{path} is not a parameter of {named or optimizer}, which takes "
                             f"{', '.join(params.parameters)}; leave it out")
         elif path in ds_values.auto_keys:
             if name == FREEZE_STEP:
@@ -75,18 +73,16 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
                 own[path] = f"{name}={json.dumps(value)}"
     if own:
         yield "optimizer_params", tuple(own.values()), next(iter(own))
-    if named and chosen == "sgd" and "sgd_momentum" not in flags and not ds_values.is_given(OPTIMIZER_PARAMS +
-                                                                                            "momentum"):
+    if named and optimizer == "sgd" and "sgd_momentum" not in flags \
+            and not ds_values.is_given(OPTIMIZER_PARAMS + "momentum"):
         yield "sgd_momentum", 0.0, "optimizer.type"  # as in DeepSpeed; the flag's default is Megatron's
 
 
 def param_group_min_lr(ds_values: DsKeyValues) -> float | None:
-    """The learning rate floor as a fraction of each param group's peak, if each group has its own peak; None if the
-    scheduler sets one peak for all."""
+    """The rate's floor as a fraction of each param group's peak; None if the scheduler sets one peak for all."""
     kind = ds_values.keys.get("scheduler.type")
     if kind == "WarmupCosineLR":
-        floor: float = ds_values.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
-        return floor
+        return float(ds_values.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR))
     return 0.0 if kind in ("WarmupLR", "WarmupDecayLR") and WARMUP_PEAK not in ds_values.keys else None
 
 
@@ -174,14 +170,13 @@ def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[F
 def _range_test_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
     """LRRangeTest: a rate that grows in equal steps."""
     prefix = "scheduler.params.lr_range_test_"
-    where = {name: prefix + name if prefix + name in ds_values.keys else "scheduler.type"
-             for name in ("min_lr", "step_size", "step_rate", "staircase")}
-    stairs = ds_values.keys.get(prefix + "staircase", False)
-    yield "lr_decay_style", "range-test-stairs" if stairs else "range-test", where["staircase"]
-    for field in ("min_lr", "lr"):
-        yield field, ds_values.keys.get(prefix + "min_lr", 0.001), where["min_lr"]
-    yield "lr_decay_iters", ds_values.keys.get(prefix + "step_size", DEEPSPEED_CYCLE_STEPS), where["step_size"]
-    yield "cycle_decay", ds_values.keys.get(prefix + "step_rate", 1.0), where["step_rate"]
+    for field, name, default in (("lr_decay_style", "staircase", False), ("min_lr", "min_lr", 0.001),
+                                 ("lr", "min_lr", 0.001), ("lr_decay_iters", "step_size", DEEPSPEED_CYCLE_STEPS),
+                                 ("cycle_decay", "step_rate", 1.0)):
+        value = ds_values.keys.get(prefix + name, default)
+        if name == "staircase":
+            value = "range-test-stairs" if value else "range-test"
+        yield field, value, prefix + name if prefix + name in ds_values.keys else "scheduler.type"
 
 
 def monitor_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
@@ -210,14 +205,13 @@ def layer_drop_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Itera
 
 
 def weight_group_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Iterator[FieldValue]:
-    """Bits of compression_training's weight group; DeepSpeed's defaults apply unless a flag or another key sets them.
-    """
+    """Bits of compression_training's weight group; DeepSpeed's defaults unless a flag or another key sets them."""
     path = "compression_training.weight_quantization.different_groups"
     if path not in ds_values.keys:
         return
-    ((group, said),) = ds_values.raw_values[path].items()
+    ((group, settings),) = ds_values.raw_values[path].items()
     for (field, name, other), value in zip(_WEIGHT_GROUP_FIELDS, ds_values.keys[path], strict=True):
-        if name in said["params"]:
+        if name in settings["params"]:
             yield field, value, f"{path}.{group}.params.{name}"
         elif field not in flags and not ds_values.is_given(other):
             yield field, value, path
@@ -229,8 +223,7 @@ def weight_group_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Ite
 BATCH_SIZE_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BATCH_FIELDS = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "batch_size"}
 
-ValueAndSource = tuple[int, str] | None
-"""(number, name of its source), or None."""
+ValueAndSource = tuple[int, str] | None  # (number, name of its source), or None
 
 
 def solve_batch_sizes(total: ValueAndSource, micro: ValueAndSource, accumulation: ValueAndSource,

@@ -3,7 +3,7 @@
     read_ds_json(source)          every key checked against the table of ds_keys.py
     build_ds_config(source, ...)  the Config; a key and a flag that are both given must agree
 
-An absent key leaves the preset's value or the default. `"auto"` does the same, with a note.
+An absent key leaves the preset's value or the default; `"auto"` does the same, with a note.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,39 +22,40 @@ from megatron.config.config_errors import NAME_PREFIX_END, ErrorCollector, Error
 from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE_STEP, OPTIMIZER_PARAMS, WARMUP_STEPS,
                                            FieldValue, solve_batch_sizes)
 from megatron.config.ds_keys import DS_KEYS, IgnoredKey, RenamedKey, keys_of_fields
-from megatron.config.ds_reader import (DsKeyValues, check_keys, parse_loose_json, to_plain_dicts, values_are_close,
+from megatron.config.ds_reader import (DsKeyChecker, DsKeyValues, parse_loose_json, to_plain_dicts, values_are_close,
                                        values_match)
 from megatron.config.optimizer_config import OPTIMIZERS, ScheduleConfig
 from megatron.config.schema import JsonKey, flag_name, json_text, require
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
+# Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then.
 FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
                       if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
-"""Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then."""
-
 KEYS_THAT_YIELD_TO_FLAGS = frozenset(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and
                                      row.flag_wins)
-"""Keys that a flag may override."""
 
 
 def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
                     fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
                     argument: str = "config", collector: ErrorCollector | None = None) -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both.
-    `in_engine` selects the engine's notes in place of the trainer's; `argument` names the parameter that held `source`.
-    Errors are raised, or added to `collector`; then the Config leaves out the wrong values."""
+    `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are raised, or
+    added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback, errors = flags or {}, fallback or {}, collector or ErrorCollector()
-    found, problems = parse_ds_json(source, argument)
+    ds_values, problems = parse_ds_json(source, argument)
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
-    in_effect = replace(found, auto_keys=tuple(path for path in found.auto_keys
-                                               if path != WARMUP_STEPS)) if in_engine else found
-    errors.ignore_later_errors_of(_flags_of_keys(found.invalid_keys))
+    in_effect = replace(ds_values, auto_keys=tuple(
+        path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
+    errors.ignore_later_errors_of(_flags_of_keys(ds_values.invalid_keys))
     values, conflicts = merge_with_flags(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr))
-    errors.add_errors(problems, found.name)
+    errors.add_errors(problems, ds_values.name)
     errors.add_errors(conflicts)
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
-    errors.key_names = FlagToKeyNames(_keys_of_flags(in_effect, flags), others, in_engine, found.name)
+    keys_of_given = {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END if name == "optimizer_params"
+                     else in_effect.name_as_written(path, "")
+                     for name, _, path in _field_values(in_effect, flags, ErrorList()) if name not in flags}
+    errors.key_names = FlagToKeyNames(keys_of_given, others, in_engine, ds_values.name)
     dp = 1
     with errors.collecting_errors():
         tp = flags.get("model_parallel_size", 1)
@@ -64,18 +66,18 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
         errors.raise_if_any()
     if errors.has_errors:
         return config
-    of_keys = [name for name, _, _ in _field_values(found, flags, ErrorList()) if name not in flags]
-    unread = (f" {found.name}: {errors.key_names.translate(line)}"
+    of_keys = [name for name, _, _ in _field_values(ds_values, flags, ErrorList()) if name not in flags]
+    unread = (f" {ds_values.name}: {errors.key_names.translate(line)}"
               for line in unused_settings(config, of_keys, {*of_keys, *flags}))
-    return replace(config, notes=(*ds_notes(found, config, dp, in_engine), *unread), key_names=errors.key_names)
+    return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread), key_names=errors.key_names)
 
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
     """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
-    found, problems = parse_ds_json(source, argument)
-    merge_with_flags(found, {}, problems)
-    problems.raise_if_any(found.name)
-    return found
+    ds_values, problems = parse_ds_json(source, argument)
+    merge_with_flags(ds_values, {}, problems)
+    problems.raise_if_any(ds_values.name)
+    return ds_values
 
 
 def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
@@ -91,8 +93,8 @@ def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {json_text(tree)}")
-    found, problems = check_keys(tree, name)
-    return found, ErrorList([*doubles, *problems])
+    ds_values, problems = DsKeyChecker(name).check(tree)
+    return ds_values, ErrorList([*doubles, *problems])
 
 
 def _read_text(name: str, argument: str) -> str:
@@ -101,20 +103,13 @@ def _read_text(name: str, argument: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
-        if (text := _decode_base64(name)) is not None:
-            return text
+        with suppress(ValueError):  # a JSON object in base64, as launchers pass it on a command line
+            text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
+            if text.startswith("{"):
+                return text
         raise ConfigError(f"{given} cannot be read: {error.strerror or error}; give the path of a JSON file") from None
     except ValueError as error:  # not UTF-8, or a path with a null byte
         raise ConfigError(f"{given} is not a text file: {error}; give the path of a JSON file") from None
-
-
-def _decode_base64(name: str) -> str | None:
-    """The JSON object in a base64 text, as launchers pass it on a command line; None if it is not one."""
-    try:
-        text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
-    except ValueError:
-        return None
-    return text if text.startswith("{") else None
 
 
 # ---- from keys to fields -----------------------------------------------------------------------------------------
@@ -134,12 +129,8 @@ def merge_with_flags(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
                              f"is {json_text(ds_values.raw_value(path))}{meant}: give one of them, or the same value")
         values[name] = value
     given = {**values, **flags}
-    return {name: value for name, value in given.items() if name in flags or _applies(name, given)}, conflicts
-
-
-def _applies(name: str, given: Mapping[str, Any]) -> bool:
-    """False for fp16-only fields without fp16."""
-    return bool(given.get("fp16")) or name not in FP16_ONLY
+    return {name: value for name, value in given.items()
+            if name in flags or given.get("fp16") or name not in FP16_ONLY}, conflicts
 
 
 def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -153,28 +144,21 @@ def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
 
 def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
                   peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
-    """(field, value, path of the key) for everything but the batch sizes."""
+    """(field, value, path of the key) for all but the batch sizes; keys that contradict each other are errors."""
     rows = ((DS_KEYS[path], value, path) for path, value in ds_values.keys.items())
     alone = ((row.field, row.convert(value), path)
              for row, value, path in rows if isinstance(row, JsonKey) and row.is_independent)
-    yield from _check_no_conflicts(chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)), ds_values,
-                                   problems)
-    yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
-    yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
-    yield from ds_cross_keys.monitor_fields(ds_values)
-    yield from ds_cross_keys.layer_drop_fields(ds_values, flags)
-
-
-def _check_no_conflicts(settings: Iterable[FieldValue], ds_values: DsKeyValues,
-                        problems: ErrorList) -> Iterator[FieldValue]:
-    """Pass the settings through; report two keys that give one field different values."""
     seen: dict[str, tuple[Any, str]] = {}
-    for name, value, path in settings:
+    for name, value, path in chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)):
         other, where = seen.setdefault(name, (value, path))
         problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where, '')} "
                          f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path, '')} "
                          f"{json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; leave one out")
         yield name, value, path
+    yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
+    yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
+    yield from ds_cross_keys.monitor_fields(ds_values)
+    yield from ds_cross_keys.layer_drop_fields(ds_values, flags)
 
 
 def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int) -> dict[str, int]:
@@ -202,13 +186,6 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
-def _keys_of_flags(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Flag -> the key that was given in its place."""
-    return {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END
-            if name == "optimizer_params" else ds_values.name_as_written(path, "")
-            for name, _, path in _field_values(ds_values, flags, ErrorList()) if name not in flags}
-
-
 def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dict[str, str]:
     """Flag that is not given -> the key that sets the same field, if a single key does."""
     paths: dict[str, list[JsonKey]] = {}
@@ -222,9 +199,17 @@ def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dic
 
 def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
     """Notes for the user: deprecated keys, keys without effect, the values chosen for "auto"."""
-    lines = [*ds_values.notices, *(() if in_engine else _unused_in_trainer(ds_values)),
-             *_overridden_by_flags(ds_values, config), *(f'{path} "auto": {_value_of_auto(path, config, dp_size)}'
-                                                         for path in ds_values.auto_keys)]
+    lines = list(ds_values.notices)
+    for path, value in () if in_engine else ds_values.engine_values.items():
+        row = DS_KEYS[path]
+        assert isinstance(row, IgnoredKey)
+        if value != row.default:
+            lines.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+    for path in sorted(KEYS_THAT_YIELD_TO_FLAGS & ds_values.keys.keys()):
+        in_force = _value_in_effect(path, config)
+        if not in_force.endswith(f" {value_text(ds_values.keys[path])}"):
+            lines.append(f"{path} {json_text(ds_values.keys[path])} has no effect: {in_force} is given")
+    lines += [f'{path} "auto": {_value_of_auto(path, config, dp_size)}' for path in ds_values.auto_keys]
     if not config.precision.fp16:
         unused = [path for path in ds_values.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if unused and "fp16.enabled" not in ds_values.keys:
@@ -232,21 +217,6 @@ def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bo
     if ds_values.keys.get("scheduler.type", "").startswith("Warmup") and ds_values.keys.get(WARMUP_STEPS) != 0:
         lines.append("the warm-up starts at once; DeepSpeed's has a learning rate of 0 in its first two steps")
     return tuple(f" {ds_values.name}: {line}" for line in lines)
-
-
-def _unused_in_trainer(ds_values: DsKeyValues) -> Iterator[str]:
-    for path, value in ds_values.engine_values.items():
-        row = DS_KEYS[path]
-        assert isinstance(row, IgnoredKey)
-        if value != row.default:
-            yield f"{path} {json_text(value)} has no effect: {row.reason}"
-
-
-def _overridden_by_flags(ds_values: DsKeyValues, config: Config) -> Iterator[str]:
-    for path in sorted(KEYS_THAT_YIELD_TO_FLAGS & ds_values.keys.keys()):
-        said, in_force = ds_values.keys[path], _value_in_effect(path, config)
-        if not in_force.endswith(f" {value_text(said)}"):
-            yield f"{path} {json_text(said)} has no effect: {in_force} is given"
 
 
 def _value_in_effect(path: str, config: Config) -> str:
@@ -261,14 +231,14 @@ def _value_in_effect(path: str, config: Config) -> str:
 def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "not set" if value is None else " ".join(value) if isinstance(value, tuple) else str(value)
+    return "not set" if value is None else " ".join(value) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _value_of_auto(path: str, config: Config, dp_size: int) -> str:
     """The value used for a key that is "auto"."""
     if path in BATCH_SIZE_KEYS:
-        chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-        return str(chosen[BATCH_SIZE_KEYS.index(path)])
+        sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
+        return str(sizes[BATCH_SIZE_KEYS.index(path)])
     if path == WARMUP_STEPS:
         return f"{config.warmup_steps} steps of {config.decay_iters}"
     if path == OPTIMIZER_PARAMS + FREEZE_STEP:

@@ -35,8 +35,7 @@ class IgnoredKey:
     json_type: JsonType
     default: Any
     reason: str
-    is_honoured_by_engine: bool = False
-    """The engine of `zero.initialize` honours it; `reason` applies to the trainer."""
+    has_effect_in_engine: bool = False  # of `zero.initialize`; `reason` is for the trainer
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ class RenamedKey:
     new_paths: tuple[str, ...]
     json_type: JsonType
     convert: Callable[[Any], Any] = lambda value: value
-    deprecated: bool = True
-    """Deprecated in DeepSpeed; otherwise both names are equal, and no note is printed."""
+    deprecated: bool = True  # deprecated in DeepSpeed; otherwise both names are equal, and no note is printed
 
 
 @dataclass(frozen=True)
 class UnsupportedSection:
     reason: str
-    off: tuple[Any, ...] = ()
-    """More values that mean "off"."""
+    off: tuple[Any, ...] = ()  # more values that mean "off"
 
 
 DsKeyRow = JsonKey | FixedValue | IgnoredKey | RenamedKey | UnsupportedSection
@@ -76,21 +73,14 @@ _SAME_RESULT = "DeepSpeed's inner workings differ from ours, and its result is t
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
 _ONE_BACKEND = "what is packed to one bit travels like everything else"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
+_NO_PIPELINE = "there is no pipeline parallelism here"
+_NO_SEQUENCE = "there is no sequence parallelism here"
 _ZERO_SECTION, _OFFLOAD_OPTIMIZER_SECTION = "zero_optimization.", "zero_optimization.offload_optimizer"
 
 
 def _dependent_key(path: str, kind: JsonType) -> dict[str, DsKeyRow]:
     """A key whose effect depends on other keys (ds_cross_keys.py)."""
     return {path: JsonKey(path, kind, is_independent=False)}
-
-
-def _type_of_extra_param(name: str, default: Any) -> JsonType:
-    return (one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
-            else JSON_TYPE_OF[type(default)])
-
-
-def _offload_to_cpu(kind: str) -> RenamedKey:
-    return RenamedKey((f"zero_optimization.offload_{kind}.device",), BOOLEAN, lambda given: "cpu" if given else "none")
 
 
 _TOP_LEVEL: dict[str, DsKeyRow] = {
@@ -106,23 +96,23 @@ _TOP_LEVEL: dict[str, DsKeyRow] = {
                                    "gradients are reduced as dense tensors; make embeddings without sparse=True"),
     "disable_allgather": FixedValue((False,),
                                     "ranks always collect the updated weights; allgather_partitions says how"),
-    "seq_parallel_comm_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
-    "seq_parallel_communication_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
+    **dict.fromkeys(("seq_parallel_comm_data_type", "seq_parallel_communication_data_type"),
+                    IgnoredKey(ANY, None, _NO_SEQUENCE)),
     "use_data_before_expert_parallelism": IgnoredKey(BOOLEAN, False, "there are no experts here"),
     "dataloader_drop_last": FixedValue((False,), "the last batch of an epoch is not "
                                        "dropped; give a loader of your own that does"),
     "graph_harvesting": IgnoredKey(BOOLEAN, False, "pretrain_gpt2.py captures CUDA graphs with --cuda-graphs"),
     "vocabulary_size": FixedValue((None,), "the size of the vocabulary is the model's own"),
-    "sequence_parallel_size": FixedValue((None, 1), "there is no sequence parallelism here"),
+    "sequence_parallel_size": FixedValue((None, 1), _NO_SEQUENCE),
     "cuda_visible_devices": IgnoredKey(ANY, None,
                                        "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the environment"),
     "zero_allow_untested_optimizer": IgnoredKey(BOOLEAN, False, "every optimizer that is accepted is supported"),
     "zero_force_ds_cpu_optimizer": IgnoredKey(BOOLEAN, True, "the same optimizer runs on every device"),
     "wall_clock_breakdown": IgnoredKey(BOOLEAN, False, "each step's time is in the console line and --metrics-file",
-                                       is_honoured_by_engine=True),
+                                       has_effect_in_engine=True),
     "memory_breakdown": IgnoredKey(BOOLEAN, False, "each step's peak memory is in --metrics-file",
-                                   is_honoured_by_engine=True),
-    "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", is_honoured_by_engine=True),
+                                   has_effect_in_engine=True),
+    "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", has_effect_in_engine=True),
     "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size",), INTEGER)}
 
 _PRECISION: dict[str, DsKeyRow] = {
@@ -131,15 +121,17 @@ _PRECISION: dict[str, DsKeyRow] = {
     "fp16.fused_mode": IgnoredKey(BOOLEAN, True, _SAME_RESULT),
     "bf16.immediate_grad_update": IgnoredKey(BOOLEAN, True, _SAME_RESULT),
     "bf16.check_grad_overflow": IgnoredKey(BOOLEAN, False, "in bf16 a gradient that is not finite is always noticed"),
-    "bf16.bf16_master_weights_and_grads": FixedValue((False,), _16BIT_STATE),
-    "bf16.bf16_optimizer_states": FixedValue((False,), _16BIT_STATE),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+                    FixedValue((False,), _16BIT_STATE)),
     "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN)}
 
 _OPTIMIZER: dict[str, DsKeyRow] = {
     "optimizer.legacy_fusion": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
     **_dependent_key("optimizer.params.adam_w_mode", BOOLEAN),
-    **{path: row for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
-       for path, row in _dependent_key(f"optimizer.params.{name}", _type_of_extra_param(name, default)).items()},
+    **{path: JsonKey(path, one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
+                     else JSON_TYPE_OF[type(default)], is_independent=False)
+       for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
+       for path in [f"optimizer.params.{name}"]},
     "optimizer.params.ns_method": IgnoredKey(one_of("standard", "gram"), "gram", _SAME_RESULT),
     "optimizer.params.fp32_optimizer_states": FixedValue((True,), _16BIT_STATE),
     "optimizer.params.cuda_aware": IgnoredKey(BOOLEAN, False, _ONE_BACKEND),
@@ -163,9 +155,10 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
         (NUMBER, "model_persistence_threshold module_granularity_threshold")) for name in names.split()},
     _ZERO_SECTION + "stage3_gather_fp16_weights_on_model_save": RenamedKey(
         (_ZERO_SECTION + "stage3_gather_16bit_weights_on_model_save",), BOOLEAN),
-    _ZERO_SECTION + "cpu_offload": _offload_to_cpu("optimizer"),
-    _ZERO_SECTION + "cpu_offload_param": _offload_to_cpu("param"),
-    _ZERO_SECTION + "cpu_offload_params": _offload_to_cpu("param"),
+    **{_ZERO_SECTION + name: RenamedKey((f"{_ZERO_SECTION}offload_{kind}.device",), BOOLEAN,
+                                        lambda given: "cpu" if given else "none")
+       for name, kind in (("cpu_offload", "optimizer"), ("cpu_offload_param", "param"),
+                          ("cpu_offload_params", "param"))},
     _ZERO_SECTION + "cpu_offload_use_pin_memory": RenamedKey(tuple(f"{_ZERO_SECTION}offload_{kind}.pin_memory"
                                                                    for kind in ("optimizer", "param")), BOOLEAN),
     _ZERO_SECTION + "stage3_model_persistence_threshold": IgnoredKey(
@@ -185,7 +178,7 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
     _ZERO_SECTION + "grad_hooks": IgnoredKey(BOOLEAN, True, "DeepSpeed documents this key but does not have it"),
     _ZERO_SECTION + "elastic_checkpoint": IgnoredKey(BOOLEAN, False,
                                                      "every checkpoint can be loaded with any number of ranks"),
-    _ZERO_SECTION + "pipeline_loading_checkpoint": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here"),
+    _ZERO_SECTION + "pipeline_loading_checkpoint": IgnoredKey(BOOLEAN, False, _NO_PIPELINE),
     **{_ZERO_SECTION + name: FixedValue((False,), _ZEROPP)
        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights",
                     "zero_quantized_gradients", "mics_hierarchical_params_gather")},
@@ -213,13 +206,11 @@ _CHECKPOINT: dict[str, DsKeyRow] = {
     "checkpoint.load_universal": IgnoredKey(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": FixedValue((False,), "a checkpoint is one folder that all nodes share"),
     "checkpoint.key_file": UnsupportedSection(NOT_SIGNED_MESSAGE),
-    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here")}
+    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE)}
 
 _MONITORS: dict[str, DsKeyRow] = {
-    **_dependent_key("tensorboard.output_path", ANY_TEXT),
-    **_dependent_key("tensorboard.job_name", TEXT),
-    **_dependent_key("csv_monitor.output_path", ANY_TEXT),
-    **_dependent_key("csv_monitor.job_name", TEXT),
+    **{path: row for section in ("tensorboard", "csv_monitor") for path, row in (
+        _dependent_key(f"{section}.output_path", ANY_TEXT) | _dependent_key(f"{section}.job_name", TEXT)).items()},
     **_dependent_key("wandb.project", TEXT),
     "comet": UnsupportedSection("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                                 "--metrics-file"),
@@ -262,7 +253,7 @@ _ABSENT: dict[str, DsKeyRow] = {
                                            "model with sparse attention of its own"),
     "hybrid_engine": UnsupportedSection("the engine trains; it has no inference mode of its own"),
     "nebula": UnsupportedSection("checkpoints are written to the folder that save_checkpoint, or --save, names"),
-    "pipeline": UnsupportedSection("there is no pipeline parallelism here"),
+    "pipeline": UnsupportedSection(_NO_PIPELINE),
     "tensor_parallel": UnsupportedSection("tensor parallelism is set up by --model-parallel-size, or by the mpu "
                                           "given to zero.initialize", off=({"autotp_size": 0}, {"autotp_size": 1})),
     "expert_parallel": UnsupportedSection("there are no experts here"),
@@ -274,4 +265,3 @@ DS_KEYS: dict[str, DsKeyRow] = {**{key.path: key for key in keys_of_fields()}, *
 """Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
-"""Paths of all objects."""

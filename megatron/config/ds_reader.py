@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.config_errors import ErrorList
@@ -23,7 +23,7 @@ _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING = re.compile(rf'{_STRING}|(?<=[^\s\[{{,:])(\s*),(?=\s*[\]}}])', re.DOTALL)
 
-_EXPECTED = {
+_EXPECTED = {  # json's messages -> ours; others are clear enough
     "Expecting ',' delimiter": "expected ',' or a closing bracket",
     "Expecting ':' delimiter": "expected ':' after the key",
     "Expecting property name enclosed in double quotes": "expected a key in double quotes, or '}'",
@@ -31,7 +31,6 @@ _EXPECTED = {
     "Extra data": "expected the end of the file",
     "Unterminated string starting at": "expected a closing double quote for the text that starts here",
 }
-"""json's messages -> ours; others are clear enough."""
 
 
 class JsonPairs(list[tuple[str, Any]]):
@@ -40,52 +39,45 @@ class JsonPairs(list[tuple[str, Any]]):
 
 def parse_loose_json(text: str, name: str) -> Any:
     """Parse JSON with comments and trailing commas; ConfigError with line and column of file `name`."""
-    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", _COMMENT.sub(_blank_comment, text))
+    # comments and commas become blanks, so that positions stay
+    plain = _COMMENT.sub(lambda m: m[0] if m[1] else re.sub(r"[^\n]", " ", m[0]), text)
+    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", plain)
     try:
         return json.loads(plain, object_pairs_hook=JsonPairs)
     except json.JSONDecodeError as error:
-        told = _EXPECTED.get(error.msg, error.msg)
-        found = _word_at(text, error.pos)
-        raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {told}, found {found}") from None
+        word = re.match(r'[\w."+-]+|.', text[error.pos:])
+        found = repr(word[0][:30]) if word else f"the end of the {'line' if text[error.pos:] else 'file'}"
+        raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {_EXPECTED.get(error.msg, error.msg)}, "
+                          f"found {found}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError:  # Python refuses integers of more than 4300 digits, without a position
         raise ConfigError(f"{name} holds a number of too many digits") from None
 
 
-def _blank_comment(match: re.Match[str]) -> str:
-    return match[0] if match[1] else re.sub(r"[^\n]", " ", match[0])
-
-
-def _word_at(text: str, position: int) -> str:
-    word = re.match(r'[\w."+-]+|.', text[position:])
-    return repr(word[0][:30]) if word else "the end of the file" if not text[position:] else "the end of the line"
-
-
-@dataclass(frozen=True)
+@dataclass
 class DsKeyValues:
     """The keys of one file by path, checked one by one."""
 
     name: str
-    keys: Mapping[str, Any]
-    raw_values: Mapping[str, Any]
-    """Path -> unconverted value."""
-    deprecated_names: Mapping[str, str]
-    """Path -> the deprecated name used in the file."""
-    auto_keys: tuple[str, ...]
-    notices: tuple[str, ...]
-    engine_values: Mapping[str, Any]
-    """Path -> value, for keys that only the engine of `zero.initialize` honours."""
-    invalid_keys: frozenset[str] = frozenset()
-    """Keys with an invalid value or a misspelt name."""
+    keys: dict[str, Any] = field(default_factory=dict)
+    raw_values: dict[str, Any] = field(default_factory=dict)  # path -> unconverted value
+    deprecated_names: dict[str, str] = field(default_factory=dict)  # path -> the deprecated name used in the file
+    auto_keys: tuple[str, ...] = ()
+    notices: list[str] = field(default_factory=list)
+    engine_values: dict[str, Any] = field(default_factory=dict)  # that only the engine of `zero.initialize` honours
+    invalid_keys: set[str] = field(default_factory=set)  # keys with an invalid value or a misspelt name
 
     def is_given(self, path: str) -> bool:
         return path in self.keys or path in self.auto_keys
 
     def raw_value(self, path: str) -> Any:
         """The unconverted value, also inside a key that holds an object."""
-        key = next(key for key in self.raw_values if f"{path}.".startswith(f"{key}."))
-        return _value_inside(self.raw_values[key], path[len(key) + 1:])
+        value: Any = self.raw_values
+        while path:
+            key = next(key for key in value if f"{path}.".startswith(f"{key}."))
+            value, path = value[key], path[len(key) + 1:]
+        return value
 
     def is_absent(self, path: str) -> bool:
         """Whether the file does not contain the key, not even wrongly."""
@@ -98,18 +90,6 @@ class DsKeyValues:
     def name_as_written(self, path: str, of: str | None = None) -> str:
         """The key as the user wrote it, and the file."""
         return self.deprecated_names.get(path, path) + (f" of {self.name}" if of is None else of)
-
-
-def _value_inside(value: Any, path: str) -> Any:
-    if not path:
-        return value
-    name = next(name for name in value if f"{path}.".startswith(f"{name}."))
-    return _value_inside(value[name], path[len(name) + 1:])
-
-
-def check_keys(tree: dict[str, Any], name: str) -> tuple[DsKeyValues, ErrorList]:
-    """The file's keys, and the errors of single keys."""
-    return _DsKeyChecker(name).check(tree)
 
 
 def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
@@ -138,43 +118,37 @@ class _UnsupportedValue(_InvalidKey):
     """A value that DeepSpeed supports and this program does not."""
 
 
-class _DsKeyChecker:
+class DsKeyChecker:
+    """Checks the keys of the file `name` one by one."""
+
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.keys: dict[str, Any] = {}
-        self.raw_values: dict[str, Any] = {}
-        self.deprecated_names: dict[str, str] = {}
-        self.auto_keys: list[str] = []
-        self.notices: list[str] = []
-        self.engine_values: dict[str, Any] = {}
-        self.invalid_keys: set[str] = set()
+        self.values = DsKeyValues(name)
+        # unsupported type -> (index of its error, parameters that no other type has)
         self.params_of_unsupported_types: dict[str, tuple[int, list[str]]] = {}
-        """Unsupported type -> (index of its error, parameters that no other type has)."""
         self.errors = ErrorList()
 
     def check(self, tree: dict[str, Any]) -> tuple[DsKeyValues, ErrorList]:
+        """The file's keys, and the errors of single keys."""
         renamed = []
         for path, value in self._leaves(tree, ""):
             if isinstance(DS_KEYS[path], RenamedKey):
                 renamed.append((path, value))  # renamed keys come last, when all others are known
             else:
-                self._collect_error(self._add_value, path, value)
+                self._collect_error(path, value)
         for path, value in renamed:
-            self._collect_error(self._add_renamed_key, path, value)
+            self._collect_error(path, value)
         for place, names in self.params_of_unsupported_types.values():
             self.errors[place] += f", without {', '.join(names)}" if names else ""
-        found = DsKeyValues(self.name, self.keys, self.raw_values, self.deprecated_names, tuple(self.auto_keys),
-                            tuple(self.notices), self.engine_values, frozenset(self.invalid_keys))
-        return found, self.errors
+        return self.values, self.errors
 
-    def _collect_error(self, take: Any, path: str, value: Any) -> None:
+    def _collect_error(self, path: str, value: Any) -> None:
         try:
-            take(path, value)
-        except _InvalidKey as refused:
-            if isinstance(refused, _UnsupportedValue):
+            self._add_value(path, value)
+        except _InvalidKey as error:
+            if isinstance(error, _UnsupportedValue):
                 self.params_of_unsupported_types[path] = len(self.errors), []
-            self.invalid_keys.add(path)
-            self.errors.append(str(refused))
+            self.values.invalid_keys.add(path)
+            self.errors.append(str(error))
 
     def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         """(path, value) of every key; `type` first, since it decides which others are accepted."""
@@ -194,62 +168,52 @@ class _DsKeyChecker:
                 self.params_of_unsupported_types[owner][1].append(key)  # part of the error of its type
             else:
                 near, hint = _nearest_key(path)
-                self.invalid_keys.add(near)
+                self.values.invalid_keys.add(near)
                 self.errors.append(f"unknown key {path}; {hint}")
 
     def _add_value(self, path: str, value: Any) -> None:
         row = DS_KEYS[path]
         if value == AUTO_VALUE and not isinstance(row, UnsupportedSection):
-            self.auto_keys.append(path)
+            self.values.auto_keys += (path,)
+        elif isinstance(row, RenamedKey):
+            self._add_renamed_key(path, value, row)
         elif isinstance(row, JsonKey):
-            self._add_key(path, value, row)
+            if isinstance(value, str) and value.lower() in row.refused:
+                raise _UnsupportedValue(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
+            if value is not None or not row.nullable:
+                self.values.keys[path] = _convert_value(path, value, row.known_json_type)
+                self.values.raw_values[path] = value
         elif isinstance(row, FixedValue):
             if not any(values_match(value, allowed) for allowed in row.values):
                 raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
                                   f"expected {json_text(row.values[0])}")
         elif isinstance(row, IgnoredKey):
             converted = _convert_value(path, value, row.json_type)
-            if row.is_honoured_by_engine:
-                self.engine_values[path] = converted
+            if row.has_effect_in_engine:
+                self.values.engine_values[path] = converted
             elif converted != row.default:
-                self.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+                self.values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
         elif isinstance(row, UnsupportedSection):
             if not _is_off(value) and value not in row.off:
                 raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
 
-    def _add_key(self, path: str, value: Any, row: JsonKey) -> None:
-        if value is None and row.nullable:
-            return
-        if isinstance(value, str) and value.lower() in row.refused:
-            raise _UnsupportedValue(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
-        self.keys[path] = _convert_value(path, value, row.known_json_type)
-        self.raw_values[path] = value
-
-    def _add_renamed_key(self, path: str, value: Any) -> None:
-        row = DS_KEYS[path]
-        assert isinstance(row, RenamedKey)
-        if value == AUTO_VALUE:
-            self.auto_keys.append(path)
-            return
-        converted = row.convert(_convert_value(path, value, row.json_type))
-        for new in row.new_paths:
-            if converted is not None and new in self.raw_values:
-                self._check_same_value(path, value, new, converted)
-            elif converted is not None:
+    def _add_renamed_key(self, path: str, value: Any, row: RenamedKey) -> None:
+        values, converted = self.values, row.convert(_convert_value(path, value, row.json_type))
+        for new in () if converted is None else row.new_paths:
+            if new not in values.raw_values:
                 self._add_value(new, converted)
-                self.deprecated_names[new] = path
-                self.raw_values[new] = value
+                values.deprecated_names[new] = path
+                values.raw_values[new] = value
+                continue
+            # both names may be given, with the same value
+            new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
+            assert isinstance(new_row, JsonKey)
+            if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.known_json_type)):
+                raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
+                                  f"{json_text(values.raw_values[new])}, and both are given with different values; "
+                                  f"leave {path} out")
         if row.deprecated:
-            self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
-
-    def _check_same_value(self, path: str, value: Any, new: str, converted: Any) -> None:
-        """Both names may be given with the same value."""
-        row, known = DS_KEYS[new], self.deprecated_names.get(new, new)
-        assert isinstance(row, JsonKey)
-        if not values_are_close(self.keys[new], _convert_value(new, converted, row.known_json_type)):
-            raise _InvalidKey(
-                f"{path} {json_text(value)} is the old name of {known} {json_text(self.raw_values[new])}, and both are "
-                f"given with different values; leave {path} out")
+            values.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
 
 
 def _is_off(value: Any) -> bool:
@@ -283,10 +247,10 @@ def values_are_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+# common wrong names whose spelling is not similar to the right one
 _MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
           "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
           "optimizer.params.learning_rate": "optimizer.params.lr"}
-"""Common wrong names whose spelling is not similar to the right one."""
 
 
 def _nearest_key(path: str) -> tuple[str, str]:

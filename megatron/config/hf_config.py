@@ -21,8 +21,8 @@ HF_FIELDS: Mapping[str, tuple[str, Any]] = {
 
 def model_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields of a config.json, without those it neither sets nor implies."""
-    found = {ours: config.get(theirs, implied) for theirs, (ours, implied) in HF_FIELDS.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {ours: config.get(theirs, implied) for theirs, (ours, implied) in HF_FIELDS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Sections `model`, `data`, `train`, `layer_drop` and `quantize`: the GPT-2, its text, the length of the run, and the
-training methods PLD and MoQ; and the shapes that `--preset` names.
-"""
+"""Sections `model`, `data`, `train`, `layer_drop` and `quantize`, and the shapes that `--preset` names."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
-from megatron.config.config_errors import ErrorList
-from megatron.config.schema import COUNT, NUMBER, JsonKey, one_of, require, setting
+from megatron.config.config_errors import ErrorList, range_errors
+from megatron.config.schema import COUNT, MAX_INT64, NUMBER, JsonKey, NumberRange, one_of, require, setting
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule
 
@@ -36,42 +34,37 @@ PRESETS: dict[str, dict[str, Any]] = {
     "175B": {**_gpt2(96, 12288, 96), "max_position_embeddings": 2048},
     "1T": _gpt2(128, 25600, 160),
 }
-"""Preset -> fields that it fills in; explicit flags win. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B),
-mainly for the planner."""
+"""Preset -> fields that it fills in. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B), for the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of the GPT-2. `--preset` fills it in; flags that are given win."""
 
-    num_layers: int = setting(24, "transformer blocks", "n-layer", in_short_help=True)
-    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", in_short_help=True)
-    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", in_short_help=True)
-    intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size")
-    max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size")
-    vocab_size: int | None = setting(None, "tokens in the vocabulary, before padding (default: the tokenizer's)")
+    num_layers: int = setting(24, "transformer blocks", "n-layer", common=True, ge=1)
+    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", common=True, ge=1)
+    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", common=True, ge=1)
+    intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size",
+                                            ge=1)
+    max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size", ge=1)
+    vocab_size: int | None = setting(None, "tokens in the vocabulary, before padding (default: the tokenizer's)", ge=1)
     make_vocab_size_divisible_by: int = setting(
-        128, "pad the vocabulary to a multiple of this times the tensor parallel size")
-    attention_dropout: float = setting(0.1, "dropout on attention weights")
-    hidden_dropout: float = setting(0.1, "dropout on embeddings and block outputs")
-    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm")
-    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+        128, "pad the vocabulary to a multiple of this times the tensor parallel size", ge=1)
+    attention_dropout: float = setting(0.1, "dropout on attention weights", ge=0, le=0.999)
+    hidden_dropout: float = setting(0.1, "dropout on embeddings and block outputs", ge=0, le=0.999)
+    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", gt=0)
+    init_method_std: float = setting(0.02, "standard deviation of the initial weights", gt=0)
     memory_centric_tiled_linear: bool = setting(False, "cut each weight matrix of a block into tiles, so that stage 3 "
                                                        "gathers one tile at a time")
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
-        problems.require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
-        problems.require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
-        problems.require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
-        problems.raise_if_any()
-        problems.require_range(self, "tile_factor", 1, self.hidden_size)
-        problems.require(
-            self.hidden_size % self.num_attention_heads == 0,
-            f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
-        )
+        range_errors(self).raise_if_any()
+        problems, tiles = ErrorList(), NumberRange(1, self.hidden_size)
+        problems.require(tiles.contains(self.tile_factor),
+                         f"--tile-factor is {self.tile_factor}: expected {tiles}")
+        problems.require(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not "
+                         f"divisible by --num-attention-heads {self.num_attention_heads}")
         problems.raise_if_any()
 
     @property
@@ -103,19 +96,19 @@ class DataConfig:
 
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
-        "data-path", "train-data-path", "train-file", in_short_help=True, is_location=True)
+        "data-path", "train-data-path", "train-file", common=True, is_location=True)
     valid_data: tuple[str, ...] = setting((), "validation corpus (default: the second part of --split)",
                                           "val-data-path", "validation-file", is_location=True)
     test_data: tuple[str, ...] = setting(
         (), "test corpus (default: the third part of --split)", "test-data-path", is_location=True)
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
-    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", in_short_help=True)
+    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", common=True, ge=1)
     tokenizer_type: str | None = setting(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or "
-                                         "CharacterLevelTokenizer", metavar="NAME", in_short_help=True)
+                                         "CharacterLevelTokenizer", metavar="NAME", common=True)
     vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", is_location=True)
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", is_location=True)
-    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", in_short_help=True,
+    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", common=True,
                                          is_location=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
     data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files",
@@ -124,22 +117,17 @@ class DataConfig:
     document_separator: str | None = setting(
         None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
         "(default: the end of the file)", metavar="TEXT")
-    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread",
-                               "dataloader-num-workers")
+    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread", "dataloader-num-workers",
+                               ge=0)
     lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always read where they are")
     reset_position_ids: bool = setting(False, "restart position numbers at each document")
     reset_attention_mask: bool = setting(False, "attend only within a document")
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "num_workers", 0)
-        problems.require_range(self, "seq_length", 1)
-        problems.raise_if_any()
-        require(
-            not (self.mock_data and self.train_data),
-            "--mock-data and --train-data exclude each other: give one of them",
-        )
+        range_errors(self).raise_if_any()
+        require(not (self.mock_data and self.train_data),
+                "--mock-data and --train-data exclude each other: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,23 +136,23 @@ class TrainConfig:
 
     batch_size: int = setting(
         4, "micro-batch: samples per data parallel rank in one forward", "micro-batch-size",
-        "per-device-train-batch-size", in_short_help=True,
-        json=JsonKey("train_micro_batch_size_per_gpu", COUNT, is_independent=False, nullable=True, default=""))
+        "per-device-train-batch-size", common=True,
+        json=JsonKey("train_micro_batch_size_per_gpu", COUNT, is_independent=False, nullable=True, default=""), ge=1)
     global_batch_size: int | None = setting(
-        None, "samples per optimizer step (default: batch size x data parallel size)", in_short_help=True,
-        json=JsonKey("train_batch_size", COUNT, is_independent=False, nullable=True))
-    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", in_short_help=True)
-    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", in_short_help=True)
-    eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off")
+        None, "samples per optimizer step (default: batch size x data parallel size)", common=True,
+        json=JsonKey("train_batch_size", COUNT, is_independent=False, nullable=True), ge=1)
+    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", common=True, ge=0)
+    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", common=True, ge=0)
+    eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off", ge=0)
     skip_train: bool = setting(False, "evaluate what --load or --load-hf names, and neither train nor save",
                                "eval-only")
-    exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off")
+    exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off", ge=0)
     exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
-                                                "turns it off")
+                                                "turns it off", ge=0)
     gc_interval: int = setting(
         0, "steps between looks of Python's garbage collector, at the same steps on all ranks; 0: whenever it wants to",
-        "manual-gc-interval")
-    seed: int = setting(1234, "seed of weights, dropout and data order")
+        "manual-gc-interval", ge=0)
+    seed: int = setting(1234, "seed of weights, dropout and data order", ge=0, le=MAX_INT64)
     compile: bool | None = setting(None, "compile the model with torch.compile (default: on a GPU)", "torch-compile")
     compile_scope: Literal["auto", "blocks", "model"] = setting(
         "auto", "what --compile makes one graph of: each block, or the whole model (auto: the model, where nothing has "
@@ -175,12 +163,7 @@ class TrainConfig:
                                          "need be (docs/training.md)")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "batch_size global_batch_size", 1)
-        problems.require_range(self, "train_iters eval_interval eval_iters", 0)
-        problems.require_range(self, "exit_interval exit_duration_in_mins gc_interval", 0)
-        problems.require_range(self, "seed", 0, 2**63 - 1)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.compile is not False or not self.cuda_graphs,
                 "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")
         require(not self.skip_train or self.evaluates_every > 0,
@@ -204,14 +187,12 @@ class LayerDropConfig:
                                            json=_PROGRESSIVE_LAYER_DROP + "enabled")
     pld_theta: float = setting(0.5, "what the keep probability falls to, behind the last block", json=JsonKey(
         _PROGRESSIVE_LAYER_DROP + "theta", NUMBER, is_independent=False, default="1.0",
-        help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
-    pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma")
+        help="what the keep probability falls to, behind the last block; 1 leaves nothing out"), gt=0, le=1)
+    pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma",
+                               ge=0)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "pld_theta", 0, 1, open_low=True)
-        problems.require_range(self, "pld_gamma", 0)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
 
     @property
     def schedule(self) -> ThetaSchedule | None:
@@ -227,8 +208,7 @@ class LayerDropConfig:
 
 _QUANTIZE_TRAINING = "quantize_training."
 _COMPRESSION = "compression_training.weight_quantization.shared_parameters."
-MAX_BITS = 16
-"""Bits of working weights without quantisation, for this method."""
+MAX_BITS = 16  # bits of working weights without quantisation, for this method
 
 
 def _quantize_keys(path: str, *others: str) -> tuple[JsonKey, ...]:
@@ -254,15 +234,15 @@ class QuantizeConfig:
     quantize_training: bool = setting(False, "round the weights at work to fewer and fewer bits",
                                       json=_quantize_keys("enabled", _COMPRESSION + "enabled"))
     quantize_start_bits: int = setting(MAX_BITS, "bits that a weight begins with",
-                                       json=_quantize_keys("quantize_bits.start_bits"))
+                                       json=_quantize_keys("quantize_bits.start_bits"), ge=1, le=MAX_BITS)
     quantize_target_bits: int = setting(8, "bits that it ends with: 3 to 16, 2 is ternary, 1 is binary",
-                                        json=_quantize_keys("quantize_bits.target_bits"))
+                                        json=_quantize_keys("quantize_bits.target_bits"), ge=1, le=MAX_BITS)
     quantize_period: int = setting(1000, "applied steps until the first bit falls; the others fall after 2, 4, 8, ... "
-                                   "times as many", json=_quantize_keys("quantize_schedule.quantize_period"))
+                                   "times as many", json=_quantize_keys("quantize_schedule.quantize_period"), ge=1)
     quantize_offset: int = setting(1000, "applied steps before the first weight is rounded", json=_quantize_keys(
-        "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"))
+        "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"), ge=0)
     quantize_groups: int = setting(1, "groups of rows of each matrix, which are scaled each by itself",
-                                   json=_quantize_keys("quantize_groups", _COMPRESSION + "quantize_groups"))
+                                   json=_quantize_keys("quantize_groups", _COMPRESSION + "quantize_groups"), ge=1)
     quantize_type: Literal["symmetric", "asymmetric"] = setting(
         "symmetric", "whether a grid lies around 0, or between the smallest and the largest weight",
         json=(*_algorithm_keys("q_type", "quantization_type", "symmetric", "asymmetric"),
@@ -274,7 +254,8 @@ class QuantizeConfig:
         json=_quantize_keys("fp16_mixed_quantize.enabled", _COMPRESSION + "fp16_mixed_quantize.enabled"))
     quantize_change_ratio: float = setting(
         0.001, "with --quantize-mixed: the share of rounded weights that a step adds", json=_quantize_keys(
-            "fp16_mixed_quantize.quantize_change_ratio", _COMPRESSION + "fp16_mixed_quantize.quantize_change_ratio"))
+            "fp16_mixed_quantize.quantize_change_ratio", _COMPRESSION + "fp16_mixed_quantize.quantize_change_ratio"),
+        gt=0, le=1)
     quantize_verbose: bool = setting(False, "print a line whenever a bit falls",
                                      json=_quantize_keys("quantize_verbose", _COMPRESSION + "quantize_verbose"))
 
@@ -282,31 +263,24 @@ class QuantizeConfig:
         False, "keep the bits of blocks longer in which the loss is steeper: the largest eigenvalue of each is looked "
         "for before a bit falls", json=_eigenvalue_keys("enabled"))
     eigenvalue_max_iter: int = setting(100, "steps of the search for an eigenvalue, at most",
-                                       json=_eigenvalue_keys("max_iter"))
+                                       json=_eigenvalue_keys("max_iter"), ge=1)
     eigenvalue_tol: float = setting(1e-2, "an eigenvalue that changes by less in a step is found",
-                                    json=_eigenvalue_keys("tol"))
+                                    json=_eigenvalue_keys("tol"), gt=0)
     eigenvalue_stability: float = setting(1e-6, "what is added to the length that directions are divided by",
-                                          json=_eigenvalue_keys("stability"))
+                                          json=_eigenvalue_keys("stability"), ge=0)
     eigenvalue_layer_name: str | None = setting(
         None, "the list of modules that are the blocks (default: the outermost)", json=_eigenvalue_keys("layer_name"))
     eigenvalue_layer_num: int = setting(0, "how many blocks there have to be; 0: as many as there are",
-                                        json=_eigenvalue_keys("layer_num"))
+                                        json=_eigenvalue_keys("layer_num"), ge=0)
     eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"))
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "eigenvalue_max_iter", 1)
-        problems.require_range(self, "eigenvalue_layer_num eigenvalue_stability", 0)
-        problems.require_range(self, "eigenvalue_tol", 0, open_low=True)
+        problems = range_errors(self)
         problems.require(not self.quantize_eigenvalue or self.quantize_training,
                          "--quantize-eigenvalue needs --quantize-training: it only says when bits fall")
         problems.require(not self.quantize_eigenvalue or self.quantize_period > 1,
                          "--quantize-eigenvalue needs --quantize-period of at least 2, not 1: an eigenvalue is found "
                          "with a batch of the step before a bit falls")
-        problems.require_range(self, "quantize_start_bits quantize_target_bits", 1, MAX_BITS)
-        problems.require_range(self, "quantize_period quantize_groups", 1)
-        problems.require_range(self, "quantize_offset", 0)
-        problems.require_range(self, "quantize_change_ratio", 0, 1, open_low=True)
         problems.require(self.quantize_target_bits <= self.quantize_start_bits,
                          f"--quantize-target-bits {self.quantize_target_bits} is above --quantize-start-bits "
                          f"{self.quantize_start_bits}: bits only fall")

@@ -7,37 +7,30 @@ ones given as --optimizer-params NAME=VALUE; names and defaults are those of tor
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import ErrorList
-from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, one_of,
-                                    require, setting)
+from megatron.config.config_errors import range_errors
+from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, JsonType,
+                                    NumberRange, one_of, require, setting)
 from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
 
-AUTO_STEPS = "auto"
-"""Value of a number of steps that is determined during the run."""
+AUTO_STEPS = "auto"  # value of a number of steps that is determined during the run
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
     """The parameters of one optimizer."""
 
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Parameter -> its field names, separated by spaces."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Parameter without a field -> default, whose type is the parameter's."""
-    torch_name: str = ""
-    """The class in torch.optim, if there is one."""
-    has_weight_decay: bool = True
-    """Whether it takes `weight_decay`."""
-    lr: float = 1e-3
-    """DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr)."""
+    fields: Mapping[str, str] = field(default_factory=dict)  # parameter -> its field names, separated by spaces
+    extra: Mapping[str, Any] = field(default_factory=dict)  # parameter without a field -> default, of its type
+    torch_name: str = ""  # the class in torch.optim, if there is one
+    has_weight_decay: bool = True  # whether it takes `weight_decay`
+    lr: float = 1e-3  # DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr).
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -74,29 +67,9 @@ OPTIMIZERS: dict[str, OptimizerParams] = {
                             {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
                              "split_qkv": True, "muon_lr": None, "adam_lr": None})}
 
-TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}
-"""Extra parameter of type text -> its choices."""
+TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}  # extra parameter of type text -> its choices
 
-ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
-"""Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""
-
-
-@dataclass(frozen=True)
-class NumberRange:
-    low: float = 0.0
-    high: float = math.inf
-    excludes_low: bool = False
-    excludes_high: bool = False
-
-    def contains(self, number: float) -> bool:
-        return (number > self.low or number == self.low and not self.excludes_low) and \
-            (number < self.high or number == self.high and not self.excludes_high)
-
-    def __str__(self) -> str:
-        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
-        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
-
-
+ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")  # they communicate 1 bit per element
 _POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
 EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
@@ -106,11 +79,8 @@ EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
     **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99)}
 """Extra parameter -> its range, which holds for each number of a pair."""
-ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
-"""Pairs of extra parameters; the first must not be above the second."""
-OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
-"""Switches that only some optimizers have; false is accepted by all."""
-
+ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))  # the first must not be above the second
+OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")  # false is accepted by all optimizers
 
 DEEPSPEED_TYPES = {
     "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
@@ -140,12 +110,27 @@ def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
     if name not in takes.extra:
         raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
                          f"{', '.join(takes.extra) or 'none'}")
-    number = _convert_extra_param(name, value, takes.extra[name])
-    numbers = number if isinstance(number, tuple) else () if number is None else (number,)
+    default, is_number = takes.extra[name], _is_number(value)
+    if isinstance(default, bool):
+        is_valid, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        is_valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif isinstance(default, str):
+        is_valid, expected = value in TEXT_CHOICES[name], " or ".join(TEXT_CHOICES[name])
+    elif isinstance(default, tuple):
+        is_valid = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+        expected = "a list of two numbers"
+    else:  # a float, or None
+        is_valid, expected = is_number or default is value is None, "a number"
+    if not is_valid:
+        raise ValueError(f"{name} is {value!r}: expected {expected}")
+    numbers = value if isinstance(value, list) else [] if value is None else [value]
     if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
-    return number
+    if isinstance(default, tuple):
+        return tuple(map(float, value))
+    return float(value) if is_number and not isinstance(default, int) else value
 
 
 def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
@@ -157,30 +142,6 @@ def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
         yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
     if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
         yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
-
-
-def _convert_extra_param(name: str, value: Any, default: Any) -> Any:
-    if isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}: expected true or false")
-    if isinstance(default, int):
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}: expected a whole number")
-    if isinstance(default, str):
-        if value in TEXT_CHOICES[name]:
-            return value
-        raise ValueError(f"{name} is {value!r}: expected {' or '.join(TEXT_CHOICES[name])}")
-    if default is None and value is None:
-        return None
-    if isinstance(default, float | None):
-        if _is_number(value):
-            return float(value)
-        raise ValueError(f"{name} is {value!r}: expected a number")
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
-        return float(value[0]), float(value[1])
-    raise ValueError(f"{name} is {value!r}: expected a list of two numbers")
 
 
 def _is_number(value: Any) -> bool:
@@ -195,13 +156,14 @@ class OptimConfig:
         "optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given], refused=REFUSED_TYPES))
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
-        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
-    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax",
-                                "beta1")
-    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2")
-    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
+        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"),
+        ge=0)
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax", "beta1",
+                                ge=0, le=0.9999999)
+    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2", ge=0, le=0.9999999)
+    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon", gt=0)
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
-    sgd_momentum: float = setting(0.9, "momentum of sgd")
+    sgd_momentum: float = setting(0.9, "momentum of sgd", ge=0, le=0.9999999)
     onebit_freeze_step: str = setting(
         "100000", "steps after which the variance of onebit_adam and onebit_lamb is frozen: the momentum then travels "
         "at one bit a number; auto: once the variance has settled", metavar="N|auto",
@@ -209,13 +171,10 @@ class OptimConfig:
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
-                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0))
+                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "weight_decay clip_grad", 0)
-        problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
-        problems.require_range(self, "adam_eps", 0, open_low=True)
+        problems = range_errors(self)
         freeze = self.onebit_freeze_step
         problems.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
                          f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
@@ -252,105 +211,99 @@ class OptimConfig:
         return {**hyper, **params.extra, **self._parse_optimizer_params()}
 
     def _parse_optimizer_params(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
             require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
-            require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            require(name not in params, f"--optimizer-params {name} is given twice; leave one of them out")
             if name in OPTIMIZER_SWITCHES and name not in OPTIMIZERS[self.optimizer].extra and value == "false":
                 continue
             try:
                 is_text = isinstance(OPTIMIZERS[self.optimizer].extra.get(name), str)
-                found[name] = parse_extra_param(self.optimizer, name,
-                                                value.strip('"') if is_text else json.loads(value))
+                params[name] = parse_extra_param(self.optimizer, name,
+                                                 value.strip('"') if is_text else json.loads(value))
             except json.JSONDecodeError:
                 raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
             except ValueError as error:
                 raise ConfigError(f"--optimizer-params {error}") from None
-        return found
+        return params
 
 
 SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
                    "OneCycle": "one-cycle", "LRRangeTest": "range-test"}
 """scheduler.type -> --lr-decay-style"""
-_SCHEDULER_PARAMS = "scheduler.params."
 DEFAULT_WARMUP_FRACTION = 0.01
+
+
+def _scheduler_key(name: str, json_type: JsonType | None, default: str | None = None, help: str = "",
+                   nullable: bool = False) -> JsonKey:
+    """A parameter of the scheduler section, whose meaning depends on scheduler.type (ds_cross_keys.py)."""
+    return JsonKey(f"scheduler.params.{name}", json_type, is_independent=False, nullable=nullable, default=default,
+                   help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate: warm up, then decay until --lr-decay-iters."""
 
-    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", in_short_help=True, json=(
+    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", common=True, ge=0, json=(
         JsonKey("optimizer.params.lr", NUMBER),
         JsonKey("scheduler.params.warmup_max_lr", NUMBER,
                 help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
-        JsonKey(_SCHEDULER_PARAMS + "cycle_max_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`")))
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", json=(
-        JsonKey(_SCHEDULER_PARAMS + "cos_min_ratio", FRACTION, is_independent=False, default="0.0001",
-                help="of `WarmupCosineLR`, as a share of the peak"),
-        JsonKey(_SCHEDULER_PARAMS + "cycle_min_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`"),
-        JsonKey(_SCHEDULER_PARAMS + "lr_range_test_min_lr", NUMBER, is_independent=False, default="0.001",
-                help="of `LRRangeTest`: the first rate")))
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
-                            "range-test", "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
-                                JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False,
-                                        default="", help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; "
-                                        "`WarmupCosineLR`: cosine; `OneCycle`: one-cycle; `LRRangeTest`: range-test"),
-                                JsonKey(_SCHEDULER_PARAMS + "lr_range_test_staircase", BOOLEAN, is_independent=False,
-                                        default="false", help="of `LRRangeTest`: range-test-stairs")))
+        _scheduler_key("cycle_max_lr", NUMBER, "", "of `OneCycle`")))
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", ge=0, json=(
+        _scheduler_key("cos_min_ratio", FRACTION, "0.0001", "of `WarmupCosineLR`, as a share of the peak"),
+        _scheduler_key("cycle_min_lr", NUMBER, "", "of `OneCycle`"),
+        _scheduler_key("lr_range_test_min_lr", NUMBER, "0.001", "of `LRRangeTest`: the first rate")))
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle", "range-test",
+        "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
+            JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False, default="",
+                    help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine; "
+                    "`OneCycle`: one-cycle; `LRRangeTest`: range-test"),
+            _scheduler_key("lr_range_test_staircase", BOOLEAN, "false", "of `LRRangeTest`: range-test-stairs")))
     lr_decay_iters: int | None = setting(
-        None, "step at which --min-lr is reached (default: --train-iters)", json=(
-            JsonKey(_SCHEDULER_PARAMS + "total_num_steps", COUNT, is_independent=False, nullable=True,
-                    help="of `WarmupDecayLR` and `WarmupCosineLR`"),
-            JsonKey(_SCHEDULER_PARAMS + "cycle_second_step_size", COUNT, is_independent=False, nullable=True,
-                    help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
-            JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_size", COUNT, is_independent=False, default="2000",
-                    help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
-    warmup: float | None = setting(
-        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio")
+        None, "step at which --min-lr is reached (default: --train-iters)", ge=1, json=(
+            _scheduler_key("total_num_steps", COUNT, None, "of `WarmupDecayLR` and `WarmupCosineLR`", nullable=True),
+            _scheduler_key("cycle_second_step_size", COUNT, None, "of `OneCycle`: the steps from the peak to the end "
+                           "of the cycle; by default those before it", nullable=True),
+            _scheduler_key("lr_range_test_step_size", COUNT, "2000",
+                           "of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
+    warmup: float | None = setting(None, "share of --lr-decay-iters spent warming up (default: 0.01)",
+                                   "lr-warmup-fraction", "warmup-ratio", ge=0, le=1)
     lr_warmup_iters: int | None = setting(
-        None, "steps spent warming up, in place of --warmup", "warmup-iters",
-        "warmup-steps", json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps", COUNT_FROM_0,
-                                      is_independent=False, default="1000", help="of the warm-up schedules"),
-                              JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size", COUNT, is_independent=False,
-                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")))
+        None, "steps spent warming up, in place of --warmup", "warmup-iters", "warmup-steps", ge=0, json=(
+            _scheduler_key("warmup_num_steps", COUNT_FROM_0, "1000", "of the warm-up schedules"),
+            _scheduler_key("cycle_first_step_size", COUNT, "2000",
+                           "of `OneCycle`: the steps from the start to the peak")))
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
         "exponential", "WSD: shape of the decay")
-    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters")
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters", ge=1)
     cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
                                  "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
-                                 json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate", NUMBER_FROM_0, is_independent=False,
-                                               default="0", help="of `OneCycle`, per `decay_step_size` steps"),
-                                       JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate", NUMBER,
-                                               is_independent=False, default="1", help="of `LRRangeTest`")))
-    cycle_momentum: bool = setting(False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
-                                   json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum", is_independent=False,
-                                                default="true", help="DeepSpeed's default for `OneCycle`"))
-    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
-    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
+                                 ge=0, json=(
+                                     _scheduler_key("decay_lr_rate", NUMBER_FROM_0, "0",
+                                                    "of `OneCycle`, per `decay_step_size` steps"),
+                                     _scheduler_key("lr_range_test_step_rate", NUMBER, "1", "of `LRRangeTest`")))
+    cycle_momentum: bool = setting(
+        False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
+        json=_scheduler_key("cycle_momentum", None, "true", "DeepSpeed's default for `OneCycle`"))
+    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate", ge=0, le=0.9999999,
+                                   json=_scheduler_key("cycle_min_mom", None))
+    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle", ge=0, le=0.9999999,
+                                   json=_scheduler_key("cycle_max_mom", None))
     cycle_mom_growth: float = setting(
         0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
-        json=JsonKey(_SCHEDULER_PARAMS + "decay_mom_rate", NUMBER_FROM_0, is_independent=False, default="0",
-                     help="of `OneCycle`, per `decay_step_size` steps"))
+        ge=0, json=_scheduler_key("decay_mom_rate", NUMBER_FROM_0, "0", "of `OneCycle`, per `decay_step_size` steps"))
     override_lr_scheduler: bool = setting(False, "on resume, use these flags and not the checkpoint's schedule")
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "lr min_lr", 0)
-        problems.require_range(self, "warmup", 0, 1)
-        problems.require_range(self, "lr_warmup_iters", 0)
-        problems.require_range(self, "lr_decay_iters lr_wsd_decay_iters", 1)
-        problems.require_range(self, "cycle_decay cycle_mom_growth", 0)
-        problems.require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
         require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
                 "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")

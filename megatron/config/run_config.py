@@ -1,5 +1,4 @@
-"""Sections `save`, `log`, `profile` and `autotuning`: checkpoints, what a run prints and records, profiling, the
-tuner."""
+"""Sections `save`, `log`, `profile` and `autotuning`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NoReturn
 
-from megatron.config.config_errors import ErrorList
+from megatron.config.config_errors import range_errors
 from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
 from megatron.errors import ConfigError
 
@@ -25,39 +24,36 @@ def refuse_checkpoint_key(file: str) -> NoReturn:
 class SaveConfig:
     """Checkpoints: where they are written and read, and what of them."""
 
-    save: str | None = setting(None, "folder to write checkpoints to", in_short_help=True)
+    save: str | None = setting(None, "folder to write checkpoints to", common=True)
     load: str | None = setting(None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an "
-                               "empty --save", in_short_help=True)
-    ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
+                               "empty --save", common=True)
+    ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names",
+                                    ge=0)
     load_hf: str | None = setting(
-        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", in_short_help=True)
+        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", common=True)
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
-                                 in_short_help=True)
+                                 common=True, ge=0)
     async_save: bool = setting(False, "train on while a copy of the state is written")
-    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
-    keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
+    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit", ge=1)
+    keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this", ge=1)
     no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")
     no_save_rng: bool = setting(False, "leave the random number state out of checkpoints")
     no_load_optim: bool = setting(False, "do not load the optimizer state")
     no_load_rng: bool = setting(False, "do not load the random number state")
     finetune: bool = setting(False, "load the weights only, and start at iteration 0")
-    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; the loss scale starts anew")
+    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; its loss scale restarts")
     resume_fallback: bool = setting(
         False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "save_interval ckpt_step", 0)
-        problems.require_range(self, "keep_last keep_every", 1)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
-            require(
-                getattr(self, name) is None or getattr(self, name) is False or self.load is not None,
-                f"{flag_name(name)} needs --load: there is nothing to load",
-            )
+            value = getattr(self, name)
+            require(value is None or value is False or self.load is not None,
+                    f"{flag_name(name)} needs --load: there is nothing to load")
 
     def notes(self) -> Iterator[str]:
         """Notes on flags without effect, which scripts of DeepSpeed's examples give on their first run."""
@@ -72,11 +68,11 @@ class LogConfig:
 
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
-        "least ten lines)", "logging-steps", in_short_help=True,
-        json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"))
-    metrics_file: str | None = setting(None, "append one JSON object per step to this file", in_short_help=True)
+        "least ten lines)", "logging-steps", common=True,
+        json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"), ge=0)
+    metrics_file: str | None = setting(None, "append one JSON object per step to this file", common=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
-                                          "logging-dir", in_short_help=True,
+                                          "logging-dir", common=True,
                                           json=JsonKey("tensorboard.enabled", BOOLEAN, is_independent=False))
     csv_dir: str | None = setting(None, "append steps and evaluations to two tables in this folder",
                                   json=JsonKey("csv_monitor.enabled", BOOLEAN, is_independent=False))
@@ -87,16 +83,14 @@ class LogConfig:
                                       json=JsonKey("wandb.group", is_independent=False))
     wandb_team: str | None = setting(None, "whose project it is (default: the user's own)", "wandb-entity",
                                      metavar="NAME", json=JsonKey("wandb.team", is_independent=False))
-    peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)")
-    sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off")
+    peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)", gt=0)
+    sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off", ge=0)
     sample_prompt: str = setting("The", "prompt of the text sample at the end", metavar="TEXT")
     verbose: bool = setting(False, "print the whole configuration at the start")
     debug: bool = setting(False, "print tracebacks")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "log_interval sample_tokens", 0)
-        problems.require_range(self, "peak_tflops", 0, open_low=True)
+        problems = range_errors(self)
         for name in ("wandb_group", "wandb_team"):
             problems.require(getattr(self, name) is None or self.wandb_project is not None,
                              f"{flag_name(name)} needs --wandb-project")
@@ -120,11 +114,12 @@ class ProfileConfig:
 
     flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module",
                                    json=_FLOPS_PROFILER + "enabled")
-    flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step")
+    flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step",
+                                       ge=1)
     flops_profiler_module_depth: int = setting(-1, "how deep into the modules the sums over classes go; -1: to the "
-                                               "innermost", json=_FLOPS_PROFILER + "module_depth")
+                                               "innermost", json=_FLOPS_PROFILER + "module_depth", ge=-1)
     flops_profiler_top_modules: int = setting(1, "how many classes are named at each depth",
-                                              json=_FLOPS_PROFILER + "top_modules")
+                                              json=_FLOPS_PROFILER + "top_modules", ge=1)
     flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
     flops_profiler_output_file: str | None = setting(
         None, "write the profile to this file; its ending says as what: .json, .html, or else text",
@@ -133,7 +128,7 @@ class ProfileConfig:
     profile_steps: str | None = setting(
         None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, memory over time, and a line that says where "
               "the time went", metavar="FIRST:LAST")
-    profile_rank: int = setting(0, "the rank that is traced", metavar="RANK")
+    profile_rank: int = setting(0, "the rank that is traced", metavar="RANK", ge=0)
     profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True)
 
     @property
@@ -145,14 +140,11 @@ class ProfileConfig:
         return range(first, last + 1)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        asked = self.profile_steps
-        is_range = asked is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", asked) is not None and bool(self.traced_steps)
-        problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST of steps from 1 on, in their order: "
+        problems = range_errors(self)
+        steps = self.profile_steps
+        is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
+        problems.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
                                    "write 10:12, say, for steps 10 to 12")
-        problems.require_range(self, "profile_rank", 0)
-        problems.require_range(self, "flops_profiler_step flops_profiler_top_modules", 1)
-        problems.require_range(self, "flops_profiler_module_depth", -1)
         problems.raise_if_any()
 
     def notes(self, train_iters: int | None = None) -> list[str]:
@@ -182,43 +174,38 @@ class AutotuningConfig:
         "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
     autotuning_exps_dir: str = setting(
         "autotuning_exps", "folder of what each trial wrote", json=_AUTOTUNING + "exps_dir")
-    autotuning_overwrite: bool = setting(False, "begin anew where there are trials already, instead of going on",
+    autotuning_overwrite: bool = setting(False, "begin again where there are trials already, instead of going on",
                                          json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
     autotuning_metric: Literal["throughput", "latency", "flops"] = setting(
         "throughput", "what the results are told in; the batch of a step is given, so that their order is the same",
         json=_AUTOTUNING + "metric")
     autotuning_start_profile_step: int = setting(3, "the first step of a trial that counts, from 1",
-                                                 json=_AUTOTUNING + "start_profile_step")
+                                                 json=_AUTOTUNING + "start_profile_step", ge=1)
     autotuning_end_profile_step: int = setting(5, "the last one, after which the trial ends",
                                                json=_AUTOTUNING + "end_profile_step")
     autotuning_tuner_type: Literal["model_based", "gridsearch", "random"] = setting(
         "model_based", "what is tried next: what looks fastest by prediction and trials; the predicted order; any",
         json=JsonKey(_AUTOTUNING + "tuner_type", help="DeepSpeed's default is gridsearch"))
     autotuning_tuner_early_stopping: int = setting(
-        12, "end after so many trials that were no faster; 0: do not",
-        json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"))
-    autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials")
+        12, "end after this many trials that were no faster; 0: do not",
+        json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"), ge=0)
+    autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials", ge=1)
     autotuning_num_tuning_micro_batch_sizes: int = setting(
         5, "micro-batches that are tried of each choice of the rest, those of the best predicted time",
-        json=JsonKey(_AUTOTUNING + "num_tuning_micro_batch_sizes", help="DeepSpeed's default is 3"))
+        json=JsonKey(_AUTOTUNING + "num_tuning_micro_batch_sizes", help="DeepSpeed's default is 3"), ge=1)
     autotuning_max_train_batch_size: int | None = setting(
         None, "samples of a step, where --global-batch-size does not say (default: those of the flags)",
-        json=_AUTOTUNING + "max_train_batch_size")
+        json=_AUTOTUNING + "max_train_batch_size", ge=1)
     autotuning_mp_size: int | None = setting(
         None, "tensor parallel size (default: all that divide ranks and model are tried)",
-        json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"))
+        json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"), ge=1)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "autotuning_start_profile_step autotuning_tuner_num_trials "
-                                     "autotuning_num_tuning_micro_batch_sizes", 1)
-        problems.require_range(self, "autotuning_max_train_batch_size autotuning_mp_size", 1)
-        problems.require_range(self, "autotuning_tuner_early_stopping", 0)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
                 f"--autotuning-end-profile-step {self.autotuning_end_profile_step} is before "
                 f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")
 
     def notes(self) -> list[str]:
-        return [" note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"] * \
-            self.autotuning
+        note = " note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"
+        return [note] if self.autotuning else []

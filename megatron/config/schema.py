@@ -4,8 +4,7 @@
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0))
 
 The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the
-reference pages are derived from these declarations. A `JsonType` says which JSON values a key accepts and converts
-them.
+reference pages are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
@@ -28,36 +28,31 @@ class JsonType:
 
     expected: str
     convert: Callable[[Any], Any]
-    choices: tuple[str, ...] = ()
-    """The allowed texts of a choice."""
+    choices: tuple[str, ...] = ()  # the allowed texts of a choice
 
 
 def _boolean(value: Any) -> bool:
-    """Accepts 1 and 0, as DeepSpeed does."""
-    if not isinstance(value, int) or value not in (0, 1):
+    if not isinstance(value, int) or value not in (0, 1):  # 1 and 0 are accepted, as in DeepSpeed
         raise ValueError
     return bool(value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+def _text(value: Any, shortest: int = 0) -> str:
+    if not isinstance(value, str) or len(value) < shortest:
         raise ValueError
     return value
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
-        raise ValueError
-    if math.isnan(value):
-        raise ValueError
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError  # NaN included
     return float(value)
 
 
 def _integer(value: Any) -> int:
-    """Accepts 5e8, not 1.5."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not _number(value).is_integer():
+    if not _number(value).is_integer():  # 5e8 is accepted, 1.5 is not
         raise ValueError
     return int(value)
 
@@ -105,9 +100,10 @@ def one_of(*words: str) -> JsonType:
     return JsonType(" or ".join(f'"{word}"' for word in words), convert, words)
 
 
+MAX_INT64 = 2**63 - 1
 BOOLEAN = JsonType("true or false", _boolean)
-TEXT = JsonType("a text that is not empty", _text)
-ANY_TEXT = JsonType("a text", lambda value: value if value == "" else _text(value))
+TEXT = JsonType("a text that is not empty", partial(_text, shortest=1))
+ANY_TEXT = JsonType("a text", _text)
 NUMBER = JsonType("a number", _number)
 NUMBER_FROM_0 = JsonType("a number of at least 0", _in_range(0, _number))
 FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
@@ -122,12 +118,8 @@ PAIR = JsonType("a list of two numbers", _pair)
 
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
                         '["*"], as all weights have the same bits', _weight_group)
-"""compression_training's groups of modules; here all modules must have the same bits."""
-SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)
-"""A section that older files write as a switch."""
-
+SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)  # a section that older files write as a switch
 JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
-"""Default JSON type of a Python type."""
 
 
 def json_text(value: Any) -> str:
@@ -143,31 +135,37 @@ def json_text(value: Any) -> str:
 class JsonKey:
     """A DeepSpeed key that has an effect here."""
 
-    path: str
-    """Dotted path. A trailing dot names a section in which the key has the field's name."""
-    json_type: JsonType | None = None
-    """None: derived from the field's type; nullable if the field may be None."""
-    convert: Callable[[Any], Any] = lambda value: value
-    """The key's value -> the field's."""
-    nullable: bool = False
-    """null counts as absent."""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case text that DeepSpeed accepts and we do not -> reason."""
-    is_independent: bool = True
-    """False: the field's value depends on further keys (ds_cross_keys.py)."""
-    flag_wins: bool = False
-    """A flag with another value wins, with a note; for other keys that is an error."""
-    default: str | None = None
-    """Default shown on the reference page, if it is not the field's."""
-    help: str = ""
-    """Text on the reference page in addition to the field's help."""
-    field: str = ""
-    """The field it sets; filled in by ds_keys.py."""
+    path: str  # Dotted path. A trailing dot names a section in which the key has the field's name.
+    json_type: JsonType | None = None  # None: derived from the field's type; nullable if the field may be None
+    convert: Callable[[Any], Any] = lambda value: value  # the key's value -> the field's
+    nullable: bool = False  # null counts as absent
+    refused: Mapping[str, str] = field(default_factory=dict)  # lower-case text that only DeepSpeed accepts -> reason
+    is_independent: bool = True  # False: the field's value depends on further keys (ds_cross_keys.py)
+    flag_wins: bool = False  # a flag with another value wins, with a note; for other keys that is an error
+    default: str | None = None  # default shown on the reference page, if it is not the field's
+    help: str = ""  # text on the reference page in addition to the field's help
+    field: str = ""  # the field it sets; filled in by ds_keys.py
 
     @property
     def known_json_type(self) -> JsonType:
         assert self.json_type is not None, "the table fills in the kind"
         return self.json_type
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    low: float = 0.0
+    high: float = math.inf
+    excludes_low: bool = False
+    excludes_high: bool = False
+
+    def contains(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.excludes_low) and \
+            (number < self.high or number == self.high and not self.excludes_high)
+
+    def __str__(self) -> str:
+        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
 
 
 @dataclass(frozen=True)
@@ -178,23 +176,25 @@ class FieldSetting:
     aliases: tuple[str, ...] = ()
     keys: tuple[JsonKey, ...] = ()
     metavar: str | None = None
-    in_short_help: bool = False
-    """Listed by `--help`; the others are listed by `--help-all` only."""
-    is_location: bool = False
-    """A path, which may differ between nodes: ranks compare only whether it is given, and what they find there."""
+    common: bool = False  # listed by `--help`; the others are listed by `--help-all` only
+    is_location: bool = False  # a path, which may differ between nodes: ranks compare only whether it is given
+    range: NumberRange | None = None  # of a number
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
-            metavar: str | None = None, in_short_help: bool = False, is_location: bool = False) -> Any:
-    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it."""
+            metavar: str | None = None, common: bool = False, is_location: bool = False,
+            ge: float | None = None, gt: float | None = None, le: float = math.inf) -> Any:
+    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it, `ge` or `gt`
+    and `le` bound its numbers (config_errors.range_errors checks them)."""
+    allowed = NumberRange(gt, le, excludes_low=True) if gt is not None else None if ge is None else NumberRange(ge, le)
     keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
     return field(default=default,
-                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location)})
+                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, common, is_location, allowed)})
 
 
 def setting_of(item: Field[Any]) -> FieldSetting:
-    found: FieldSetting = item.metadata["setting"]
-    return found
+    declared: FieldSetting = item.metadata["setting"]
+    return declared
 
 
 def location_presence(value: Any) -> str:

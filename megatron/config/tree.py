@@ -2,9 +2,8 @@
 
     Config().model.num_layers        build_config({"num_layers": 2, "bf16": True})
 
-A section checks itself in `__post_init__`; what needs the world size is in `Config.check_world`. `unused_settings`
-names settings whose switch is off; `run_errors` refuses methods that would never begin. Not here: parsing (cli.py),
-DeepSpeed's JSON (ds_json.py), anything that opens a file.
+A section checks itself in `__post_init__`; what needs the world size is in `Config.check_world`.
+Not here: parsing (cli.py), DeepSpeed's JSON (ds_json.py), anything that opens a file.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All sections."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -52,30 +49,38 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     autotuning: AutotuningConfig = field(default_factory=AutotuningConfig)
+    # not sections, not saved: notes printed once at the start, and the names of flags in the JSON file
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Notes printed once at the start; not a section, not saved."""
     key_names: FlagToKeyNames = field(default_factory=FlagToKeyNames, compare=False)
-    """Translates flags to the JSON file's keys; not a section, not saved."""
-    conflicts: InitVar[ErrorList | None] = None
-    """Receives errors across sections; None: they are raised."""
+    conflicts: InitVar[ErrorList | None] = None  # receives errors across sections; None: they are raised
 
     def __post_init__(self, errors: ErrorList | None) -> None:
-        found = ErrorList() if errors is None else errors
-        self._check_model(found)
-        self._check_schedule(found)
-        self._check_stage(found)
-        self._check_graphs(found)
-        self._check_recomputation(found)
-        found.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
-                      "--skip-train without weights to evaluate: the model's would be random; give --load or --load-hf")
+        problems = ErrorList() if errors is None else errors
+        self._check_model(problems)
+        self._check_schedule(problems)
+        self._check_stage(problems)
+        if self.train.cuda_graphs:
+            self._check_graphs(problems)
+        recompute = self.recompute
+        buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
+        problems.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
+                         f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
+                         f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
+                         f"{recompute.checkpoint_num_layers}: leave it out")
+        problems.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
+                         "--skip-train without weights to evaluate: the model's would be random; give --load or "
+                         "--load-hf")
         if self.layer_drop.progressive_layer_drop:
-            self._check_layer_drop(found)
+            problems.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs "
+                             "--ignore-unused-parameters: a block that is left out has no gradient")
+            problems.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, "
+                             "not 1: the first block is never left out")
         if self.optim.optimizer in ONE_BIT_OPTIMIZERS:
-            self._check_one_bit(found)
+            self._check_one_bit(problems)
         if self.optim.optimizer == "muon":
-            self._check_muon(found)
+            self._check_muon(problems)
         if errors is None:
-            found.raise_if_any()
+            problems.raise_if_any()
 
     def _check_model(self, errors: ErrorList) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
@@ -120,8 +125,6 @@ class Config:
                        "other stages keep whole parameters on the device")
 
     def _check_graphs(self, errors: ErrorList) -> None:
-        if not self.train.cuda_graphs:
-            return
         errors.require(self.zero.zero_stage < 3,
                        "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
         errors.require(not self.recompute.checkpoint_activations,
@@ -132,20 +135,6 @@ class Config:
                        "same, and each step leaves out other blocks; leave one out")
         errors.require(not self.quantize.quantize_eigenvalue, "--quantize-eigenvalue and --cuda-graphs exclude each "
                        "other: an eigenvalue takes forwards that no step follows; leave one out")
-
-    def _check_recomputation(self, errors: ErrorList) -> None:
-        recompute = self.recompute
-        buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
-        errors.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
-                       f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
-                       f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
-                       f"{recompute.checkpoint_num_layers}: leave it out")
-
-    def _check_layer_drop(self, errors: ErrorList) -> None:
-        errors.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs --ignore-unused-parameters: "
-                       "a block that is left out has no gradient")
-        errors.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, not 1: "
-                       "the first block is never left out")
 
     def _check_one_bit(self, errors: ErrorList) -> None:
         name = f"--optimizer {self.optim.optimizer}"
@@ -190,14 +179,11 @@ class Config:
         """Raise a ConfigError if this number of ranks does not fit the configuration."""
         dp = data_parallel_size(world_size, self.parallel.model_parallel_size)
         micro, batch = self.train.batch_size, self.train.global_batch_size
-        require(
-            batch is None or batch % (micro * dp) == 0,
-            f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} "
-            f"= {micro * dp}",
-        )
+        require(batch is None or batch % (micro * dp) == 0, f"--global-batch-size {batch} is not divisible by "
+                f"--batch-size {micro} x data parallel size {dp} = {micro * dp}")
         profile = self.profile
-        require(profile.profile_steps is None or profile.profile_rank < world_size,
-                f"--profile-rank {profile.profile_rank} is none of {world_size} ranks, which are numbered from 0")
+        require(profile.profile_steps is None or profile.profile_rank < world_size, f"--profile-rank "
+                f"{profile.profile_rank} is not one of the {world_size} ranks, which are numbered from 0")
 
     def global_batch_size(self, dp_size: int) -> int:
         return self.train.global_batch_size or self.train.batch_size * dp_size
@@ -212,9 +198,10 @@ class Config:
 
     def rank_invariant_settings(self) -> dict[str, Any]:
         """Flag -> value, for everything that must be equal on all ranks; of paths only whether they are given."""
-        found = {flag_name(item.name): (getattr(getattr(self, name), item.name), setting_of(item).is_location)
-                 for name, section in SECTIONS.items() for item in fields(section)}
-        return {flag: location_presence(value) if is_place else value for flag, (value, is_place) in found.items()}
+        values = ((item, getattr(getattr(self, name), item.name))
+                  for name, section in SECTIONS.items() for item in fields(section))
+        return {flag_name(item.name): location_presence(value) if setting_of(item).is_location else value
+                for item, value in values}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
@@ -228,17 +215,16 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 
 
 def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
-    """A Config from flat field values; others keep their defaults. Errors are raised, or added to `collector`; then the
-    Config leaves out the wrong values."""
-    found, conflicts = collector or ErrorCollector(), ErrorList()
+    """A Config from flat field values. Errors are raised, or added to `collector`; their fields keep the defaults."""
+    errors, conflicts = collector or ErrorCollector(), ErrorList()
     known = {item.name for section in SECTIONS.values() for item in fields(section)}
     assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
     sections = {name: _build_section(section, {item.name: values[item.name] for item in fields(section)
-                                               if item.name in values}, found) for name, section in SECTIONS.items()}
+                                               if item.name in values}, errors) for name, section in SECTIONS.items()}
     config = Config(**sections, conflicts=conflicts)
-    found.add_errors(conflicts)
+    errors.add_errors(conflicts)
     if collector is None:
-        found.raise_if_any()
+        errors.raise_if_any()
     return config
 
 
@@ -265,49 +251,51 @@ REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progr
                                    "quantize_change_ratio": "quantize_mixed",
                                    **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
 """Field -> the switch that it needs."""
-
-OPTIMIZER_FIELDS = {name: [one for one, takes in OPTIMIZERS.items() if name in " ".join(takes.fields.values()).split()]
-                    for takes in OPTIMIZERS.values() for names in takes.fields.values() for name in names.split()}
+OPTIMIZER_FIELDS: dict[str, list[str]] = {}
 """Field of `optim` -> the optimizers that read it."""
+for _optimizer, _takes in OPTIMIZERS.items():
+    for _name in " ".join(_takes.fields.values()).split():
+        OPTIMIZER_FIELDS.setdefault(_name, []).append(_optimizer)
 
 
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
-    """A sentence for each of the fields `candidates` that has no effect. `given`: all fields that were set explicitly.
-    """
+    """A sentence for each field of `candidates` that has no effect; `given` are all fields that were set explicitly."""
     values = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    found: dict[str, list[str]] = {}
+    by_switch: dict[str, list[str]] = {}  # outermost switch that is off -> the settings that need it
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
     for name in on:
-        if (switch := _outermost_switch_off(name, values)) and switch not in given:
-            found.setdefault(switch, []).append(name)
-    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in found.items())
+        outermost, switch = None, REQUIRED_SWITCH.get(name)
+        while switch is not None:
+            outermost, switch = outermost if values[switch] else switch, REQUIRED_SWITCH.get(switch)
+        if outermost is not None and outermost not in given:
+            by_switch.setdefault(outermost, []).append(name)
+    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in by_switch.items())
     if config.schedule.lr_decay_style != "WSD" and (names := [name for name in on if name.startswith("lr_wsd_")]):
         yield f"{flags_have(names)} no effect without --lr-decay-style WSD"
-    yield from _settings_of_other_optimizers(config.optim, on)
-
-
-def _outermost_switch_off(name: str, values: dict[str, Any]) -> str | None:
-    """The outermost switch that this setting needs and that is off."""
-    switch = REQUIRED_SWITCH.get(name)
-    return None if switch is None else _outermost_switch_off(switch, values) or (None if values[switch] else switch)
-
-
-def _settings_of_other_optimizers(optim: OptimConfig, candidates: Collection[str]) -> Iterator[str]:
-    for name in candidates:
-        readers = OPTIMIZER_FIELDS.get(name)
-        if readers is not None and optim.optimizer not in readers:
-            yield f"{flag_name(name)} has no effect with --optimizer {optim.optimizer}: {', '.join(readers)} read it"
-    if "weight_decay" in candidates and not OPTIMIZERS[optim.optimizer].has_weight_decay:
-        yield f"--weight-decay has no effect with --optimizer {optim.optimizer}: its weights do not decay"
+    optimizer = config.optim.optimizer
+    for name in on:
+        readers = OPTIMIZER_FIELDS.get(name, [optimizer])
+        if optimizer not in readers:
+            yield f"{flag_name(name)} has no effect with --optimizer {optimizer}: {', '.join(readers)} read it"
+    if "weight_decay" in on and not OPTIMIZERS[optimizer].has_weight_decay:
+        yield f"--weight-decay has no effect with --optimizer {optimizer}: its weights do not decay"
 
 
 def run_errors(config: Config) -> Iterator[str]:
     """An error text for each method that would never start in this run, or that does not fit the model."""
+    iters, quantize = config.train.train_iters, config.quantize
     if config.optim.optimizer in ONE_BIT_OPTIMIZERS:
         yield from _one_bit_warm_up_too_long(config)
-    if config.quantize.quantize_training:
-        yield from _quantize_offset_too_large(config)
-        yield from _uneven_quantize_groups(config)
+    if not quantize.quantize_training:
+        return
+    if 0 < iters < quantize.quantize_offset:
+        yield (f"--quantize-offset {quantize.quantize_offset} is above --train-iters {iters}, so that nothing would be "
+               "rounded: give 0 to round from the first step on, or fewer steps than the run has")
+    hidden = config.model.hidden_size  # the check that the engine makes for any model
+    rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
+    if uneven := [f"{count} ({name})" for name, count in rows.items() if count % quantize.quantize_groups]:
+        yield (f"--quantize-groups {quantize.quantize_groups} does not divide the rows of every matrix, "
+               f"{', '.join(uneven)}: give a divisor of all")
 
 
 def _one_bit_warm_up_too_long(config: Config) -> Iterator[str]:
@@ -322,20 +310,3 @@ def _one_bit_warm_up_too_long(config: Config) -> Iterator[str]:
     elif 0 < iters <= warm_up:
         yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing would travel at "
                f"one bit: 15 to 25 % of the steps are usual, or give {AUTO_STEPS}")
-
-
-def _quantize_offset_too_large(config: Config) -> Iterator[str]:
-    offset, iters = config.quantize.quantize_offset, config.train.train_iters
-    if 0 < iters < offset:
-        yield (f"--quantize-offset {offset} is above --train-iters {iters}, so that nothing would be rounded: give 0 "
-               "to round from the first step on, or fewer steps than the run has")
-
-
-def _uneven_quantize_groups(config: Config) -> Iterator[str]:
-    """The check that the engine makes for any model."""
-    groups, hidden = config.quantize.quantize_groups, config.model.hidden_size
-    rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
-    uneven = [f"{count} ({name})" for name, count in rows.items() if count % groups]
-    if uneven:
-        yield (f"--quantize-groups {groups} does not divide the rows of every matrix, {', '.join(uneven)}: give "
-               "a divisor of all")

@@ -1,41 +1,37 @@
-"""Sections `parallel`, `precision`, `zero`, `offload` and `recompute`: parallel sizes, working precision, ZeRO
-partitioning, offload to host or NVMe, and activation checkpointing.
-"""
+"""Sections `parallel`, `precision`, `zero`, `offload` and `recompute` (activation checkpointing)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron.config.config_errors import ErrorList
-from megatron.config.schema import EXPONENT, NUMBER_FROM_0, JsonKey, flag_name, flags_have, one_of, require, setting
+from megatron.config.config_errors import range_errors
+from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, flag_name, flags_have, one_of, require,
+                                    setting)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
 
-    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", in_short_help=True)
+    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", common=True, ge=1)
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
-    distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
+    distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective", gt=0)
     startup_timeout_seconds: float | None = setting(
         None, "the same until all ranks have taken a step: meeting, indexing the corpus, loading, compiling (default: "
-        "three times as long)")
+        "three times as long)", gt=0)
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "model_parallel_size", 1)
-        problems.require_range(self, "distributed_timeout_seconds startup_timeout_seconds", 0, open_low=True)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
 
     @property
     def startup_limit(self) -> float:
         """Timeout until all ranks have completed a step, in seconds."""
-        given = self.startup_timeout_seconds
-        return 3 * self.distributed_timeout_seconds if given is None else given
+        seconds = self.startup_timeout_seconds
+        return 3 * self.distributed_timeout_seconds if seconds is None else seconds
 
 
 def data_parallel_size(world_size: int, tp: int) -> int:
@@ -49,19 +45,19 @@ def data_parallel_size(world_size: int, tp: int) -> int:
 class PrecisionConfig:
     """The working precision of weights and activations. Master weights and moments are always fp32."""
 
-    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", in_short_help=True)
-    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", in_short_help=True)
+    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", common=True)
+    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", common=True)
     loss_scale: float | None = setting(None, "fp16: fixed loss scale (default: dynamic)", json=JsonKey(
-        "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"))
-    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", json=JsonKey(
+        "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"), gt=0, le=2.0**64)
+    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", gt=0, le=2.0**64, json=JsonKey(
         "fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16", help="as the exponent of 2"))
-    loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.")
-    hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
+    loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.", ge=1)
+    hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.", ge=1)
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
-                               json="fp16.min_loss_scale")
+                               json="fp16.min_loss_scale", gt=0, le=2.0**64)
     max_skipped_in_a_row: int | None = setting(
         None, "bf16, fp32: steps in a row that may be skipped for a gradient that is not finite before the run ends "
-        "(default: none of the first 10 steps, then 3); without effect in fp16, where the loss scale decides")
+        "(default: none of the first 10 steps, then 3); without effect in fp16, where the loss scale decides", ge=0)
     auto_cast: bool = setting(
         False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(
@@ -74,18 +70,11 @@ class PrecisionConfig:
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
-        problems.require_range(self, "loss_scale_window hysteresis", 1)
-        problems.require_range(self, "max_skipped_in_a_row", 0)
-        problems.raise_if_any()
-        require(
-            not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
-        )
-        require(
-            self.loss_scale is None or self.fp16,
-            f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
-        )
+        range_errors(self).raise_if_any()
+        require(not (self.fp16 and self.bf16),
+                "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
+        require(self.loss_scale is None or self.fp16,
+                f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled")
         require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
                 f"--fp32-allreduce and --communication-data-type {self.communication_data_type} contradict each other: "
                 "give one of them")
@@ -111,7 +100,7 @@ class ZeroConfig:
     """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
 
     zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
-                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", in_short_help=True)
+                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", common=True)
     contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
                                          "zero-contiguous-gradients", "zero-contigious-gradients",
                                          json=_ZERO_OPTIMIZATION)
@@ -125,39 +114,37 @@ class ZeroConfig:
         json="prescale_gradients")
     gradient_predivide_factor: float = setting(
         1.0, "divide gradients by this before they are reduced, and by the rest of the data parallel size after",
-        json="gradient_predivide_factor")
+        json="gradient_predivide_factor", gt=0, le=2.0**64)
     reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time on CPU (on GPUs: a block)",
-                                      "zero-reduce-bucket-size", json=_ZERO_OPTIMIZATION)
+                                      "zero-reduce-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64)
     allgather_partitions: bool = setting(
         True, "accepted; each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION)
     allgather_bucket_size: int = setting(500_000_000, "weights collected at a time on CPU (on GPUs: a block)",
-                                         "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION)
+                                         "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64)
     load_from_fp32_weights: bool = setting(
         True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
         json=_ZERO_OPTIMIZATION)
     ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_ZERO_OPTIMIZATION)
     round_robin_gradients: bool = setting(False, "spread copies of gradients to the host over the ranks",
                                           json=_ZERO_OPTIMIZATION)
-    sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION)
+    sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION,
+                                  ge=1, le=MAX_INT64)
     stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
-                                              json=_ZERO_OPTIMIZATION)
+                                              json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
     stage3_max_reuse_distance: int = setting(
-        0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
-        json=JsonKey(_ZERO_OPTIMIZATION, help="DeepSpeed's default, 1e9, keeps smaller models whole"))
+        0, "keep a block gathered after its forward if its backward comes before that many other parameters are used",
+        json=JsonKey(_ZERO_OPTIMIZATION, help="DeepSpeed's default, 1e9, keeps smaller models whole"),
+        ge=0, le=MAX_INT64)
     stage3_prefetch_bucket_size: int = setting(
-        50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION)
+        50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
     stage3_param_persistence_threshold: int = setting(
-        100_000, "never partition a parameter of fewer elements", json=_ZERO_OPTIMIZATION)
+        100_000, "never partition a parameter of fewer elements", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
+        problems = range_errors(self)
         problems.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
-        problems.require_range(self, "gradient_predivide_factor", 0, 2.0**64, open_low=True)
-        problems.require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
-        problems.require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
-        problems.require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
         problems.raise_if_any()
         require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
                 f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
@@ -176,7 +163,7 @@ class OffloadConfig:
     offload_optimizer_nvme_path: str | None = setting(
         None, "folder on the NVMe drive", json=_OFFLOAD_OPTIMIZER + "nvme_path", is_location=True)
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
-                                                  json=_OFFLOAD_OPTIMIZER + "buffer_count")
+                                                  json=_OFFLOAD_OPTIMIZER + "buffer_count", ge=1)
     offload_optimizer_pin_memory: bool = setting(
         True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
         json=_OFFLOAD_OPTIMIZER + "pin_memory")
@@ -198,17 +185,18 @@ class OffloadConfig:
     offload_param_nvme_path: str | None = setting(
         None, "folder on the NVMe drive", json=_OFFLOAD_PARAM + "nvme_path", is_location=True)
     offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
-                                              json=_OFFLOAD_PARAM + "buffer_count")
-    offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_OFFLOAD_PARAM + "buffer_size")
+                                              json=_OFFLOAD_PARAM + "buffer_count", ge=1)
+    offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_OFFLOAD_PARAM + "buffer_size",
+                                             ge=1)
     offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
-                                            json=_OFFLOAD_PARAM + "max_in_cpu")
+                                            json=_OFFLOAD_PARAM + "max_in_cpu", ge=0)
     offload_param_pin_memory: bool = setting(
         True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
         "use-pin-memory", json=_OFFLOAD_PARAM + "pin_memory")
-    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
-    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
+    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size", ge=1)
+    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth", ge=1)
     aio_intra_op_parallelism: int = setting(1, "reads under way at a time, and as many writes", "aio-thread-count",
-                                            json="aio.intra_op_parallelism")
+                                            json="aio.intra_op_parallelism", ge=1)
     aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit")
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
                                        json="aio.overlap_events")
@@ -218,11 +206,7 @@ class OffloadConfig:
         return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count", 1)
-        problems.require_range(self, "offload_param_buffer_size", 1)
-        problems.require_range(self, "offload_param_max_in_cpu", 0)
-        problems.require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
+        problems = range_errors(self)
         for kind in ("optimizer", "param"):
             device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
             name = flag_name(f"offload_{kind}_device")
@@ -243,14 +227,13 @@ class OffloadConfig:
         problems.raise_if_any()
 
 
+# settings that apply only to NVMe
 _NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
                   "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
-"""Settings that apply only to NVMe."""
-_HOST_SETTINGS = {"offload_update", "delayed_param_update"}
-"""Settings that apply only to optimizer state on the host."""
+_HOST_SETTINGS = {"offload_update", "delayed_param_update"}  # settings that apply only to optimizer state on the host
+# settings that apply only to offloaded state
 _OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
                      "param": {"offload_param_pin_memory"}}
-"""Settings that apply only to offloaded state."""
 
 
 def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
@@ -258,26 +241,20 @@ def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = (
     (`of_file`) that are off, since DeepSpeed's guide writes those defaults out."""
     changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
                and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
-    yield from _unused_in_section(offload, changed, "optimizer", "the optimizer's state is")
-    yield from _unused_in_section(offload, changed, "param", "the parameters are")
+    for kind, state in (("optimizer", "the optimizer's state is"), ("param", "the parameters are")):
+        location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
+        nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
+        unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
+        names = [name for name in changed if name in unread]
+        wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
+        if names and location == "none":
+            yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
+        elif names:
+            yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
     aio = [name for name in changed if name.startswith("aio_")]
-    places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device")
-              for kind in _NVME_SETTINGS}
-    if aio and "nvme" not in places.values():
-        either = " or ".join(f"{name} nvme" for name in places)
+    if aio and not offload.uses_nvme:
+        either = " or ".join(f"{flag_name(f'offload_{kind}_device')} nvme" for kind in _NVME_SETTINGS)
         yield f"{flags_have(aio)} no effect here: nothing is on a drive without {either}"
-
-
-def _unused_in_section(offload: OffloadConfig, changed: Sequence[str], kind: str, state: str) -> Iterator[str]:
-    location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
-    nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
-    unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
-    names = [name for name in changed if name in unread]
-    wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
-    if names and location == "none":
-        yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
-    elif names:
-        yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
 
 
 _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
@@ -289,8 +266,8 @@ class RecomputeConfig:
 
     checkpoint_activations: bool = setting(False, "recompute activations in backward",
                                            "deepspeed-activation-checkpointing", "gradient-checkpointing",
-                                           in_short_help=True)
-    checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk")
+                                           common=True)
+    checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk", ge=1)
     partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
                                           json=_ACTIVATION_CHECKPOINTING)
     cpu_checkpointing: bool = setting(False, "keep inputs on the host", "checkpoint-in-cpu",
@@ -299,15 +276,13 @@ class RecomputeConfig:
         False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing",
         json=JsonKey(_ACTIVATION_CHECKPOINTING, help="needs `partition_activations`"))
     number_checkpoints: int | None = setting(None, "chunks that fit into that buffer (default: those of one forward)",
-                                             "num-checkpoints", json=_ACTIVATION_CHECKPOINTING)
+                                             "num-checkpoints", json=_ACTIVATION_CHECKPOINTING, ge=1)
     synchronize_checkpoint_boundary: bool = setting(False, "wait for the device at each chunk",
                                                     "synchronize-each-layer", json=_ACTIVATION_CHECKPOINTING)
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
                                      json=_ACTIVATION_CHECKPOINTING + "profile")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "checkpoint_num_layers number_checkpoints", 1)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.partition_activations or not self.contiguous_memory_optimization,
                 "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")

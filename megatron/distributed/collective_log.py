@@ -5,8 +5,8 @@ same order, so two logs agree as far as both go; a shorter log belongs to a slow
 entries too, except at stage 3 on a CPU: there their order may differ between ranks, and they are only counted.
 A *use* is a unit that the rank waited for; uses show where the ranks parted when units are gathered ahead of time.
 
-Recording sends nothing. `assert_collective_call` sends two numbers: public calls that a script may make on one rank
-only (getters, GatheredParameters, saves) use it before they exchange data. watchdog.py compares logs when a run hangs.
+Recording sends nothing; watchdog.py compares logs when a run hangs. `assert_collective_call` is for public calls that
+a script may make on one rank only (getters, GatheredParameters, saves), before they exchange data.
 """
 
 from __future__ import annotations
@@ -29,26 +29,20 @@ from megatron.errors import ConfigError
 from mpu.collectives import all_gather
 from mpu.groups import Group
 
+# Entries kept per rank. Ranks of one group are never that far apart: a host runs at most two steps ahead of its device.
 MAX_ENTRIES = 1024
-"""Entries kept per rank. Ranks of one group are never that far apart: the host runs ahead of its accelerator by at most
-two steps, and by no more kernels than fit in the driver's queue."""
-
-NO_ENTRY, NO_REDUCTION = -1, (-1, "")
-"""Values of `awaited_entry` and `awaited_reduction` while the host waits for nothing."""
+NO_ENTRY, NO_REDUCTION = -1, (-1, "")  # `awaited_entry` and `awaited_reduction` while the host waits for nothing
 
 BACKWARD_END, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
 ENDED, FAILED, INTERRUPTED = "the end of its program", "an error of its own", "an interruption (Ctrl-C)"
-FINAL_ENTRIES = frozenset({ENDED, FAILED, INTERRUPTED})
-"""The rank records nothing after one of these."""
-BARRIER_ENTRIES = FINAL_ENTRIES | {STEP, SAVE, LOAD}
-"""A rank leaves one of these only when all ranks have reached it."""
-AFTER_STEP = "after a step"
-"""Purpose of the all-gathers that every rank starts right after a step. Their order says nothing about the forward."""
+FINAL_ENTRIES = frozenset({ENDED, FAILED, INTERRUPTED})  # the rank records nothing after one of these
+BARRIER_ENTRIES = FINAL_ENTRIES | {STEP, SAVE, LOAD}  # a rank leaves one of these only when all ranks have reached it
+AFTER_STEP = "after a step"  # purpose of the all-gathers that every rank starts then, in no order of the forward
 FORGOTTEN_ENTRY = "an earlier place", ""
 
 
 class CollectiveObserver(Protocol):
-    """Callbacks for each entry and each gradient reduction ("sum"), by number."""
+    """Callbacks for each entry and each gradient reduction (`kind` "sum"), by number."""
 
     def collective_started(self, kind: str, number: int, what: str) -> None: ...
 
@@ -60,14 +54,12 @@ class CollectiveObserver(Protocol):
 class CollectiveLog:
     def __init__(self, *, reductions_in_order: bool) -> None:
         self.entry_count = self.reduction_count = 0
-        self.purpose = ""
-        """Purpose of the collectives that follow (forward, backward, ...)."""
+        self.purpose = ""  # purpose of the collectives that follow (forward, backward, ...)
         self.observer: CollectiveObserver | None = None
-        self.raise_root_cause: Callable[[BaseException], None] = _no_root_cause
-        """Called with the error of a failed collective; raises the root cause if it is known."""
+        # called with the error of a failed collective; raises the root cause if the watchdog knows it
+        self.raise_root_cause: Callable[[BaseException], object] = lambda error: None
+        # decides when this rank communicates; shown in the error if diverging ranks differ in it
         self.accumulation_setting = ""
-        """A setting that decides when this rank communicates. Not compared; the error text shows it if diverging ranks
-        differ in it."""
         self._reductions_in_order = reductions_in_order
         self._awaited_entry, self._awaited_reduction = NO_ENTRY, NO_REDUCTION
         self._entries = [("", "")] * MAX_ENTRIES
@@ -110,8 +102,8 @@ class CollectiveLog:
         if self.observer is not None:
             self._notify_observer("entry", before, number)
         if number != NO_ENTRY:
-            what, begun_for = self._entries[number % MAX_ENTRIES]
-            if begun_for != AFTER_STEP:
+            what, started_for = self._entries[number % MAX_ENTRIES]
+            if started_for != AFTER_STEP:
                 self._uses.append((what, self.purpose, self.entry_count))
 
     @property
@@ -137,22 +129,20 @@ class CollectiveLog:
         return self.entry_count > 0 and self._entries[(self.entry_count - 1) % MAX_ENTRIES][0] in FINAL_ENTRIES
 
     def snapshot(self, rank: int) -> CollectiveLogSnapshot:
-        """Copy the log. Safe while the rank records more in another thread: the copy repeats until no entry was added
-        meanwhile."""
+        """Copy the log. Safe while another thread records more: repeats until no entry was added meanwhile."""
         while True:
             # read first: entries added meanwhile can only end a wait
             waits = self.awaited_entry, self.awaited_reduction
             count = self.entry_count
             first = max(0, count - MAX_ENTRIES)
             entries = [self._entries[number % MAX_ENTRIES] for number in range(first, count)]
-            taken = CollectiveLogSnapshot(rank, first, entries, self.reduction_count, *waits, tuple(self._uses),
-                                          self.accumulation_setting)
+            snapshot = CollectiveLogSnapshot(rank, first, entries, self.reduction_count, *waits, tuple(self._uses),
+                                             self.accumulation_setting)
             if count == self.entry_count:
-                return taken
+                return snapshot
 
 
-UnitUse = tuple[str, str, int]
-"""(unit, purpose, number of entries recorded before the use)."""
+UnitUse = tuple[str, str, int]  # (unit, purpose, number of entries recorded before the use)
 
 
 @dataclass(frozen=True)
@@ -160,8 +150,7 @@ class CollectiveLogSnapshot:
     """One rank's log at one time, as other ranks read it from the store."""
 
     rank: int
-    first_number: int
-    """Number of `entries[0]`; older entries were overwritten."""
+    first_number: int  # number of `entries[0]`; older entries were overwritten
     entries: Sequence[tuple[str, str]]
     reduction_count: int = 0
     awaited_entry: int = NO_ENTRY
@@ -192,23 +181,22 @@ class CollectiveLogSnapshot:
 
     def uses_after(self, number: int) -> list[UnitUse] | None:
         """The uses recorded after entry `number`; None if some of them were overwritten."""
-        is_whole = len(self.uses) < MAX_ENTRIES or self.uses[0][2] <= number
-        return [use for use in self.uses if use[2] > number] if is_whole else None
+        is_complete = len(self.uses) < MAX_ENTRIES or self.uses[0][2] <= number
+        return [use for use in self.uses if use[2] > number] if is_complete else None
 
     def pack(self) -> list[Any]:
         """The log as a JSON value that holds each text once."""
         texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
-        place = {text: number for number, text in enumerate(texts)}
-        return [self.rank, self.first_number, texts, [place[entry] for entry in self.entries], self.reduction_count,
-                self.awaited_entry, self.awaited_reduction, [(place[use[:2]], use[2]) for use in self.uses],
+        index_of = {text: number for number, text in enumerate(texts)}
+        return [self.rank, self.first_number, texts, [index_of[entry] for entry in self.entries], self.reduction_count,
+                self.awaited_entry, self.awaited_reduction, [(index_of[use[:2]], use[2]) for use in self.uses],
                 self.accumulation_setting]
 
     @staticmethod
     def unpack(packed: list[Any]) -> CollectiveLogSnapshot:
-        rank, first, texts, places, sums, entry, (number, name), used, remark = packed
-        entries = [(what, purpose) for what, purpose in map(texts.__getitem__, places)]
-        uses = tuple((*texts[place], count) for place, count in used)
-        return CollectiveLogSnapshot(rank, first, entries, sums, entry, (number, name), uses, remark)
+        rank, first, texts, entries, reductions, awaited, (number, name), uses, setting = packed
+        return CollectiveLogSnapshot(rank, first, [tuple(texts[index]) for index in entries], reductions, awaited,
+                                     (number, name), tuple((*texts[index], count) for index, count in uses), setting)
 
 
 def logs_diverged(mine: CollectiveLogSnapshot, other: CollectiveLogSnapshot) -> bool:
@@ -239,8 +227,8 @@ def divergence_positions(records: Sequence[CollectiveLogSnapshot]) -> dict[int, 
     if number is not None:
         return _diverging_uses(records, number) or {record.rank: record.entry_at(number) or FORGOTTEN_ENTRY
                                                     for record in records}
-    needy = [record for record in records if record.blocking_entry != NO_ENTRY]
-    if any(_waits_forever(record, needy) for record in records):
+    blocked = [record for record in records if record.blocking_entry != NO_ENTRY]
+    if any(_waits_forever(record, blocked) for record in records):
         return {record.rank: record.current_position for record in records}
     return {}
 
@@ -250,9 +238,9 @@ def _diverging_uses(records: Sequence[CollectiveLogSnapshot], number: int) -> di
     With units gathered ahead of time, the uses diverge before the entries do. Only uses after the last common barrier
     are compared: earlier ones caused no harm."""
     first = min(record.first_number for record in records)
-    met = max((place for place in range(first, number) for record in records if (
+    barrier = max((place for place in range(first, number) for record in records if (
         record.entry_at(place) or FORGOTTEN_ENTRY)[0] in BARRIER_ENTRIES | {BACKWARD_END}), default=first - 1)
-    uses = [record.uses_after(met) for record in records]
+    uses = [record.uses_after(barrier) for record in records]
     if None in uses:
         return {}
     for together in zip_longest(*(known or [] for known in uses)):
@@ -282,23 +270,15 @@ def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> st
         if len(by_text) > 1 else ""
 
 
-def _no_root_cause(error: BaseException) -> None:
-    """Default of `CollectiveLog.raise_root_cause`: no watchdog runs, so no root cause is known."""
-
-
+# `assert_collective_call` waits this long before its own error: the watchdog names the positions of all ranks sooner.
 WATCHDOG_REPORT_SECONDS = 20.0
-"""`assert_collective_call` waits this long before its own error: the watchdog names the positions of all ranks sooner.
-"""
 
 
 class OwningEngine(Protocol):
-    """The part of a bucket's engine that is used here."""
-
     log: CollectiveLog
 
     def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """Context in which weights or optimizer states are written; if it is interrupted, the engine refuses to
-        continue."""
+        """Context in which weights or optimizer states are written; interrupted, the engine does not continue."""
 
     def finish_delayed_update(self) -> None:
         """Bring the weights up to date with the last step. Collective."""
@@ -318,25 +298,23 @@ def register_owning_engine(bucket: object, engine: OwningEngine) -> None:
 
 
 def owning_engine(bucket: object) -> OwningEngine | None:
-    found = _OWNING_ENGINES.get(bucket)
-    return None if found is None else found()
+    engine = _OWNING_ENGINES.get(bucket)
+    return None if engine is None else engine()
 
 
 def assert_collective_call(log: CollectiveLog, group: Group, call: str, value: Tensor | None = None,
                            details: str = "") -> bool:
     """Check that every rank of `group` makes this `call` with the same `details`; returns whether all have the same
-    `value`. Raises ConfigError if a rank is in another call. Collective: an all-gather of two int64 digests per rank.
-    """
+    `value`. ConfigError if a rank is in another call. Collective: an all-gather of two int64 per rank."""
     log.record_barrier(call)
     if group.is_solo:
         return True
     log.awaited_entry = log.entry_count - 1
-    local_digests = torch.tensor(
-        [_digest_int64(f"{call} {details}".encode()), 0 if value is None else _digest_int64(_value_bytes(value))])
+    value_bytes = b"" if value is None else value.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+    local_digests = torch.tensor([int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+                                  for data in (f"{call} {details}".encode(), value_bytes)])
     try:
-        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
-        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
-        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
+        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value
         all_digests = all_gather(local_digests, group, dim=0).view(group.size, 2)
         if not bool((all_digests[:, 0] == local_digests[0]).all()):
             Event().wait(WATCHDOG_REPORT_SECONDS)
@@ -347,11 +325,3 @@ def assert_collective_call(log: CollectiveLog, group: Group, call: str, value: T
         raise
     log.awaited_entry = NO_ENTRY
     return bool((all_digests[:, 1] == local_digests[1]).all())
-
-
-def _value_bytes(value: Tensor) -> bytes:
-    return value.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-
-
-def _digest_int64(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -26,15 +26,13 @@ T = TypeVar("T")
 _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
     CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
-"""Error classes by name that ranks share: every class with an exit code in errors.exit_code, including those of `data`
-and `mpu`, which must not import this package."""
+"""Error classes by name that ranks share: every class with an exit code in errors.exit_code."""
 
 
 def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
     """This rank's result of `action` if every rank succeeds; otherwise the error of the lowest failing rank, on every
     rank. Communicates one number, and on failure the message. Only errors with an exit code are shared; any other
-    exception is a bug and ends this rank, and so the job, with its traceback.
-    """
+    exception is a bug and ends the job with its traceback."""
     result, failure = _try_action(action)
     _raise_first_failure(int(all_reduce_scalar(world.size if failure is None else world.rank, world, "min")), failure,
                          world)
@@ -53,8 +51,8 @@ def _raise_first_failure(first: int, failure: Exception | None, world: Group) ->
     """Raise the error of rank `first` on every rank (collective); `first` >= world.size means that no rank failed."""
     if first < world.size:
         report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
-        said = broadcast_json(report, world, first)
-        raise _SHARED_ERRORS.get(said["error"], PeerError)(said["message"]) from failure
+        shared = broadcast_json(report, world, first)
+        raise _SHARED_ERRORS.get(shared["error"], PeerError)(shared["message"]) from failure
 
 
 def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str) -> T:
@@ -71,10 +69,9 @@ def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str
 
 
 def assert_equal_across_ranks(values: Mapping[str, Any], world: Group, problem: str) -> None:
-    """Raise a ConfigError that begins with `problem` and names the differences unless `values` are equal on all ranks.
-    Communicates one reduction if they are equal."""
-    if told := find_differences(values, world):
-        raise ConfigError(mismatch_message([(found, [rank]) for rank, found in enumerate(told)], problem))
+    """Raise a ConfigError that begins with `problem` unless `values` are equal on all ranks. One reduction."""
+    if per_rank := find_differences(values, world):
+        raise ConfigError(mismatch_message([(each, [rank]) for rank, each in enumerate(per_rank)], problem))
 
 
 def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group) -> None:
@@ -85,9 +82,9 @@ def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group)
 def raise_if_arguments_differ(call: str, arguments_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Raise a ConfigError for a non-empty result of `find_differences`."""
     if arguments_by_rank:
-        found = describe_differences([(each, [rank]) for rank, each in enumerate(arguments_by_rank)])
-        raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
-                          "same on every rank")
+        differences = describe_differences([(each, [rank]) for rank, each in enumerate(arguments_by_rank)])
+        raise ConfigError(f"the ranks call {call} with different arguments: {differences}; nothing was done: give it "
+                          "the same on every rank")
 
 
 def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
@@ -97,17 +94,16 @@ def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, 
 
 def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]], world: Group,
                              check: Callable[[], object] = lambda: None) -> list[list[dict[str, Any]]]:
-    """`find_differences` for each set of values, after `check`, whose error is shared as in `all_succeed_or_raise`. All
-    of it takes one collective if the values are equal and `check` succeeds: min(d) == -min(-d) iff all digests d agree.
-    """
+    """`find_differences` for each set of values, after `check`, whose error is shared. One collective if the values are
+    equal and `check` succeeds: min(d) == -min(-d) iff all digests d agree."""
     _, failure = _try_action(check)
-    texts = [json.dumps(facts, sort_keys=True, default=str) for facts in value_sets]
+    texts = [json.dumps(values, sort_keys=True, default=str) for values in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
-    first, *found = all_reduce_min([world.size if failure is None else world.rank,
-                                    *digests, *(-digest for digest in digests)], world)
+    first, *minima = all_reduce_min([world.size if failure is None else world.rank,
+                                     *digests, *(-digest for digest in digests)], world)
     _raise_first_failure(int(first), failure, world)
     return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
-            for text, smallest, negated in zip(texts, found[:len(value_sets)], found[len(value_sets):], strict=True)]
+            for text, smallest, negated in zip(texts, minima[:len(texts)], minima[len(texts):], strict=True)]
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:

@@ -1,10 +1,8 @@
 """Turn an exception into one `error:` line and an exit code (docs/launch.md has the table).
 
-`run(main)` is the outermost call of every command. Errors of errors.py carry their code; a lost peer, a full disk, lack
-of memory and Ctrl-C are recognised by class name and text, without importing torch; anything else is a bug.
-`install_excepthook` does the same in users' scripts, for our own errors only. With several ranks every rank exits at
-once, without destructors. Under torchrun, srun and mpirun one rank per node prints an error that several ranks raise:
-the first to bind an abstract socket name made of the message (`is_error_reporter`).
+`run(main)` is the outermost call of every command; `install_excepthook` does the same in users' scripts, for our own
+errors only. Errors of errors.py carry their code; others are recognised by class name and text, without importing
+torch; anything else is a bug. With several ranks every rank exits at once, without destructors.
 Not here: which rank is to blame (megatron/launch/supervisor.py).
 """
 
@@ -22,39 +20,43 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from megatron.distributed.process_group import (is_rendezvous_error, on_early_exit, read_environment,
+from megatron.distributed.process_group import (CallbackList, is_rendezvous_error, on_early_exit, read_environment,
                                                 run_shutdown_callbacks)
 from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.distributed.signals import StopRequested, ignore_stop_signals_at_exit, raise_on_stop_signal
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, to_error_lines)
 
-LINGER_SECONDS = 2.0
+LINGER_SECONDS = 2.0  # for which the reporter of an error stays, so that other ranks see that it was reported
+# equal in all processes of one job, different between jobs
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
                  "SLURM_STEP_ID", "PMIX_NAMESPACE")
-"""Variables that are equal in all processes of one job and differ between jobs."""
-
-_CLAIMED_SOCKETS: list[socket.socket] = []
-"""Sockets bound by this process; module state, since stderr belongs to the process too."""
+_CLAIMED_SOCKETS: list[socket.socket] = []  # bound by this process; module state, as stderr belongs to it too
 
 
 def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank is the first of its node to report this error, and so prints it."""
+    """Whether this rank is the first of its node to report this error, and so prints it: the first to bind an abstract
+    socket name made of the job and the message. Our launcher chooses among its ranks itself."""
     if _CLAIMED_SOCKETS:
         return False  # this process has printed its error already
-    if "MEGATRON_LAUNCHER" in environ or not _has_local_peers(environ):
+    try:
+        has_local_peers = read_environment(environ).local_world_size > 1
+    except ConfigError:
+        has_local_peers = False
+    if "MEGATRON_LAUNCHER" in environ or not has_local_peers:
         return True
+    # rank numbers are left out: they may differ between the ranks that report one error
+    parts = [str(os.getuid()), *(environ.get(name, "") for name in JOB_VARIABLES), re.sub(r"\brank \d+", "rank", text)]
+    digest = hashlib.sha256("\n".join(parts).encode(errors="backslashreplace")).hexdigest()
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(_socket_name(text, environ))
+        claim.bind(b"\0megatron-error-" + digest.encode())
     except OSError as error:
         claim.close()
         return error.errno != errno.EADDRINUSE
@@ -62,51 +64,15 @@ def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> boo
     return True
 
 
-def linger(code: int) -> None:
-    """Sleep before exiting with `code`, and exit with it on SIGTERM too, so that the socket name stays bound while
-    other ranks fail."""
-    if _CLAIMED_SOCKETS:
-        with suppress(ValueError):  # only the main thread can
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(LINGER_SECONDS)
-
-
-def _has_local_peers(environ: Mapping[str, str]) -> bool:
-    try:
-        return read_environment(environ).local_world_size > 1
-    except ConfigError:
-        return False
-
-
-def _socket_name(text: str, environ: Mapping[str, str]) -> bytes:
-    """Abstract socket name made of the job and the message without rank numbers, which may differ between ranks."""
-    job = [str(os.getuid()), *(environ.get(name, "") for name in JOB_VARIABLES)]
-    what = "\n".join([*job, re.sub(r"\brank \d+", "rank", text)])
-    return b"\0megatron-error-" + hashlib.sha256(what.encode(errors="backslashreplace")).hexdigest().encode()
-
-
+# Bug or out of memory, under our launcher, which turns it into 5. From a rank itself, 5 means a victim: a lost peer.
 EXIT_OWN_FAILURE_OF_RANK = 1
-"""Bug or out of memory, under our launcher, which turns it into 5. From a rank itself, 5 means a victim: a lost peer.
-"""
-
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
-"""The shell's code for a program that writes to a closed pipe (`| head`)."""
-
-STORE_VARIABLE = "MEGATRON_STORE_FILE"
-"""Path of the FileStore for the rendezvous of one node's ranks."""
-
-HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
-"""Flags that print a text in place of running a job."""
-
-DEBUG_VARIABLE = "MEGATRON_DEBUG"
-""""1" has the effect of --debug, for users' scripts, which have no such flag."""
-
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # the shell's code for a program that writes to a closed pipe (`| head`)
+STORE_VARIABLE = "MEGATRON_STORE_FILE"  # path of the FileStore for the rendezvous of one node's ranks
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})  # flags that print a text in place of running a job
+DEBUG_VARIABLE = "MEGATRON_DEBUG"  # "1" has the effect of --debug, for users' scripts, which have no such flag
+# Read when torch is imported. Its warnings about a lost peer print one C++ stack per connection beside our error line.
 TORCH_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "ERROR")
-"""Read when torch is imported. Its warnings about a lost peer print one C++ stack per connection beside our error line.
-"""
-
 LIBRARY_PACKAGES = frozenset({"megatron", "mpu", "torch"})
-
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory",
                 "STATUS_ALLOC_FAILED")
@@ -116,11 +82,9 @@ PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
-
-
-_BEFORE_FAILURE: list[weakref.WeakMethod[Callable[[], None]]] = []
+BEFORE_FAILURE = CallbackList()  # called before this process exits with an error of its own
+before_failure = BEFORE_FAILURE.register
 _BEFORE_EXIT: list[Callable[[], None]] = []
-"""Callbacks of `before_failure` and `before_exit`; module state, since the exit code belongs to the process too."""
 
 
 class ExplainedMemoryError(MemoryError):
@@ -128,17 +92,14 @@ class ExplainedMemoryError(MemoryError):
 
 
 class ExitReason(NamedTuple):
-    """An exit code and the error text for the user."""
-
     code: int
-    text: str
+    text: str  # the error, for the user
     is_peer_loss: bool = False
 
 
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: `shows_tracebacks`) adds tracebacks. If
-    the reader of stdout closes the pipe, a command exits silently; a job (`is_job`) reports it, except when it only
-    prints help."""
+    """Call `main` and return the exit code; `debug` (default: `shows_tracebacks`) adds tracebacks. If the reader of
+    stdout closes the pipe, a command exits silently; a job (`is_job`) reports it, unless it only prints help."""
     prepare_streams()
     os.environ.setdefault(*TORCH_LOG_LEVEL)
     if not is_job:  # a job installs a StopListener, which saves first
@@ -170,7 +131,7 @@ def _report_failure(error: BaseException, failure: ExitReason, debug: bool) -> i
         traceback.print_exception(error, file=sys.__stderr__)  # sys.stderr itself would go through torch's hook
     write_error(failure.text)
     if not (failure.is_peer_loss or is_store_write_error(error)):  # a victim's peers learn the cause from the culprit
-        _call_each_once(_BEFORE_FAILURE)
+        BEFORE_FAILURE.run()
     return failure.code
 
 
@@ -195,38 +156,22 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
         return
     failure = exit_reason_of(error)
     first, *listed = to_error_lines(failure.text).splitlines()
-    text = "\n".join([first + _script_line(trace), *listed])
+    script_line = ""  # the line of the script that led into our code or torch's
+    for frame, line in traceback.walk_tb(trace):
+        if frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARY_PACKAGES:
+            break
+        script_line = f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
+    text = "\n".join([first + script_line, *listed])
     code = _report_failure(error, failure._replace(text=text), shows_tracebacks())
     if has_other_ranks():
         exit_now(code)
     raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
 
 
-def _script_line(trace: TracebackType | None) -> str:
-    """" (file, line N)" of the script line that led into our code or torch's."""
-    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
-              for frame, line in traceback.walk_tb(trace)]
-    own = list(takewhile(lambda frame: frame[0].partition(".")[0] not in LIBRARY_PACKAGES, frames))
-    return f" ({os.path.basename(own[-1][1])}, line {own[-1][2]})" if own else ""
-
-
-def before_failure(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, before this process exits with an error of its own."""
-    _BEFORE_FAILURE.append(weakref.WeakMethod(callback))
-
-
 def before_exit(callback: Callable[[], None]) -> None:
     """Register a function for `exit_now`, which skips atexit callbacks and destructors."""
     if callback not in _BEFORE_EXIT:
         _BEFORE_EXIT.append(callback)
-
-
-def _call_each_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    """Call and remove each method whose object still lives."""
-    while methods:
-        method = methods.pop()()
-        if method is not None:
-            method()
 
 
 def _run_main(main: Callable[[], int | None]) -> int:
@@ -238,27 +183,25 @@ def _run_main(main: Callable[[], int | None]) -> int:
         if isinstance(leaving.code, str):
             write_error(leaving.code)
         if leaving.code in (None, EXIT_OK) and has_other_ranks() and STATUS.snapshot.state == RUNNING:
-            raise EarlyExit(_early_exit_text()) from leaving
+            raise EarlyExit from leaving
         return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
 
 
 class EarlyExit(Exception):
     """This rank exits with code 0 while other ranks still expect it."""
 
-
-def _early_exit_text() -> str:
-    who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
-    return (
-        f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the sys.exit() in its program")
+    def __init__(self) -> None:
+        who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
+        super().__init__(f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the "
+                         "sys.exit() in its program")
 
 
 def _handle_early_exit() -> None:
     """Handler of a script that exits in the middle of a step. With other ranks: print the error and exit."""
-    if not has_other_ranks():
-        return
-    failure = exit_reason_of(EarlyExit(_early_exit_text()))
-    write_error(failure.text)
-    exit_now(failure.code)
+    if has_other_ranks():
+        failure = exit_reason_of(EarlyExit())
+        write_error(failure.text)
+        exit_now(failure.code)
 
 
 def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> ExitReason:
@@ -313,8 +256,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_store_write_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a write to our launcher's store file failed (disk full): a later read or write of the store then hangs
-    (launcher.py)."""
+    """Whether a write to our launcher's store file failed (disk full): later requests of the store then hang."""
     return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
             and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 
@@ -331,17 +273,12 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def write_error(text: str) -> None:
-    """Print one `error:` line, then the listed errors below it; nothing if another rank of this node printed the same.
-    """
-    said = to_error_lines(text)
-    if not is_error_reporter(said):
-        return
-    line = f"error: {said.removeprefix('error: ')}\n"
-    try:
+    """Print one `error:` line and the errors listed below it, unless another rank of this node printed the same."""
+    lines = to_error_lines(text)
+    if is_error_reporter(lines):
         flush_streams()
-        os.write(2, line.encode(errors="backslashreplace"))
-    except OSError:
-        pass  # stderr is closed; the exit code is still right
+        with suppress(OSError):  # stderr is closed; the exit code is still right
+            os.write(2, f"error: {lines.removeprefix('error: ')}\n".encode(errors="backslashreplace"))
 
 
 def has_other_ranks() -> bool:
@@ -358,7 +295,10 @@ def exit_now(code: int) -> NoReturn:
             _BEFORE_EXIT.pop()()
     logging.shutdown()
     flush_streams()
-    linger(code)
+    if _CLAIMED_SOCKETS:  # keep the socket name bound while other ranks fail
+        with suppress(ValueError):  # only the main thread can
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(LINGER_SECONDS)
     os._exit(code)
 
 
@@ -391,18 +331,14 @@ def stdout_reader_is_gone() -> bool:
 
 def discard_stdout() -> None:
     """Redirect stdout to /dev/null: the interpreter's own flush at exit would fail again and print an error."""
-    try:
+    with suppress(OSError, ValueError):  # not a file, or closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass  # not a file, or closed
 
 
 def prepare_streams() -> None:
-    """Switch the standard streams to UTF-8 whatever the locale; undecodable bytes, as in file names, print as backslash
-    escapes.
-
-    A stream that was closed before the start (`>&-`) is opened on /dev/null, inherited by child processes. Call this
-    before opening any file: the next file would get the closed stream's descriptor, and the error lines with it."""
+    """Switch the standard streams to UTF-8 whatever the locale; undecodable bytes print as backslash escapes. A stream
+    that was closed before the start (`>&-`) is opened on /dev/null, inherited by child processes. Call this before
+    opening any file: the next file would get the closed stream's descriptor, and the error lines with it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
         if stream is None:

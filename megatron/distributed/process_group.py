@@ -1,8 +1,7 @@
 """Read the rank's environment, choose its device, join torch's process group and leave it again.
 
-Launchers pass numbers in the environment: ours and torchrun as RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
-Slurm's srun and OpenMPI's mpirun under their own names. `read_environment` understands all of them without torch, so
-flags are checked against the number of ranks in milliseconds. A job of one rank needs no process group.
+`read_environment` understands the variables of our launcher, torchrun, srun and mpirun without torch, so flags are
+checked against the number of ranks in milliseconds. A job of one rank needs no process group.
 Not here: subgroups (mpu/groups.py), collectives (mpu/collectives.py), starting ranks (megatron/launch).
 """
 
@@ -26,32 +25,25 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.distributed.preflight import check_ranks_match, code_identity
+from megatron.distributed.preflight import check_ranks_match, code_digest
 from megatron.distributed.rank_status import RUNNING, START_UP, STATUS, STATUS_FILE_VARIABLE
 from megatron.errors import ConfigError, PeerError
+from megatron.package import __version__
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0
-"""First and longest pause between attempts to reach rank 0: many ranks may wait for a long time."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # first and longest pause between attempts to reach rank 0
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
-RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
-"""Variables that `init_process_group` sets for the rendezvous if they are unset."""
+RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")  # set by us if they are unset
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
-"""Why rank 0 cannot listen, by errno; torch's message contains the errno's name."""
+"""Why rank 0 cannot listen; torch's message contains the errno's name."""
 NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES."""
-_BEFORE_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
-_AFTER_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
-_STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
-_EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
-"""Callbacks of this process; module state, since the process group belongs to the process too."""
-
 LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
@@ -60,6 +52,31 @@ LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...
      ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")),
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
 )
+
+
+class CallbackList:
+    """Methods to call once, while their objects live."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def register(self, callback: Callable[[], None]) -> None:
+        self._methods.append(weakref.WeakMethod(callback))
+
+    def run(self) -> None:
+        """Call and remove each method, the last one first."""
+        while self._methods:
+            method = self._methods.pop()()
+            if method is not None:
+                method()
+
+
+# Callbacks of this process; module state, since the process group belongs to the process too.
+BEFORE_SHUTDOWN = CallbackList()  # before this process leaves the process group after success
+AFTER_SHUTDOWN = CallbackList()  # after a successful `shutdown`; may take long, but not if `is_stop_requested`
+_STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
+_EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
+before_shutdown, after_shutdown = BEFORE_SHUTDOWN.register, AFTER_SHUTDOWN.register
 
 
 @dataclass(frozen=True)
@@ -73,8 +90,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The ranks and sizes that a launcher set in the environment; without a launcher, a job of one rank. Raises
-    ConfigError."""
+    """This process's rank and the sizes of its job; without a launcher, a job of one rank. Raises ConfigError."""
     for rank_name, world_names, local_name, local_world_names in LAUNCHER_VARIABLES:
         world_name = next((name for name in world_names if name in environ), None)
         if rank_name not in environ and world_name is None:
@@ -105,9 +121,8 @@ def _integer_variable(environ: Mapping[str, str], name: str) -> int:
 
 
 def device_for(env: Environment, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. Ranks may share a GPU only with gloo. `backend` None takes the
-    backend of the existing process group. Slurm's --gpus-per-task=1 shows each rank only its own GPU, as number 0.
-    """
+    """The device of this rank: its own GPU (number 0 if Slurm shows each rank only its own), or the CPU. Ranks may
+    share a GPU only with gloo. `backend` None takes that of the existing process group."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -119,21 +134,16 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
         world = torch.distributed.group.WORLD
         assert world is not None, "it is initialized"
         backend = backend_by_device(world).get("cuda")
-    if env.local_rank >= count and backend != "gloo" and not (count == 1 and _sees_only_its_own_gpu()):
+    # Does the one visible GPU belong to this rank alone? Slurm gave each task one, or a wrapper set another
+    # CUDA_VISIBLE_DEVICES per rank. (A node launcher sets one list for all ranks, and a lone `0` may be such a list.)
+    sees_only_its_own_gpu = count == 1 and not any(name in os.environ for name in NODE_LAUNCHER_VARIABLES) and (
+        "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+        or os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0")
+    if env.local_rank >= count and backend != "gloo" and not sees_only_its_own_gpu:
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
             "node, or set CUDA_VISIBLE_DEVICES= (empty) and run on the CPU")
     return torch.device("cuda", env.local_rank % count)
-
-
-def _sees_only_its_own_gpu() -> bool:
-    """Whether the one visible GPU belongs to this rank alone: Slurm gave each task one, or a wrapper set another
-    CUDA_VISIBLE_DEVICES per rank. (A node launcher sets one list for all ranks, and a lone `0` may be such a list.)
-    """
-    if any(name in os.environ for name in NODE_LAUNCHER_VARIABLES):
-        return False
-    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    return by_task or os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0"
 
 
 def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *,
@@ -161,12 +171,8 @@ def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
                        even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> None:
     """Choose this rank's device and create torch's default process group. Idempotent. A single rank creates one only
-    with `even_for_one_rank`, for scripts that ask torch.distributed for their rank.
-
-    `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer;
-    `init_method` is torch's and replaces the launcher's address; `must_match` holds settings that must be equal on all
-    ranks (preflight.py).
-    """
+    with `even_for_one_rank`. `backend` None means nccl with GPUs, gloo without; `timeout_seconds` limits the wait for a
+    silent peer; `init_method` is torch's; `must_match` are settings that must be equal on all ranks (preflight.py)."""
     import torch
 
     if backend is not None and backend not in BACKENDS:
@@ -186,7 +192,8 @@ def init_process_group(env: Environment, backend: str | None = None,
     if env.world_size == 1 and not even_for_one_rank:
         return
     register_shutdown_at_exit()
-    _raise_connection_limits()
+    raise_open_file_limit()
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # gloo connects only pairs that communicate
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
@@ -201,7 +208,12 @@ def init_process_group(env: Environment, backend: str | None = None,
         with STATUS.in_activity(f"{START_UP}, meeting the other ranks"):
             _rendezvous(env, timeout, chosen, device, must_match)
     except (OSError, RuntimeError) as error:
-        _raise_port_error(error)
+        for number, why in PORT_REFUSALS.items():
+            if isinstance(error, OSError) and error.errno == number or errno.errorcode[number] in str(error):
+                raise ConfigError(
+                    f"the ranks cannot meet: port {os.environ.get('MASTER_PORT')} of rank 0's node {why}; choose a "
+                    "free one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node"
+                ) from error
         raise
 
 
@@ -225,8 +237,10 @@ def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torc
     collective_tracker.mark_waiting()
     try:
         store = _open_store(env, timeout)
-        settings = {**(must_match or {}), **code_identity(torch.__version__), "backend": backend}
-        check_ranks_match(store, env.rank, env.world_size, settings, timeout)
+        settings = {**(must_match or {}), "version": __version__, "code": code_digest(), "torch": torch.__version__,
+                    "backend": backend}
+        check_ranks_match(torch.distributed.PrefixStore("preflight", store), env.rank, env.world_size, settings,
+                          timeout)
         torch.distributed.init_process_group(
             backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout,
             # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
@@ -236,27 +250,15 @@ def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torc
 
 
 def is_rendezvous_error(error: BaseException) -> bool:
-    """Whether `error` was raised inside `_rendezvous`. The traceback is examined because a flag would go stale if a
-    script catches the error and continues."""
+    """Whether `error` was raised inside `_rendezvous`. A flag would go stale if a script catches the error."""
     return any(frame.f_code is _rendezvous.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _raise_connection_limits() -> None:
-    """Allow enough open files: gloo connects each rank to all others in each group, beyond the default limit at 1,000
-    ranks. TORCH_GLOO_LAZY_INIT connects only pairs that communicate."""
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+def raise_open_file_limit() -> None:
+    """Allow a connection to every other rank or node: the default limit is too low from about 1,000 on."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS names a limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _raise_port_error(error: OSError | RuntimeError) -> None:
-    """Raise a ConfigError if `error` says that rank 0 cannot listen on its port."""
-    for number, why in PORT_REFUSALS.items():
-        if isinstance(error, OSError) and error.errno == number or errno.errorcode[number] in str(error):
-            raise ConfigError(
-                f"the ranks cannot meet: port {os.environ.get('MASTER_PORT')} of rank 0's node {why}; choose a free "
-                "one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node") from error
 
 
 def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
@@ -275,10 +277,10 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
             "0's node and a free port there (docs/launch.md), or start with megatron.launch")
     address, port = os.environ["MASTER_ADDR"], _integer_variable(os.environ, "MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
-        met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
-        met.set_timeout(timeout)
+        agent_store: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
+        agent_store.set_timeout(timeout)
         # torchrun's store keeps the keys of ranks from before a restart (--max-restarts).
-        return dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", met)
+        return dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", agent_store)
     if address in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # No waiting for missing ranks here: preflight.py waits, and names them.
@@ -298,20 +300,29 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
     return tcp(master_listen_fd=listener.detach())
 
 
+def try_connect(address: str, port: int, seconds: float) -> socket.socket | str:
+    """A connection, or the reason why there is none yet."""
+    try:
+        connection = socket.create_connection((address, port), max(0.1, min(5.0, seconds)))
+        if connection.getsockname() != connection.getpeername():
+            return connection
+        connection.close()
+        return "nothing listens there"  # a self-connect: the kernel chose the target port as source port
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
     """Wait until rank 0 listens; PeerError after `seconds`. torch would retry silently and print its own stack."""
     until, pause = time.monotonic() + seconds, RETRY_SECONDS
     while True:
-        try:
-            with socket.create_connection((address, port), max(0.1, min(5.0, until - time.monotonic()))) as connection:
-                if connection.getsockname() != connection.getpeername():
-                    return
-                reason = "nothing listens there"  # a self-connect: the kernel chose the target port as source port
-        except OSError as error:
-            reason = error.strerror or str(error)
+        connection = try_connect(address, port, until - time.monotonic())
+        if isinstance(connection, socket.socket):
+            connection.close()
+            return
         if time.monotonic() + pause >= until:
             raise PeerError(
-                f"rank 0 did not answer at {address}:{port} within {seconds:g} s ({reason}): look for its "
+                f"rank 0 did not answer at {address}:{port} within {seconds:g} s ({connection}): look for its "
                 "error, and whether all ranks were started with the same MASTER_ADDR and MASTER_PORT")
         time.sleep(pause)
         pause = min(1.5 * pause, MAX_RETRY_SECONDS)
@@ -331,38 +342,20 @@ def rank_0_printer(rank: int) -> Callable[[str], None]:
     return print_line
 
 
-def before_shutdown(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, before this process leaves the process group after success."""
-    _BEFORE_SHUTDOWN.append(weakref.WeakMethod(callback))
-
-
-def after_shutdown(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, after a successful `shutdown`. It may take long, but must
-    return soon if `is_stop_requested`."""
-    _AFTER_SHUTDOWN.append(weakref.WeakMethod(callback))
-
-
-def register_stop_check(is_asked: Callable[[], bool]) -> None:
+def register_stop_check(check: Callable[[], bool]) -> None:
     """Set the method that `is_stop_requested` calls while its object lives."""
-    _STOP_CHECKS[:] = [weakref.WeakMethod(is_asked)]
+    _STOP_CHECKS[:] = [weakref.WeakMethod(check)]
 
 
 def is_stop_requested() -> bool:
     """Whether this process should exit soon: work that the next start can repeat is skipped."""
-    return any(is_asked() for method in _STOP_CHECKS if (is_asked := method()) is not None)
+    return any(check() for method in _STOP_CHECKS if (check := method()) is not None)
 
 
 def run_shutdown_callbacks() -> None:
     """Run the shutdown callbacks once, for a process that exits without destructors."""
-    _call_once(_BEFORE_SHUTDOWN)
-    _call_once(_AFTER_SHUTDOWN)
-
-
-def _call_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    while methods:
-        method = methods.pop()()
-        if method is not None:
-            method()
+    BEFORE_SHUTDOWN.run()
+    AFTER_SHUTDOWN.run()
 
 
 def on_early_exit(handler: Callable[[], None]) -> None:
@@ -381,14 +374,13 @@ def register_shutdown_at_exit() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """Shut down for scripts that simply end: a C++ thread (gloo freeing a tensor, a watchdog reading the store) aborts
-    an interpreter that is finalizing. After an error the group stays, since destroying it could wait for a lost peer.
-    """
+    """Shut down for scripts that simply end: a C++ thread would abort an interpreter that is finalizing. After an error
+    the group stays, since destroying it could wait for a lost peer."""
     failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
-    for answer in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
-        answer()
+    for handler in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
+        handler()
     with suppress(KeyboardInterrupt):  # Ctrl-C: the remaining work is left to the next start
-        _call_once(_BEFORE_SHUTDOWN) if failed else shutdown()
+        BEFORE_SHUTDOWN.run() if failed else shutdown()
 
 
 def shutdown() -> None:
@@ -396,8 +388,8 @@ def shutdown() -> None:
     callbacks run after the group is gone, because ranks that destroy their group wait for each other."""
     import torch
 
-    _call_once(_BEFORE_SHUTDOWN)
+    BEFORE_SHUTDOWN.run()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    _call_once(_AFTER_SHUTDOWN)
+    AFTER_SHUTDOWN.run()
     STATUS.mark_done()

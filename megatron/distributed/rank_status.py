@@ -1,15 +1,13 @@
-"""Status of each rank (step, phase, block, collective), written to a small shared file that the launcher reads on
-failure.
+"""Status of each rank (step, phase, block, collective), in a small shared file that the launcher reads on failure.
 
 The file has one slot per rank of a node, mapped into memory: an update is a few integer writes, without system call or
-lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number.
+lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number. There is no clock: a
+reader compares two reads.
 
     activity     what the program does: start-up, training, evaluation, a save
     phase        what the engine does for it: forward, backward, optimizer step
     unit         the block of the model
     collective   1: the rank sends, 2: it waits for other ranks, 0: neither (mpu/collective_tracker.py)
-
-There is no clock: a reader compares two reads (megatron/launch/stragglers.py).
 """
 
 from __future__ import annotations
@@ -21,17 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-SLOT_BYTES = 1 << 14
-"""Bytes per rank: COUNTER_BYTES of uint64 counters, then the texts."""
+SLOT_BYTES = 1 << 14  # bytes per rank: COUNTER_BYTES of uint64 counters, then the texts
 COUNTER_BYTES = 128
 STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range(8)
 UNKNOWN, RUNNING, FAILED, DONE = range(4)
-"""Values of STATE. FAILED: the engine raised an error, which the program may have caught. DONE: the rank announced its
-exit."""
-MAX_TEXT_BYTES = 200
-"""Longest text; longer ones are cut."""
-STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"
-"""Set by our launcher."""
+"""Values of STATE. FAILED: the engine raised an error, perhaps caught. DONE: the rank announced its exit."""
+MAX_TEXT_BYTES = 200  # longest text; longer ones are cut
+STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"  # set by our launcher
 
 START_UP, TRAINING, READING, EVALUATION = "start-up", "training", "reading of batches", "evaluation"
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer step"
@@ -68,8 +62,8 @@ class StatusSnapshot:
         if self.state == UNKNOWN:
             return "before its program began"
         activity = "" if self.activity == TRAINING and (self.phase or self.in_collective) else self.activity
-        words = [activity, self.phase, self.unit, "exchange" if self.in_collective else ""]
-        where = ", ".join(word for word in words if word) or ("between two steps" if self.step else START_UP)
+        parts = [activity, self.phase, self.unit, "exchange" if self.in_collective else ""]
+        where = ", ".join(filter(None, parts)) or ("between two steps" if self.step else START_UP)
         return f"step {self.step}: {where}" if self.step else where
 
 
@@ -104,8 +98,7 @@ class RankStatus:
 
     def _use_slot(self, slot: memoryview) -> None:
         counters = slot[:COUNTER_BYTES].cast("Q")
-        self.collective_counters = counters[COLLECTIVE:COLLECTIVES_STARTED + 1]
-        """For mpu/collective_tracker.py."""
+        self.collective_counters = counters[COLLECTIVE:COLLECTIVES_STARTED + 1]  # for mpu/collective_tracker.py
         self._counters: StatusCounters = counters
         self._text_buffer = slot[COUNTER_BYTES:SLOT_BYTES]
         self._text_ids, self._text_end = {"": 0}, 0
@@ -116,24 +109,23 @@ class RankStatus:
         return self._map is not None
 
     def publish_in(self, path: str | None, slot: int) -> None:
-        """Move the status to slot `slot` of the file at `path`. No effect if the file cannot be mapped, or on a second
-        call."""
+        """Move the status to a slot of the file at `path`, once. No effect if the file cannot be mapped."""
         if not path or self.is_published:
             return
         with suppress(OSError, ValueError):  # diagnostics must not fail the run
             descriptor = os.open(path, os.O_RDWR)
             try:
-                found = mmap.mmap(descriptor, SLOT_BYTES, offset=slot * SLOT_BYTES)
+                mapped = mmap.mmap(descriptor, SLOT_BYTES, offset=slot * SLOT_BYTES)
             finally:
                 os.close(descriptor)
-            before, known_texts = self._counters, {number: word for word, number in self._text_ids.items()}
-            self._use_slot(memoryview(found))
-            for place in (STEP, COLLECTIVE, COLLECTIVES_STARTED):
-                self._counters[place] = before[place]
-            for place in (ACTIVITY, PHASE, UNIT):
-                self._counters[place] = self._text_id(known_texts[before[place]])
+            before, texts = self._counters, {number: text for text, number in self._text_ids.items()}
+            self._use_slot(memoryview(mapped))
+            for index in (STEP, COLLECTIVE, COLLECTIVES_STARTED):
+                self._counters[index] = before[index]
+            for index in (ACTIVITY, PHASE, UNIT):
+                self._counters[index] = self._text_id(texts[before[index]])
             self.mark_running()
-            self._map = found
+            self._map = mapped
 
     def mark_running(self) -> None:
         """Set the state to RUNNING: other ranks wait for this one from now on."""
@@ -157,8 +149,7 @@ class RankStatus:
 
     @contextmanager
     def in_activity(self, activity: str) -> Iterator[None]:
-        """Set the activity inside the context. An Exception restores the previous one, since it may be caught; an exit
-        keeps it, to show where the rank was."""
+        """Set the activity inside the context. An Exception restores the previous one; an exit keeps it."""
         before = self._counters[ACTIVITY]
         self.set_activity(activity)
         with self:
@@ -174,8 +165,8 @@ class RankStatus:
     def observed_by(self, on_write: Callable[[int, int], None]) -> Iterator[None]:
         """Call `on_write(index, value)` for the current values, then for each write inside the context."""
         counters = self._counters
-        for place in (STEP, ACTIVITY, PHASE, UNIT):
-            on_write(place, counters[place])
+        for index in (STEP, ACTIVITY, PHASE, UNIT):
+            on_write(index, counters[index])
         self._counters = ObservedCounters(counters, on_write)
         try:
             yield
@@ -183,7 +174,7 @@ class RankStatus:
             self._counters = counters
 
     def text_of(self, text_id: int) -> str:
-        return next((word for word, its in self._text_ids.items() if its == text_id), "")
+        return next((text for text, number in self._text_ids.items() if number == text_id), "")
 
     def mark_done(self) -> None:
         """Set the state to DONE: other ranks need not wait for this one any more."""
@@ -193,8 +184,7 @@ class RankStatus:
         """Entered around each public call of the engine."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Set FAILED on an error, except on sys.exit(0), which leaves RUNNING so that the launcher sees an early exit.
-        """
+        """Set FAILED on an error, but not on sys.exit(0): the launcher sees an early exit if the state is RUNNING."""
         leaves = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not leaves and self._counters[STATE] == RUNNING:
             self._counters[STATE] = FAILED
@@ -207,8 +197,6 @@ class RankStatus:
         if text not in self._text_ids:
             encoded = text.encode(errors="replace")[:MAX_TEXT_BYTES]
             # A full buffer maps further texts to "".
-            # A full buffer maps further texts to "".
-            # A full buffer maps further texts to "".
             if self._text_end + len(encoded) + 1 > len(self._text_buffer):
                 return 0
             self._text_buffer[self._text_end:self._text_end + len(encoded) + 1] = bytes([len(encoded)]) + encoded
@@ -217,21 +205,15 @@ class RankStatus:
         return self._text_ids[text]
 
 
-def _parse_slot(counters: StatusCounters, texts: memoryview) -> StatusSnapshot:
-    known = _decode_texts(bytes(texts), max(counters[ACTIVITY:UNIT + 1]))
-    state, pid, step, activity, phase, unit, exchange, begun = counters[:COLLECTIVES_STARTED + 1]
-    return StatusSnapshot(state, pid, step, known.get(activity, ""), known.get(phase, ""), known.get(unit, ""),
-                          exchange, begun)
-
-
-def _decode_texts(texts: bytes, count: int) -> dict[int, str]:
-    found, at = {0: ""}, 0
-    for number in range(1, count + 1):
-        if at >= len(texts) or not texts[at]:
-            break
-        found[number] = texts[at + 1:at + 1 + texts[at]].decode(errors="replace")
-        at += 1 + texts[at]
-    return found
+def _parse_slot(counters: StatusCounters, text_buffer: memoryview) -> StatusSnapshot:
+    state, pid, step, activity, phase, unit, collective, collectives_started = counters[:COLLECTIVES_STARTED + 1]
+    # each text is a length byte and its bytes; a length of 0 ends them
+    buffer, texts, at = bytes(text_buffer), [""], 0
+    while len(texts) <= max(activity, phase, unit) and at < len(buffer) and buffer[at]:
+        texts.append(buffer[at + 1:at + 1 + buffer[at]].decode(errors="replace"))
+        at += 1 + buffer[at]
+    activity, phase, unit = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
+    return StatusSnapshot(state, pid, step, activity, phase, unit, collective, collectives_started)
 
 
 @final
@@ -258,5 +240,4 @@ class StatusFile:
         return _parse_slot(memoryview(part)[:COUNTER_BYTES].cast("Q"), memoryview(part)[COUNTER_BYTES:])
 
 
-STATUS = RankStatus()
-"""The status of this process."""
+STATUS = RankStatus()  # the status of this process

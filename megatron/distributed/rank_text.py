@@ -7,28 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-MAX_DIFFERENCES = 12
-"""Differences shown."""
-MAX_VALUES = 8
-"""Values shown per difference."""
-MAX_RANGES = 16
-"""Ranges of ranks shown."""
-MAX_VALUE_LENGTH = 300
-"""Characters shown per value."""
+# what one message shows at most: differences, values per difference, ranges of ranks, characters per value
+MAX_DIFFERENCES, MAX_VALUES, MAX_RANGES, MAX_VALUE_LENGTH = 12, 8, 16, 300
 
 
 def format_ranks(numbers: Iterable[int], word: str = "rank") -> str:
     """"rank 3", or "ranks 0-2, 5", or "ranks 0, 2, 4 and 1497 others"."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            runs.append([number])
-    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    others = sum(run[-1] - run[0] + 1 for run in runs[MAX_RANGES:])
+            ranges.append([number])
+    plural = "" if len(ranges) == 1 and len(ranges[0]) == 1 else "s"
+    others = sum(one[-1] - one[0] + 1 for one in ranges[MAX_RANGES:])
     more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
-    return f"{word}{plural} {', '.join('-'.join(map(str, run)) for run in runs[:MAX_RANGES])}{more}"
+    return f"{word}{plural} {', '.join('-'.join(map(str, one)) for one in ranges[:MAX_RANGES])}{more}"
 
 
 def join_limited(items: Sequence[str], what: str = "values") -> str:
@@ -42,19 +36,16 @@ def join_limited(items: Sequence[str], what: str = "values") -> str:
 def describe_differences(values_by_ranks: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
     """Each setting that differs, its values and their ranks; "" if all are equal."""
     lines = []
-    for name in dict.fromkeys(name for facts, _ in values_by_ranks for name in facts):
-        values: dict[str, list[int]] = {}
-        for facts, ranks in values_by_ranks:
-            values.setdefault(_value_text(facts[name]) if name in facts else "not there", []).extend(ranks)
-        if len(values) > 1:
-            lines.append(f"{_truncate(name)} is " + join_limited([f"{_truncate(value)} on {format_ranks(who)}"
-                                                                  for value, who in values.items()]))
+    for name in dict.fromkeys(name for settings, _ in values_by_ranks for name in settings):
+        ranks_of: dict[str, list[int]] = {}
+        for settings, ranks in values_by_ranks:
+            value = settings.get(name, "not there")
+            ranks_of.setdefault(value if isinstance(value, str) else json.dumps(value), []).extend(ranks)
+        if len(ranks_of) > 1:
+            lines.append(f"{_truncate(name)} is " + join_limited([f"{_truncate(text)} on {format_ranks(ranks)}"
+                                                                  for text, ranks in ranks_of.items()]))
     more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
     return "; ".join(lines[:MAX_DIFFERENCES]) + more
-
-
-def _value_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _truncate(text: str) -> str:

@@ -2,20 +2,19 @@
 
 Programs that save nothing exit with one line and code 130 (`exit_on_stop_signal`, `raise_on_stop_signal`). Training
 uses a `StopListener`: before the first step a request exits at once; afterwards all ranks agree, save and exit.
-Further signals are ignored; a second Ctrl-C raises KeyboardInterrupt. The listener also holds the clock of
---exit-duration-in-mins, which includes start-up. Standard library only: called before the slow imports.
+Standard library only: called before the slow imports.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,8 +31,7 @@ class StopRequested(SystemExit):
 
     def __init__(self, number: int, text: str = "") -> None:
         super().__init__(EXIT_STOPPED)
-        self.text = text or interruption_text(number)
-        """Text of the error line, printed where the program ends."""
+        self.text = text or interruption_text(number)  # text of the error line, printed where the program ends
 
 
 def interruption_text(number: int) -> str:
@@ -42,42 +40,40 @@ def interruption_text(number: int) -> str:
 
 
 def is_handled_signal(number: signal.Signals) -> bool:
-    """False for SIGHUP if it is ignored (`nohup`). SIGINT and SIGQUIT are handled even if ignored, as in a script's
-    `cmd &`: without a terminal, such a signal is sent on purpose."""
+    """False for an ignored SIGHUP (`nohup`). SIGINT and SIGQUIT are handled even if ignored (a script's `cmd &`)."""
     return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 def exit_on_stop_signal(before: str = "it began") -> None:
-    """Exit with an error line on a stop signal, until another handler is installed. The handler writes the line itself,
-    since `run`, which would print it, has not started yet."""
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit with an error line on a stop signal, until another handler is installed, such as that of `run`."""
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
         ignore_further_stop_signals()
         with suppress(OSError):
             os.write(2, f"error: {interruption_text(number)} before {before}; start the same command again\n".encode())
         raise StopRequested(number)
 
-    _install_handler(end, STOP_SIGNALS)
+    _install_handler(stop, STOP_SIGNALS)
 
 
 def raise_on_stop_signal() -> None:
     """Raise StopRequested on a stop signal, and KeyboardInterrupt on Ctrl-C; `exit_codes.run` prints the error line."""
-    def ask(number: int, frame: FrameType | None) -> NoReturn:
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
         ignore_further_stop_signals()
         raise StopRequested(number)
 
-    _install_handler(ask, [number for number in STOP_SIGNALS if number != signal.SIGINT])
+    _install_handler(stop, [number for number in STOP_SIGNALS if number != signal.SIGINT])
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ignore_stop_signals_at_exit() -> None:
     """Ignore stop signals once `__main__` has ended: an exception in an atexit callback would print a traceback."""
-    def ask(number: int, frame: FrameType | None) -> None:
+    def stop_if_running(number: int, frame: FrameType | None) -> None:
         while frame is not None and (frame := frame.f_back) is not None:
             if frame.f_globals.get("__name__") == "__main__":  # __main__ is still running
                 raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(number)
 
-    _install_handler(ask, STOP_SIGNALS)
+    _install_handler(stop_if_running, STOP_SIGNALS)
 
 
 def ignore_further_stop_signals() -> None:
@@ -91,36 +87,37 @@ def _install_handler(handler: SignalHandler, numbers: Iterable[signal.Signals]) 
             signal.signal(number, handler)
 
 
+# A rank sends it to its launcher, which then passes Ctrl-C to rank 0 only. Processes ignore it by default.
 SIGNAL_INTERRUPTS_OWNED_BY_RANK0 = signal.SIGURG
-"""A rank sends it to its launcher to take over Ctrl-C: the launcher passes it to rank 0 only. Ignored by default, so it
-does no harm to a process that does not know it."""
 STOPPING_LINE = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
 BEFORE_FIRST_STEP = "before the first step, so that nothing was lost: start the same command again"
-MAIN_THREAD_SECONDS = 1.0
-"""Seconds for the main thread to run the handler during start-up; it may be blocked in native code, which no signal
-interrupts."""
-CLEANUP_SECONDS = 2.5
-"""Seconds for the main thread to clean up after its handler ran."""
+MAIN_THREAD_SECONDS = 1.0  # for the main thread to run the handler during start-up, unless native code blocks it
+CLEANUP_SECONDS = 2.5  # seconds for the main thread to clean up after its handler ran
 ERASE_LINE = b"\r\x1b[K"
 
 ExitFunction = Callable[[str], object]
 
 
+class ListenerState(Enum):
+    STARTING = auto()  # a stop request ends the program at once
+    RUNNING = auto()  # a stop request lets the loop save and finish
+    CLOSED = auto()  # the previous handlers are installed again
+
+
 class StopListener:
-    """Records whether this process was asked to stop, and by which signal first. True once it was."""
+    """Records whether this process was asked to stop, and by which signal first. True once it was. Also holds the clock
+    of --exit-duration-in-mins, which includes start-up."""
 
     def __init__(self, message: bytes = STOPPING_LINE, *, startup_reason: str = "") -> None:
-        """`message` is printed after Ctrl-C. With `startup_reason`, a request before `mark_started` ends the program at
-        once, with this reason."""
+        """`message` answers Ctrl-C. With `startup_reason`, a request before `mark_started` ends the program at once."""
         self._message, self._startup_reason = message, startup_reason
+        self._state = ListenerState.STARTING if startup_reason else ListenerState.RUNNING
         self.signal: signal.Signals | None = None
         self.is_stopping = False
-        """The training loop sets it: no further step, because this rank or another one was asked to stop, or the time
-        is up."""
+        """Set by the training loop: no further step, as a rank was asked to stop or the time is up."""
         self._interrupts = 0
         self._started_at = time.monotonic()
         self._wakeup_pipe: int | None = None
-        self._is_closed = False
         self._previous_handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __bool__(self) -> bool:
@@ -136,9 +133,8 @@ class StopListener:
         return (time.monotonic() - self._started_at) / 60
 
     def listen(self, exit_function: ExitFunction | None = None, *, dump_stacks: bool = False) -> StopListener:
-        """Install the handlers (main thread only; no effect in others). During start-up, `exit_function(reason)` ends a
-        program whose main thread does not run the handler. With `dump_stacks`, SIGQUIT also prints every thread's
-        stack."""
+        """Install the handlers (main thread only). During start-up, `exit_function(reason)` ends a program whose main
+        thread does not run the handler. With `dump_stacks`, SIGQUIT also prints every thread's stack."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in filter(is_handled_signal, STOP_SIGNALS):
@@ -146,7 +142,7 @@ class StopListener:
         if dump_stacks:
             faulthandler.register(signal.SIGQUIT, chain=True)  # works even if the main thread is blocked
         os.register_at_fork(after_in_child=self._reset_in_child)
-        if exit_function is not None and self._startup_reason:
+        if exit_function is not None and self._state is ListenerState.STARTING:
             ours, self._wakeup_pipe = os.pipe()
             os.set_blocking(self._wakeup_pipe, False)
             signal.set_wakeup_fd(self._wakeup_pipe, warn_on_full_buffer=False)
@@ -154,20 +150,20 @@ class StopListener:
                              daemon=True).start()
         return self
 
-    @contextlib.contextmanager
+    @contextmanager
     def listening(self) -> Iterator[StopListener]:
         """Listen inside the context; afterwards the previous handlers are restored."""
         try:
             yield self.listen()
         finally:
-            self._is_closed = True
+            self._state = ListenerState.CLOSED
             for number, handler in self._previous_handlers.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def mark_started(self) -> None:
         """End of start-up: from now on a request lets the loop save and finish."""
-        self._startup_reason = ""
+        self._state = ListenerState.RUNNING
         self.close()
 
     def close(self) -> None:
@@ -183,32 +179,32 @@ class StopListener:
         if number == signal.SIGINT and self._interrupts > 1:
             raise KeyboardInterrupt
         is_first, self.signal = self.signal is None, self.signal or signal.Signals(number)
-        if self._startup_reason:
+        if self._state is ListenerState.STARTING:
             if is_first:
                 raise StopRequested(number, self._reason(number))
-        elif number == signal.SIGINT and answers_terminal():
+        elif number == signal.SIGINT and os.isatty(2) and "MEGATRON_LAUNCHER" not in os.environ \
+                and os.environ.get("RANK", "0") == "0":  # our launcher replies for its ranks
             write_lines(self._message)
 
     def _reason(self, number: int) -> str:
         return f"{interruption_text(number)} {self._startup_reason}"
 
     def _exit_if_unhandled(self, wakeup_pipe: int, exit_function: ExitFunction) -> None:
-        """Start-up thread. It reads the wake-up pipe, which the C-level signal handler writes even while the main
-        thread is blocked."""
+        """Start-up thread. The C-level signal handler writes the wake-up pipe even while the main thread is blocked."""
         with open(wakeup_pipe, "rb", buffering=0) as signals:
             while number := signals.read(1):
                 if number[0] in STOP_SIGNALS:
                     time.sleep(MAIN_THREAD_SECONDS)
                     if self.signal is not None:
                         time.sleep(CLEANUP_SECONDS)
-                    if self._startup_reason and self._wakeup_pipe is not None:
+                    if self._state is ListenerState.STARTING and self._wakeup_pipe is not None:
                         exit_function(self._reason(number[0]))
 
     def _reset_in_child(self) -> None:
         """Restore default handlers in a forked child, so that its parent can end it."""
-        if self._is_closed:
+        if self._state is ListenerState.CLOSED:
             return
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             signal.set_wakeup_fd(-1)
             for number in STOP_SIGNALS:
                 if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
@@ -226,12 +222,6 @@ def is_child_of_launcher() -> bool:
     return os.environ.get("MEGATRON_LAUNCHER") == str(os.getppid())
 
 
-def answers_terminal(descriptor: int = 2) -> bool:
-    """Whether this process prints replies to the user at a terminal: our launcher does for its ranks; under another
-    launcher rank 0 does."""
-    return os.isatty(descriptor) and "MEGATRON_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0"
-
-
 def write_lines(text: bytes) -> None:
     """Write lines to stderr. On a terminal they replace a progress bar on the current line."""
     write_stderr((ERASE_LINE if text and os.isatty(2) else b"") + text)
@@ -239,6 +229,6 @@ def write_lines(text: bytes) -> None:
 
 def write_stderr(text: bytes) -> None:
     """Write unbuffered; ignores errors, since the reader of stderr may be gone."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         while text:
             text = text[os.write(2, text):]

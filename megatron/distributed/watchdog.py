@@ -1,13 +1,12 @@
 """Ends a run whose ranks would deadlock, within seconds and with an error that names where each rank is.
 
-A thread checks once a second whether its rank recorded a collective (collective_log.py). Without one for
-`CHECKS_BEFORE_COMPARING` checks it compares its log with the longest log of its group through the store. Only two
-logs that contradict each other end the run, never elapsed time: a rank that compiles or saves is waited for.
+A thread compares the log of its rank (collective_log.py) with the longest log of its group, through the store, when no
+collective was recorded for some seconds. Only two logs that contradict each other end the run, never elapsed time.
 
-Keys in the store: `furthest/G` longest log of group G; `asked` the two logs that contradict each other; `rank/R` the
-log of rank R; `speaker` the rank that composes the error; `said` the error; `heard` how many ranks have read it.
-The main thread may hang inside gloo or NCCL, so the watchdog writes the error and exits the process, as NCCL's own
-watchdog does. Not covered: killed ranks, and ranks of one tensor parallel group that differ.
+Keys in the store: `longest/G` longest log of group G; `divergence` the two logs that contradict each other; `rank/R`
+the log of rank R; `reporter` the rank that composes the error; `error`; `acknowledged` how many ranks have read it.
+The main thread may hang inside gloo or NCCL, so the watchdog exits the process itself, as NCCL's own watchdog does.
+Not covered: killed ranks, and ranks of one tensor parallel group that differ.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Event, RLock, Thread
 from typing import Any, Protocol
@@ -35,40 +33,32 @@ from mpu.groups import Groups
 from mpu.store import StoreKV
 
 CHECK_SECONDS = 1.0
-CHECKS_BEFORE_COMPARING = 3
-"""Checks without a new collective before a rank compares logs."""
+CHECKS_BEFORE_COMPARING = 3  # checks without a new collective before a rank compares logs
 MAX_CHECKS_BETWEEN_COMPARISONS = 8
-"""Most checks between two comparisons."""
-CHECKS_BEFORE_WAIT_NOTE = 60
-"""Checks without a new collective after which a waiting rank prints a note; one rank prints for all."""
+CHECKS_BEFORE_WAIT_NOTE = 60  # checks without a new collective after which one waiting rank prints a note for all
 POLL_SECONDS = 0.2
-EXIT_GRACE_SECONDS = 1.5
-"""Seconds after success for the other ranks to finish as well."""
-MAX_FAILED_CHECKS = 5
-"""Failed checks in a row after which a rank disables its watchdog."""
-REPORTER_POLLS, REPORTER_TIMEOUT_POLLS, ROOT_CAUSE_POLLS = 25, 40, 6
-"""Polls of the reporter for the other ranks' logs; polls without progress of the reporter after which another rank
-replaces it; polls of a rank that searches the root cause of a lost peer."""
+EXIT_GRACE_SECONDS = 1.5  # seconds after success for the other ranks to finish as well
+MAX_FAILED_CHECKS = 5  # failed checks in a row after which a rank disables its watchdog
+REPORTER_POLLS = 25  # of the reporter for the other ranks' logs
+REPORTER_TIMEOUT_POLLS = 40  # without progress of the reporter, after which another rank replaces it
+ROOT_CAUSE_POLLS = 6  # of a rank that searches the root cause of a lost peer
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
            "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
            "forward (layer drop)")
-_STORE_LOST = ("the ranks wait for each other for ever, and the one that kept what they know of each other has left "
-               "before this one was told")
+_STORE_LOST = ("the ranks wait for each other forever, and the one that hosts the store has left before this one read "
+               "the error")
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
 
 
 class WatchedEngine(Protocol):
-    """The part of an engine that is used here."""
-
     log: CollectiveLog
     groups: Groups
 
 
 def start_watchdog(engine: WatchedEngine) -> None:
-    """Watch `engine` until it is freed. Collective. Prints a note and does not watch if the store accepts no second
-    connection."""
+    """Watch `engine` until it is freed. Collective. Without a second connection to the store, only print a note."""
     groups = engine.groups
     if groups.dp.is_solo:
         return
@@ -90,7 +80,7 @@ def start_watchdog(engine: WatchedEngine) -> None:
 
 def note_missing_watchdog(rank: int, error: RuntimeError) -> None:
     why = (str(error).strip() or type(error).__name__).splitlines()[0]
-    write_lines(f"note: ranks that wait for each other for ever end by the time-out only, because rank {rank} has "
+    write_lines(f"note: ranks that wait for each other forever end by the time-out only, because rank {rank} has "
                 f"no second connection to the store where they met ({why:.200}); see docs/launch.md\n".encode())
 
 
@@ -98,7 +88,7 @@ class DesyncWatchdog:
     def __init__(self, log: CollectiveLog, groups: Groups, store: StoreKV) -> None:
         self._log, self._store = log, store
         self._rank, self._ranks = groups.world.rank, groups.dp.ranks
-        self._group = self._ranks[0]  # group name
+        self._group = self._ranks[0]  # names the group
         self._world_size = groups.world.size
         self._divergence_is_known = False
         self._closed = Event()
@@ -132,13 +122,13 @@ class DesyncWatchdog:
             return
         for _ in range(ROOT_CAUSE_POLLS):
             try:
-                found = self.compare_logs()
+                divergence_error = self.compare_logs()
             except RuntimeError:  # the store is gone with the peer
                 return
-            if found is not None:
+            if divergence_error is not None:
                 self._report_lock.acquire()
                 self._acknowledge_error()
-                raise found from error
+                raise divergence_error from error
             self._closed.wait(POLL_SECONDS)
 
     def _run(self) -> None:
@@ -172,17 +162,15 @@ class DesyncWatchdog:
                         self._store.reconnect()
         with suppress(RuntimeError):
             self.compare_logs()  # publishes that nothing follows on this rank
-            self._keep_store_alive(self._store.add("heard"), EXIT_GRACE_SECONDS)
+            self._keep_store_alive(self._store.add("acknowledged"), EXIT_GRACE_SECONDS)
 
-    def _note_long_wait(self, looks: int) -> None:
-        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, such as a barrier,
-        and may still come."""
-        if self._store.add(f"told/{self._log.entry_count}", 1) == 1:
+    def _note_long_wait(self, idle_checks: int) -> None:
+        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, and still come."""
+        if self._store.add(f"wait_note/{self._log.entry_count}", 1) == 1:
             what, purpose = self._log.snapshot(self._rank).current_position
             where = f"{what} ({purpose})" if purpose else what
-            seconds = looks * CHECK_SECONDS
-            write_lines(f"note: rank {self._rank} has waited {seconds:.3g} s at {where} for ranks that are "
-                        "not there yet: every rank has to come to it\n".encode())
+            write_lines(f"note: rank {self._rank} has waited {idle_checks * CHECK_SECONDS:.3g} s at {where} for ranks "
+                        "that are not there yet: every rank has to come to it\n".encode())
 
     def _exit_with(self, error: TrainerError | None) -> None:
         if error is not None and not self._log.is_finished and self._report_lock.acquire(blocking=False):
@@ -191,33 +179,32 @@ class DesyncWatchdog:
             exit_codes.exit_now(error.code)
 
     def _acknowledge_error(self, more: int = 1) -> None:
-        """Count this rank as having read the error (`more` = 0: it announced its exit before). The host of the store
-        waits until every waiting rank has read it."""
+        """Count this rank as a reader of the error (0: it was counted before); the store's host waits for all."""
         with suppress(RuntimeError):
-            self._keep_store_alive(self._store.add("heard", more), (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
+            self._keep_store_alive(self._store.add("acknowledged", more),
+                                   (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
 
     def _keep_store_alive(self, acknowledged: int, seconds: float) -> None:
         """If this rank hosts the store, wait up to `seconds` for the other ranks to read it."""
         waited = 0.0
         while process_group.hosts_store() and acknowledged < self._world_size and waited < seconds:
             time.sleep(POLL_SECONDS)
-            acknowledged, waited = self._store.add("heard", 0), waited + POLL_SECONDS
+            acknowledged, waited = self._store.add("acknowledged", 0), waited + POLL_SECONDS
 
     # ---- comparison through the store
-    # -----------------------------------------------------------------------------------
 
     def compare_logs(self) -> TrainerError | None:
         """Compare logs through the store; returns the error if the run cannot go on, else None."""
         mine = self._log.snapshot(self._rank)
         if self._log.is_finished:
             self._store.write(f"rank/{self._rank}", mine.pack())
-        divergence = self._store.read("asked")
+        divergence = self._store.read("divergence")
         if divergence is None:
             divergence = self._find_divergence(mine)
             if divergence is None:
                 return None
-            if not self._store.compare_and_set("asked", None, divergence):
-                divergence = self._store.read("asked")
+            if not self._store.compare_and_set("divergence", None, divergence):
+                divergence = self._store.read("divergence")
         if self._log.is_finished:
             return None
         self._divergence_is_known = True
@@ -227,35 +214,34 @@ class DesyncWatchdog:
         return self._wait_or_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
 
     def _find_divergence(self, mine: CollectiveLogSnapshot) -> list[Any] | None:
-        """[group, two packed logs] if this log contradicts the longest one; otherwise None, after storing the longer of
-        the two."""
-        key = f"furthest/{self._group}"
+        """[group, two packed logs] if this log contradicts the longest one; else None, after storing the longer one."""
+        key = f"longest/{self._group}"
         while True:
             packed = self._store.read(key)
             if packed is not None:
-                furthest = CollectiveLogSnapshot.unpack(packed)
-                if furthest == mine:
+                longest = CollectiveLogSnapshot.unpack(packed)
+                if longest == mine:
                     return None  # nothing to write: a FileStore grows with every write
-                if logs_diverged(mine, furthest):
+                if logs_diverged(mine, longest):
                     return [self._group, [mine.pack(), packed]]
-                if furthest.entry_count > mine.entry_count or furthest.entry_count == mine.entry_count \
-                        and furthest.rank != mine.rank:
+                if longest.entry_count > mine.entry_count or longest.entry_count == mine.entry_count \
+                        and longest.rank != mine.rank:
                     return None
             if self._store.compare_and_set(key, packed, mine.pack()):
                 return None
 
     def _wait_or_report(self, divergence: list[CollectiveLogSnapshot]) -> TrainerError | None:
         """Wait for the reported error, or become the reporter; None if the watchdog is closed meanwhile."""
-        seen, polls = None, 0
+        last_reporter, polls = None, 0
         while True:
-            reported = self._reported_error()
-            if reported is not None:
-                return reported
-            reporter = self._store.read("speaker")
-            polls = polls + 1 if reporter == seen else 0
-            seen = reporter
+            error = self._reported_error()
+            if error is not None:
+                return error
+            reporter = self._store.read("reporter")
+            polls = polls + 1 if reporter == last_reporter else 0
+            last_reporter = reporter
             is_free = reporter is None or polls == REPORTER_TIMEOUT_POLLS
-            if is_free and self._store.compare_and_set("speaker", reporter, [self._rank, 0]):
+            if is_free and self._store.compare_and_set("reporter", reporter, [self._rank, 0]):
                 self._write_report(divergence)
             elif self._closed.wait(POLL_SECONDS):
                 return None
@@ -267,30 +253,26 @@ class DesyncWatchdog:
         for rank in missing:
             self._store.compare_and_set(f"rank/{rank}", None, None)  # multi_get needs every key to exist
         for poll in range(REPORTER_POLLS):
-            self._store.write("speaker", [self._rank, poll])
-            notes = zip(missing, self._store.read_all([f"rank/{rank}" for rank in missing]), strict=True)
-            logs |= {rank: CollectiveLogSnapshot.unpack(packed) for rank, packed in notes if packed is not None}
+            self._store.write("reporter", [self._rank, poll])
+            received = zip(missing, self._store.read_all([f"rank/{rank}" for rank in missing]), strict=True)
+            logs |= {rank: CollectiveLogSnapshot.unpack(packed) for rank, packed in received if packed is not None}
             missing = [rank for rank in missing if rank not in logs]
             if not missing or self._closed.wait(POLL_SECONDS):
                 break
-        error = _divergence_error(divergence, logs, self._ranks)
-        self._store.write("said", [type(error).__name__, str(error)])
+        known = {**{record.rank: record for record in divergence}, **logs}
+        positions = (divergence_positions(list(known.values()))
+                     or divergence_positions(divergence))  # newer logs may have overwritten the position
+        where = describe_positions(positions)
+        if unknown := sorted(set(self._ranks) - positions.keys()):
+            where += f" (nothing is known of {format_ranks(unknown)})"
+        if any(what in (FAILED, INTERRUPTED) for what, _ in positions.values()):
+            report = PeerError.__name__, f"{where}, so that the ranks would wait for each other forever: {_RESUME}"
+        else:
+            report = ConfigError.__name__, (
+                "the ranks do not do the same, and would wait for each other forever: "
+                f"{where}{describe_setting_differences(list(known.values()))}; {_REMEDY}")
+        self._store.write("error", report)
 
     def _reported_error(self) -> TrainerError | None:
-        reported = self._store.read("said")
-        return None if reported is None else _ERROR_CLASSES[reported[0]](reported[1])
-
-
-def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping[int, CollectiveLogSnapshot],
-                      ranks: Sequence[int]) -> TrainerError:
-    known = {**{record.rank: record for record in divergence}, **logs}
-    places = (divergence_positions(list(known.values()))
-              or divergence_positions(divergence))  # newer logs may have overwritten the position
-    where = describe_positions(places)
-    unknown = sorted(set(ranks) - places.keys())
-    if unknown:
-        where += f" (nothing is known of {format_ranks(unknown)})"
-    if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
-        return PeerError(f"{where}, so that the ranks would wait for each other for ever: {_RESUME}")
-    return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}"
-                       f"{describe_setting_differences(list(known.values()))}; {_REMEDY}")
+        report = self._store.read("error")
+        return None if report is None else _ERROR_CLASSES[report[0]](report[1])

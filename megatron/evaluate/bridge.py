@@ -28,12 +28,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         self._context, self._tokenizer = context, context.model_info.tokenizer
         self._model = context.load_model()
         self._scorer = context.build_scorer(self._model)
-        self._completer: TextCompleter | None = None  # its cache takes room
+        self._completer: TextCompleter | None = None  # made when first needed: its KV cache takes memory
 
     @classmethod
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
            **more: Any) -> MegatronLM:
-        """What it is to use as flags would say it: `dtype`, `model_parallel_size`, ... (Source)."""
+        """`more`: other fields of ModelSource, such as `dtype` and `model_parallel_size`."""
         return cls(EvalContext.open(ModelSource(load, load_hf, **more), batch_size))
 
     @property
@@ -49,7 +49,6 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return f"{self._tokenizer.name}-{self._tokenizer.fingerprint}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """No token is special in a text."""
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
@@ -62,12 +61,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [self._tokenizer.encode_array(request.args[0]) for request in requests]
         requests_by_text = [document_requests([np.asarray(ids)], self._context.model_info) for ids in texts]
-        scores = iter(self._scorer([piece for each in requests_by_text for piece in each],
+        scores = iter(self._scorer([request for each in requests_by_text for request in each],
                                    self._context.new_progress()))
         return [sum(next(scores).logprob for _ in each) for each in requests_by_text]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy, unless a task says otherwise."""
         if self._completer is None:
-            self._completer = self._context.build_completer(self._model)
+            context = self._context
+            self._completer = TextCompleter(self._model, self._tokenizer, context.groups, context.batch_size)
         return self._completer([GenerateUntilRequest.from_kwargs(*request.args) for request in requests])

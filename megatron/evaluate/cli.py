@@ -22,17 +22,14 @@ EXAMPLES = """examples:
 docs/evaluate.md says what the protocols are, and where the data comes from."""
 
 TASK_ALIASES = {"wikitext103": "wikitext"}
-
-
-def task_name(word: str) -> str:
-    """Megatron's names will do as well."""
-    return TASK_ALIASES.get(word.lower(), word.lower())
+"""Megatron-LM's name -> ours."""
 
 
 def build_parser() -> ModelArgumentParser:
     parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
-    add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
+    add("--task", type=lambda word: TASK_ALIASES.get(word.lower(), word.lower()), choices=tuple(PROTOCOLS),
+        required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
         "a corpus, or a folder of text")
     add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron; of hellaswag "
@@ -46,7 +43,7 @@ def build_parser() -> ModelArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[EvalModelArgs, EvalRequest, bool]:
-    """The model, the task, and whether the answer is to be JSON."""
+    """The model, the task, and whether to print JSON."""
     flags = build_parser().parse_args(argv)
     model = model_args_from_flags(flags)
     request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
@@ -61,25 +58,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.distributed.consistency import all_succeed_or_raise
     from megatron.evaluate.eval_context import EvalContext, prepare_task
     from megatron.evaluate.eval_report import EvalReport, published_results
+    from megatron.inference import load
 
     start = time.monotonic()
     context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
     log = process_group.rank_0_printer(context.rank)
     for note in model_args.notes:
         log(note)
-    # Before the weights are read: it may find that the data will not do.
+    # before the weights are read, because the data may be unusable
     task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
+    description = load.describe(context.opened, context.dtype, context.model_info.tokenizer)
     log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to "
-        f"{context.model_info.max_positions} tokens; {context.description}")
+        f"{context.model_info.max_positions} tokens; {description}")
     if task.num_truncated:
         log(f"warning: {task.num_truncated:,} examples are longer than the window of "
             f"{context.model_info.max_positions} tokens: their beginning is not read (truncated)")
     scores = context.build_scorer(context.load_model())(task.requests, context.new_progress())
-    report = EvalReport(request=request, result=task.result(scores), model=context.name, dtype=context.dtype,
+    report = EvalReport(request=request, result=task.result(scores), model=context.opened.name, dtype=context.dtype,
                         tokenizer=context.model_info.tokenizer.facts, ranks=context.groups.world.size,
                         model_parallel_size=context.groups.tp.size, window=context.model_info.max_positions,
                         stride=task.stride, truncated=task.num_truncated, seconds=time.monotonic() - start,
-                        published=published_results(context.shape, request.task, request.protocol, request.strict))
+                        published=published_results(context.opened.shape, request.task, request.protocol,
+                                                    request.strict))
     if context.rank == 0:
         print(report.as_json() if as_json else report.as_text(), flush=True)
     process_group.shutdown()

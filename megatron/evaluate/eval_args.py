@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from megatron.config.config_errors import ErrorList
 from megatron.config.tree import require
@@ -20,18 +19,16 @@ from megatron.errors import ConfigError
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelArgumentParser, ModelSource, flags_to_compare, model_source_from_args
 
-TaskName = Literal["wikitext", "lambada", "hellaswag", "perplexity"]
-
 PROTOCOLS: Mapping[str, tuple[str, ...]] = {
     "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
     "hellaswag": ("lm-eval",), "perplexity": ("megatron", "lm-eval"),
 }
-"""Of each task; the first is taken where none is named."""
+"""Task -> its protocols; the first is the default."""
 
 STRIDES: Mapping[tuple[str, str], int | None] = {
     ("wikitext", "megatron"): 32, ("wikitext", "openai"): None, ("perplexity", "megatron"): None,
 }
-"""Where windows may overlap: --stride where it is not given; None: the whole window."""
+"""Default of --stride where windows may overlap; None: the window, so that they do not overlap."""
 
 PARTS = ("train", "valid", "test")
 
@@ -46,12 +43,12 @@ class EvalRequest:
     """LAMBADA: the whole last word, not its last token."""
     stride: int | None = None
     part: str | None = None
-    """Of the split that the model was trained with: only these documents."""
+    """Only documents of this part of the training split."""
 
     def __post_init__(self) -> None:
         problems, known = ErrorList(), PROTOCOLS[self.task]
-        problems.require(self.protocol in known, f"--protocol {self.protocol}: --task {self.task} has "
-                         f"{', '.join(known)}")
+        problems.require(self.protocol in known,
+                         f"--protocol {self.protocol}: --task {self.task} has {', '.join(known)}")
         problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
                          "--strict belongs to --task lambada --protocol megatron; the lm-eval protocol always takes "
                          "the whole last word, the openai protocol never")
@@ -63,13 +60,12 @@ class EvalRequest:
 
     @property
     def scored_target(self) -> str | None:
-        """What of an example is scored, where that is a matter of protocol."""
+        """The scored part of an example, for tasks where it depends on the protocol."""
         if self.task != "lambada":
             return None
         return "last word" if self.strict or self.protocol == "lm-eval" else "last token"
 
     def check_data_exists(self) -> None:
-        """Refuse data that is not there."""
         if self.task == "perplexity" and (is_corpus_prefix(self.data) or os.path.isdir(self.data)):
             return
         path = Path(self.data)
@@ -79,7 +75,7 @@ class EvalRequest:
                               "where the files of the tasks come from)")
 
     def window_stride(self, length: int) -> int:
-        """Of a model of so many positions."""
+        """The stride for a model of `length` positions."""
         if self.stride is None:
             return min(STRIDES[self.task, self.protocol] or length, length)
         require(self.stride <= length, f"--stride is {self.stride}, and the model has {length} positions: tokens "
@@ -88,7 +84,6 @@ class EvalRequest:
 
 
 def is_corpus_prefix(name: str) -> bool:
-    """Whether it is the prefix of a corpus."""
     return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")
 
 
@@ -96,7 +91,7 @@ IGNORED_TRAINING_OPTIONS = (
     "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",
     "--recompute-method", "--recompute-num-layers", "--seed", "--num-workers", "--epochs", "--keep-last",
     "--train-iters", "--lr", "--eval-iters", "--eval-interval")
-"""Without a meaning here."""
+"""Accepted without effect."""
 IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args",
                              "--sequence-parallel")
 
@@ -105,11 +100,10 @@ IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--u
 class EvalModelArgs:
     source: ModelSource
     batch_size: int
-    """Windows at a time."""
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
     """On flags without effect."""
-    compared_flags: Mapping[str, object] = field(default_factory=dict)
-    """All flags, which are the same on every rank."""
+    compared_flags: Mapping[str, object]
+    """All flags, which must be equal on every rank."""
 
 
 def build_model_parser(module: str, description: str, examples: str) -> ModelArgumentParser:
@@ -121,7 +115,6 @@ def build_model_parser(module: str, description: str, examples: str) -> ModelArg
 
 
 def model_args_from_flags(flags: argparse.Namespace) -> EvalModelArgs:
-    """The model, and how it runs."""
     notes = model_args.translate_megatron_flags(flags)
     require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
     shape = model_args.shape_from_flags(flags) | ({} if flags.seq_length is None else {"seq_length": flags.seq_length})

@@ -29,23 +29,14 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[str, Mapping[str, float]]] = {
     ("lambada", "lm-eval"): {"acc": {"124M": 0.3256}, "adjusted_perplexity": {"124M": 40.06, "1.5B": 10.63}}}
 
 
-def gpt2_size(shape: ModelConfig) -> str | None:
-    """The one of GPT-2's four sizes that has this shape."""
-    if shape.known_vocab_size != GPT2_TOKENS:
-        return None
-    for size in GPT2_SIZES:
-        if all(getattr(shape, name) == value for name, value in PRESETS[size].items() if name != "tokenizer_type"):
-            return size
-    return None
-
-
 def published_results(shape: ModelConfig, task: str, protocol: str, strict: bool) -> dict[str, float]:
-    """By figure; nothing where nothing is known of this very protocol."""
-    size = gpt2_size(shape)
-    if size is None or strict:
+    """Metric -> value that is published for OpenAI's GPT-2 of this shape and for this protocol."""
+    size = next((size for size in GPT2_SIZES if all(getattr(shape, name) == value for name, value in
+                                                    PRESETS[size].items() if name != "tokenizer_type")), None)
+    if size is None or strict or shape.known_vocab_size != GPT2_TOKENS:
         return {}
-    found = PUBLISHED.get((task, protocol), {})
-    return {name: values[size] for name, values in found.items() if size in values}
+    published = PUBLISHED.get((task, protocol), {})
+    return {name: values[size] for name, values in published.items() if size in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +49,15 @@ class EvalReport:
     ranks: int
     model_parallel_size: int
     window: int
-    """Tokens that are read at most."""
+    """Tokens that the model reads at once."""
     stride: int | None
     truncated: int | None
-    """Examples that are longer than that; None: it is not asked."""
+    """Examples that are longer; None: does not apply to the task."""
     seconds: float
     published: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """By their names in JSON; the table has spaces for underscores."""
+        """Name -> value; the table prints spaces for underscores."""
         request, tokenizer = self.request, self.tokenizer
         values: dict[str, Any] = {"task": request.task, "protocol": request.protocol, "data": request.data,
                                   "model": self.model, "dtype": self.dtype,
@@ -84,16 +75,16 @@ class EvalReport:
                          "seconds": round(self.seconds, 3)}
 
     def as_json(self) -> str:
-        """What is too large for a number is null."""
+        """Infinite and NaN values become null."""
         return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value
                            for name, value in self.as_dict().items()})
 
     def as_text(self) -> str:
-        found = self.as_dict()
-        found["published"] = ", ".join(f"{_label(name)} {value:g}" for name, value in self.published.items())
-        found["tokenizer"] = self.tokenizer.description
-        found["seconds"] = f"{self.seconds:.1f}"
-        return "\n".join(f"{_label(name):20} {_format_value(value)}".rstrip() for name, value in found.items())
+        values = self.as_dict()
+        values["published"] = ", ".join(f"{_label(name)} {value:g}" for name, value in self.published.items())
+        values["tokenizer"] = self.tokenizer.description
+        values["seconds"] = f"{self.seconds:.1f}"
+        return "\n".join(f"{_label(name):20} {_format_value(value)}".rstrip() for name, value in values.items())
 
 
 def _label(name: str) -> str:
@@ -103,8 +94,6 @@ def _label(name: str) -> str:
 def _format_value(value: object) -> str:
     if value is None or value == "":
         return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

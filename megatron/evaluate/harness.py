@@ -11,14 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from megatron.config.tree import require
 from megatron.distributed.exit_codes import run
 from megatron.errors import ConfigError
-from megatron.evaluate.eval_args import EvalModelArgs, build_model_parser, model_args_from_flags
+from megatron.evaluate.eval_args import build_model_parser, model_args_from_flags
 from megatron.inference.model_args import ModelArgumentParser
 from megatron.package import check_package_shadowing
 
@@ -32,24 +31,14 @@ docs/evaluate.md has a task whose data is a local file."""
 
 REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better",
                  "lm_eval_version")
-"""Of what lm-eval returns; besides it describes the machine."""
+"""Keys of lm-eval's results that are printed; the others describe the machine."""
 
 LM_EVAL_ERRORS = (ValueError, LookupError, OSError, ImportError)
-"""What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
+"""Raised by lm-eval and its data sets for a missing task or missing data."""
 
 NETWORK_ERRORS = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout",
                             "gaierror", "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
-"""Names of errors, of several libraries, for data that no network brought."""
-
-
-@dataclass(frozen=True)
-class HarnessOptions:
-    model_args: EvalModelArgs
-    tasks: list[str]
-    include_path: str | None
-    num_fewshot: int | None
-    limit: int | None
-    as_json: bool
+"""Class names of network errors in several libraries."""
 
 
 def build_parser() -> ModelArgumentParser:
@@ -58,62 +47,49 @@ def build_parser() -> ModelArgumentParser:
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
     add("--include-path", metavar="DIR", help="folder with tasks of your own")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's own)")
-    add("--limit", type=int, metavar="N", help="only the first so many examples of each task")
+    add("--limit", type=int, metavar="N", help="only the first N examples of each task")
     add("--json", action="store_true", help="lm-eval's results as one JSON object")
     return parser
 
 
-def parse(argv: Sequence[str]) -> HarnessOptions:
-    flags = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     require(flags.include_path is None or os.path.isdir(flags.include_path),
             f"--include-path {flags.include_path}: no such folder")
     require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")
     require(find_spec("lm_eval") is not None, f"{MODULE} needs lm-eval: pip install lm_eval (the extra [eval])")
-    return HarnessOptions(model_args_from_flags(flags), flags.tasks.split(","), flags.include_path, flags.num_fewshot,
-                          flags.limit, flags.json)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if argv is None else argv)
+    model_args, task_names = model_args_from_flags(flags), flags.tasks.split(",")
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
     from megatron.distributed import process_group
     from megatron.evaluate.bridge import MegatronLM
     from megatron.evaluate.eval_context import EvalContext
 
-    context = EvalContext.open(options.model_args.source, options.model_args.batch_size,
-                               options.model_args.compared_flags)
-    for note in options.model_args.notes if context.rank == 0 else ():
+    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
+    for note in model_args.notes if context.rank == 0 else ():
         print(note, file=sys.stderr, flush=True)
-    with _stdout_to_stderr(context.rank == 0), translate_errors(options.tasks):
-        manager, tasks = _load_tasks(options)
+    with _stdout_to_stderr(context.rank == 0), translate_errors(task_names):
+        manager, tasks = TaskManager(include_path=flags.include_path), list[Any]()
+        for name in task_names:
+            loaded = manager.load([name])
+            tasks += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
     lm = MegatronLM(context)
     with _stdout_to_stderr(context.rank == 0):
-        results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=options.num_fewshot,
-                                  limit=options.limit, log_samples=False)
+        results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=flags.num_fewshot,
+                                  limit=flags.limit, log_samples=False)
     if context.rank == 0:
         reported = {name: results[name] for name in REPORTED_KEYS if name in results}
-        print(json.dumps(reported, default=handle_non_serializable) if options.as_json else make_table(results),
+        print(json.dumps(reported, default=handle_non_serializable) if flags.json else make_table(results),
               flush=True)
     process_group.shutdown()
     return 0
 
 
-def _load_tasks(options: HarnessOptions) -> tuple[Any, list[Any]]:
-    """lm-eval's task manager, and the tasks and groups that are asked for, with their data."""
-    from lm_eval.tasks import TaskManager
-
-    manager, found = TaskManager(include_path=options.include_path), []
-    for name in options.tasks:
-        loaded = manager.load([name])
-        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
-    return manager, found
-
-
 @contextlib.contextmanager
 def _stdout_to_stderr(is_enabled: bool) -> Iterator[None]:
-    """What lm-eval prints on its way goes to standard error, of one rank."""
+    """Sends the output of lm-eval to standard error, or discards it."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr if is_enabled else nowhere), \
             contextlib.redirect_stderr(sys.stderr if is_enabled else nowhere):
         yield
@@ -124,28 +100,19 @@ def translate_errors(tasks: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, LM_EVAL_ERRORS) or is_network_error(error)):
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        is_network_error = any(NETWORK_ERRORS & {kind.__name__ for kind in type(one).__mro__} for one in chain)
+        if not (isinstance(error, LM_EVAL_ERRORS) or is_network_error):
             raise
-        raise ConfigError(f"--tasks {','.join(tasks)}: {_describe_error(error)}") from error
-
-
-def _describe_error(error: Exception) -> str:
-    theirs = f"({type(error).__name__}: {error})"
-    if is_network_error(error):
-        return (f"the data of this cannot be fetched; is there a network? {theirs}; without one, give --include-path "
-                "with a task of your own that names a local file (docs/evaluate.md has one)")
-    return (f"lm-eval cannot load this {theirs}; `lm-eval ls tasks` lists its tasks, or give --include-path with your "
-            "own")
-
-
-def is_network_error(error: BaseException) -> bool:
-    """It, or one that it came of, says that there was no network."""
-    at: BaseException | None = error
-    while at is not None:
-        if NETWORK_ERRORS & {kind.__name__ for kind in type(at).__mro__}:
-            return True
-        at = at.__cause__ or at.__context__
-    return False
+        theirs = f"({type(error).__name__}: {error})"
+        problem = (f"lm-eval cannot load this {theirs}; `lm-eval ls tasks` lists its tasks, or give --include-path "
+                   "with your own")
+        if is_network_error:
+            problem = (f"the data of this cannot be fetched; is there a network? {theirs}; without one, give "
+                       "--include-path with a task of your own that names a local file (docs/evaluate.md has one)")
+        raise ConfigError(f"--tasks {','.join(tasks)}: {problem}") from error
 
 
 def _checked_main() -> int:

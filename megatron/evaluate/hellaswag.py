@@ -33,28 +33,28 @@ class HellaSwagQuestion:
 class HellaSwagTask:
     questions: Sequence[HellaSwagQuestion]
     requests: Sequence[ScoringRequest]
-    """Of each ending of each question, in turn."""
+    """One for each ending of each question, in order."""
     stride: None = None
 
     @property
     def num_truncated(self) -> int:
-        """With one of the endings, or with more of them."""
+        """Questions with at least one truncated request."""
         ends = list(accumulate(len(question.endings) for question in self.questions))
-        return sum(
-            any(piece.is_truncated for piece in self.requests[start:end]) for start, end in zip([0, *ends], ends))
+        return sum(any(request.is_truncated for request in self.requests[start:end])
+                   for start, end in zip([0, *ends], ends))
 
     def result(self, scores: Sequence[TargetScore]) -> EvalResult:
         """Loss, words and bytes are those of the right endings."""
         acc = acc_norm = tokens = words = size = 0
         logprobs, at = [], 0
         for question in self.questions:
-            found = [score.logprob for score in scores[at : at + len(question.endings)]]
-            acc += _argmax(found) == question.label
+            of_endings = [score.logprob for score in scores[at : at + len(question.endings)]]
+            acc += _argmax(of_endings) == question.label
             acc_norm += _argmax([value / len(ending) if ending else -math.inf
-                                 for value, ending in zip(found, question.endings)]) == question.label
+                                 for value, ending in zip(of_endings, question.endings)]) == question.label
             right, ending = self.requests[at + question.label], question.endings[question.label]
-            logprobs.append(found[question.label])
-            tokens += len(right.tokens) - right.first_target
+            logprobs.append(of_endings[question.label])
+            tokens += right.num_targets
             words += len(ending.split())
             size += len(f" {ending}".encode())
             at += len(question.endings)
@@ -68,20 +68,18 @@ def _argmax(values: Sequence[float]) -> int:
 
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> HellaSwagTask:
-    questions = [_parse_question(line) for line in task_files.read_json_lines(request.data)]
+    questions = []
+    for line in task_files.read_json_lines(request.data):
+        endings = tuple(_clean(ending) for ending in line.get_texts("endings"))
+        text = f"{line.get_text('activity_label')}: {line.get_text('ctx_a')} {line.get_text('ctx_b').capitalize()}"
+        questions.append(HellaSwagQuestion(_clean(text), endings, line.get_index("label", len(endings)), line.location))
     requests = [continuation_request(*encode_pair(question.query, f" {ending}", model_info.tokenizer),
                                      model_info.max_positions, question.location) for question in questions
                 for ending in question.endings]
     return HellaSwagTask(questions, requests)
 
 
-def _parse_question(line: task_files.JsonLine) -> HellaSwagQuestion:
-    endings = tuple(_clean(ending) for ending in line.get_texts("endings"))
-    text = f"{line.get_text('activity_label')}: {line.get_text('ctx_a')} {line.get_text('ctx_b').capitalize()}"
-    return HellaSwagQuestion(_clean(text), endings, line.get_index("label", len(endings)), line.location)
-
-
 def _clean(text: str) -> str:
-    """Without the marks of how-to articles."""
+    """Removes the markup of WikiHow articles."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")

@@ -19,9 +19,6 @@ from megatron.evaluate.eval_args import EvalRequest
 from megatron.evaluate.scoring import ScoringRequest, TargetScore, continuation_request
 from megatron.evaluate.task import EvalModelInfo, EvalResult
 
-ContextAndTargets = tuple[list[int], list[int]]
-"""What is read, and what is to come."""
-
 
 @final
 @dataclass(frozen=True)
@@ -32,12 +29,12 @@ class LambadaTask:
 
     @property
     def num_truncated(self) -> int:
-        return sum(piece.is_truncated for piece in self.requests)
+        return sum(request.is_truncated for request in self.requests)
 
     def result(self, scores: Sequence[TargetScore]) -> EvalResult:
         correct = sum(score.is_greedy for score in scores)
         return EvalResult(logprob=math.fsum(score.logprob for score in scores),
-                          tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
+                          tokens=sum(request.num_targets for request in self.requests),
                           words=len(self.requests), bytes=self.bytes, examples=len(self.requests),
                           accuracies={"acc": correct / len(scores), "correct": correct})
 
@@ -48,35 +45,23 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> LambadaTask:
         text = line.get_text("text")
         if not text.strip():
             raise DataError(f"{line.location}: 'text': expected a passage, found nothing but white space")
-        if request.protocol == "lm-eval":
-            context, targets = encode_pair(*split_last_word(text), tokenizer)
+        if request.protocol == "lm-eval":  # splits at the last space
+            before, _, word = text.rpartition(" ")
+            context, targets = encode_pair(before, f" {word}", tokenizer)
+        elif request.strict:
+            word = text.split()[-1]
+            context, targets = tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(f" {word}")
         else:
-            context, targets = (_encode_last_word(text, tokenizer) if request.strict
-                                else _encode_last_token(text, tokenizer))
+            ids = tokenizer.encode(text)
+            context, targets = ids[:-1], ids[-1:]
         requests.append(
             continuation_request(context or [tokenizer.eod], targets, model_info.max_positions, line.location))
         size += len(tokenizer.decode(targets).encode())
     return LambadaTask(requests, size)
 
 
-def _encode_last_token(text: str, tokenizer: Tokenizer) -> ContextAndTargets:
-    ids = tokenizer.encode(text)
-    return ids[:-1], ids[-1:]
-
-
-def _encode_last_word(text: str, tokenizer: Tokenizer) -> ContextAndTargets:
-    word = text.split()[-1]
-    return tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(f" {word}")
-
-
-def split_last_word(text: str) -> tuple[str, str]:
-    """lm-eval's: what is before the last space, and the space with what is after it."""
-    context, _, word = text.rpartition(" ")
-    return context, f" {word}"
-
-
-def encode_pair(context: str, target: str, tokenizer: Tokenizer) -> ContextAndTargets:
-    """lm-eval's: spaces at the end of the context belong to the target, and the target is what is left of the tokens
-    of both once as many are taken away as the context has."""
+def encode_pair(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """By lm-eval's rules: spaces at the end of the context belong to the target, and the target is the tokens of both
+    texts together without as many as the context alone has."""
     before = tokenizer.encode(context.rstrip())
     return before or [tokenizer.eod], tokenizer.encode(context + target)[len(before):]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,10 +22,16 @@ from megatron.config.tree import require
 from megatron.evaluate import task_files
 from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
 from megatron.evaluate.scoring import TokenIds
-from megatron.evaluate.task import (EvalDocument, EvalModelInfo, TextTask, document_requests, eod_array,
-                                    sequence_requests)
+from megatron.evaluate.task import EvalModelInfo, TextTask, document_requests, eod_array, sequence_requests
 
 WORD = re.compile(r"\S+")
+
+
+@dataclass(frozen=True)
+class EvalDocument:
+    ids: TokenIds
+    words: int
+    bytes: int
 
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
@@ -42,23 +49,22 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
 
 
 def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[EvalDocument]:
-    if is_corpus_prefix(request.data):
-        yield from _corpus_documents(request.data, request, model_info)
-        return
-    if os.path.isdir(request.data):
+    prefix = request.data if is_corpus_prefix(request.data) else None
+    if prefix is None and os.path.isdir(request.data):
         prefix, _ = cached_corpus(request.data, model_info.tokenizer, model_info.text_reading, model_info.cache_path)
+    if prefix is not None:
         yield from _corpus_documents(prefix, request, model_info)
         return
-    takes_all = request.part is None
-    selected = range(0) if takes_all else _part_range(request, model_info,
-                                                      sum(1 for _ in _document_texts(request.data, model_info)))
+    selected = None  # all, which need not be counted
+    if request.part is not None:
+        selected = _part_range(request, model_info, sum(1 for _ in _document_texts(request.data, model_info)))
     for number, text in enumerate(_document_texts(request.data, model_info)):
-        if takes_all or number in selected:
+        if selected is None or number in selected:
             yield _make_document(model_info.encode(text), text)
 
 
 def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
-    """One by one: none is kept. Of an object it is what training took, or else its `text`."""
+    """The text of each document; of a JSON object the key that training used, or else `text`."""
     if not task_files.is_json_lines(path):
         yield task_files.read_text(path)
         return
@@ -67,7 +73,7 @@ def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
 
 
 def _corpus_documents(prefix: str, request: EvalRequest, model_info: EvalModelInfo) -> Iterator[EvalDocument]:
-    """Of a corpus the text is what its tokens mean."""
+    """The documents of a tokenized corpus, with decoded text."""
     corpus, tokenizer = IndexedCorpus(prefix), model_info.tokenizer
     made_by = corpus.facts.tokenizer if corpus.facts else None
     if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
@@ -86,7 +92,7 @@ def _make_document(ids: TokenIds, text: str) -> EvalDocument:
 
 
 def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int) -> range:
-    """Numbers of the documents that are meant."""
+    """Numbers of the documents of --part, out of `documents`."""
     if request.part is None:
         return range(documents)
     require(model_info.split is not None,
@@ -94,8 +100,8 @@ def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int)
     require(request.part not in model_info.split_data_files,
             f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
             f"{' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part")
-    found = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
-    if not found:
+    part = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
+    if not part:
         raise DataError(f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} "
                         f"in {request.data}")
-    return found
+    return part

@@ -36,8 +36,8 @@ class TokenWindow:
 
 
 def overlapping_windows(tokens: int, length: int, stride: int) -> Iterator[TokenWindow]:
-    """Megatron's: a window begins every `stride` tokens. The first scores all it can, each later one its last `stride`
-    tokens, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
+    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
+    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
     assert 1 <= stride <= length
     start, first = 0, 1
     while first < tokens:
@@ -47,7 +47,7 @@ def overlapping_windows(tokens: int, length: int, stride: int) -> Iterator[Token
 
 
 def rolling_windows(tokens: int, length: int) -> Iterator[TokenWindow]:
-    """lm-eval's: each window scores `length` tokens; the last one, which has fewer, reads `length` all the same."""
+    """lm-eval's: each window scores `length` tokens; the last one scores fewer but reads `length` too."""
     first = 1
     while first < tokens:
         stop = min(first + length, tokens)
@@ -64,42 +64,37 @@ class ScoringRequest:
     first_target: int
     """Tokens from here on are targets; the model reads all tokens but the last."""
     is_truncated: bool = False
-    """The beginning of what is before the targets is not read: there is no room for it."""
+    """The beginning of the context does not fit and is not read."""
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.tokens) - self.first_target
 
 
 @dataclass(frozen=True)
 class TargetScore:
     logprob: float
-    """Of all targets together."""
+    """Sum over the targets."""
     is_greedy: bool
-    """Each target is the likeliest token."""
+    """Every target is the argmax."""
 
 
 def window_requests(tokens: TokenIds, windows: Iterable[TokenWindow]) -> list[ScoringRequest]:
-    """Views of one sequence."""
     return [ScoringRequest(tokens[window.start : window.stop], window.first - window.start) for window in windows]
 
 
 def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:
-    """The targets after as much of the end of the context as a model of `length` positions reads."""
+    """The targets after the end of the context, as much as a model of `length` positions reads."""
     if not 0 < len(targets) <= length:
-        found = "no token" if not targets else f"{len(targets)} tokens"
-        raise DataError(f"{location}: {found} to score, and the model has {length} positions: expected 1 to {length}")
+        count = "no token" if not targets else f"{len(targets)} tokens"
+        raise DataError(f"{location}: {count} to score, and the model has {length} positions: expected 1 to {length}")
     whole = np.array([*context, *targets])
     tokens = whole[-(length + 1):]
     return ScoringRequest(tokens, len(tokens) - len(targets), is_truncated=len(tokens) < len(whole))
 
 
-def requests_digest(requests: Sequence[ScoringRequest]) -> int:
-    """Equal on two ranks that will score the same."""
-    found = len(requests)
-    for request in requests:
-        found = zlib.crc32(request.tokens.tobytes(), found + request.first_target)
-    return found
-
-
 def local_target_stats(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
-    """[n, V / tp], ids [n] -> [n, 4] of this rank's columns; `tokens` of all are real."""
+    """[n, V / tp] logits, [n] target ids -> [n, 4] of this rank's columns; ids from `tokens` on are padding."""
     share = VocabShard.of(logits.shape[1], tp, tokens)
     if not share.num_columns:
         return torch.tensor([-torch.inf, -torch.inf, 0, -torch.inf], device=logits.device).expand(len(logits), 4)
@@ -112,18 +107,18 @@ def local_target_stats(logits: Tensor, targets: Tensor, tp: Group, tokens: int) 
 
 
 def combine_target_stats(stats: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
-    """[n, 4] of every rank -> fp64 log-probabilities [n], and whether each target is the likeliest [n]. Of equal
-    logits the first one is. Collective."""
+    """[n, 4] of every rank -> fp64 log-probabilities [n], and whether each target is the argmax [n]; of equal logits
+    the first one is. Collective."""
     total, largest, greedy, at_target = all_gather(stats[None], tp, 0).unbind(-1)  # each [tp, n]
     first = largest.argmax(0, keepdim=True)
     return (at_target.amax(0) - total.logsumexp(0)).double(), greedy.gather(0, first)[0].bool()
 
 
 CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
-"""Of fp32 logits in a chunk, of this rank's columns."""
+"""fp32 logits of a chunk, this rank's columns."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Batches done, and all of this rank's."""
+"""(batches done, all batches) of this rank."""
 
 
 @final
@@ -132,63 +127,50 @@ class Scorer:
         self._model, self._groups, self._batch_size = model.eval(), groups, batch_size
         self._device = model.wpe.weight.device
 
-    @property
-    def max_positions(self) -> int:
-        """Positions of the model."""
-        return self._model.config.max_position_embeddings
-
     @torch.no_grad()
     def __call__(self, requests: Sequence[ScoringRequest],
                  progress: ProgressCallback = lambda done, total: None) -> list[TargetScore]:
-        """Of each piece, on every rank. Collective."""
-        self._assert_same_requests(requests)
+        """The score of each request, on every rank. Collective."""
+        digest = len(requests)
+        for request in requests:
+            digest = zlib.crc32(request.tokens.tobytes(), digest + request.first_target)
+        digests = all_gather_json(digest, self._groups.world)
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
+                raise DataError(f"rank {rank} has other data than rank 0: give all ranks the same file")
         if not requests:
             return []
-        dp = self._groups.dp
-        mine = batch_by_length(requests, self._batch_size)[dp.rank :: dp.size]
-        found = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # every rank adds zero but one
+        # batches of about equal length, the longest first, dealt to the data parallel ranks
+        dp, size = self._groups.dp, self._batch_size
+        order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
+        mine = [order[at : at + size] for at in range(0, len(order), size)][dp.rank :: dp.size]
+        local = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # 0 except in my batches
         for done, batch in enumerate(mine, 1):
-            found[:, batch] = self._score([requests[number] for number in batch])
+            local[:, batch] = self._score([requests[number] for number in batch])
             progress(done, len(mine))
-        logprobs, greedy = all_reduce(found, dp).tolist()
+        logprobs, greedy = all_reduce(local, dp).tolist()
         scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
         if not all(np.isfinite(logprobs)):
             raise NumericsError("the model gives a token a probability that is not a number or zero: ask for --dtype "
                                 "fp32 or bf16")
         return scores
 
-    def _assert_same_requests(self, requests: Sequence[ScoringRequest]) -> None:
-        found = all_gather_json(requests_digest(requests), self._groups.world)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise DataError(f"rank {rank} has other data than rank 0: give all ranks the same file")
-
     def _score(self, requests: Sequence[ScoringRequest]) -> Tensor:
-        """[2, b]: log-probability, and 1 where each target is the likeliest token."""
-        counts = [len(piece.tokens) - piece.first_target for piece in requests]
-        tokens = np.zeros((len(requests), max(len(piece.tokens) for piece in requests)), np.int64)
+        """-> [2, b]: log-probability, and 1 where every target is the argmax."""
+        counts = [request.num_targets for request in requests]
+        tokens = np.zeros((len(requests), max(len(request.tokens) for request in requests)), np.int64)
         for row, request in zip(tokens, requests):
-            row[: len(request.tokens)] = request.tokens  # what comes after a piece changes nothing before it
+            row[: len(request.tokens)] = request.tokens  # padding on the right changes nothing before it
         inputs = torch.from_numpy(tokens).to(self._device)
         rows = torch.arange(len(requests)).repeat_interleave(torch.tensor(counts)).to(self._device)  # [n]
-        target_positions = torch.cat([torch.arange(piece.first_target, len(piece.tokens))
-                                      for piece in requests]).to(self._device)
-        hidden = self._model.hidden_states(inputs[:, :-1])[rows, target_positions - 1]  # [b, s, h] -> [n, h]
-        logprobs, greedy = self._score_targets(hidden, inputs[rows, target_positions])
+        positions = torch.cat([torch.arange(request.first_target, len(request.tokens))
+                               for request in requests]).to(self._device)  # [n], of the targets
+        hidden = self._model.hidden_states(inputs[:, :-1])[rows, positions - 1]  # [b, s, h] -> [n, h]
+        targets, tp, vocabulary = inputs[rows, positions], self._model.tp, self._model.config.known_vocab_size
+        chunk_bytes = GPU_LOGITS_BYTES if on_accelerator(hidden) else CPU_LOGITS_BYTES
+        chunk = max(1, chunk_bytes * tp.size // (4 * vocabulary))
+        stats = torch.cat([local_target_stats(self._model.local_logits(x), target, tp, vocabulary)
+                           for x, target in zip(hidden.split(chunk), targets.split(chunk), strict=True)])
+        logprobs, greedy = combine_target_stats(stats, tp)
         return torch.stack([torch.stack([part.sum() for part in logprobs.split(counts)]),
                             torch.stack([part.all() for part in greedy.split(counts)]).double()])
-
-    def _score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, h], [n] -> fp64 log-probabilities [n], and whether each is the likeliest [n]."""
-        tp, tokens = self._model.tp, self._model.config.known_vocab_size
-        size = GPU_LOGITS_BYTES if on_accelerator(hidden) else CPU_LOGITS_BYTES
-        rows = max(1, size * tp.size // (4 * tokens))
-        return combine_target_stats(
-            torch.cat([local_target_stats(self._model.local_logits(x), target, tp, tokens)
-                       for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)]), tp)
-
-
-def batch_by_length(requests: Sequence[ScoringRequest], size: int) -> list[list[int]]:
-    """Numbers of pieces that run together: of about equal length, the longest first."""
-    order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
-    return [order[at : at + size] for at in range(0, len(order), size)]

@@ -25,9 +25,9 @@ DETOKENIZER_RULES: tuple[tuple[bool, str, str], ...] = (
     *((IS_LITERAL, f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
     (IS_PATTERN, r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (IS_PATTERN, r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"), *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}")
-                                                  for mark in "\"'"), *((IS_LITERAL, " ".join("=" * count), "=" * count)
-                                                                        for count in (4, 3, 2)),
+    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"),
+    *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}") for mark in "\"'"),
+    *((IS_LITERAL, " ".join("=" * count), "=" * count) for count in (4, 3, 2)),
     (IS_LITERAL, " ° ", "°"),
     (IS_LITERAL, " \n", "\n"),
     (IS_LITERAL, "\n ", "\n"),
@@ -42,28 +42,27 @@ def detokenize(text: str) -> str:
 
 
 def split_articles(text: str) -> Iterator[str]:
-    """The documents of a WikiText file, joined by line ends the file again: each begins at a heading of the first
-    level. They are those of lm-eval's data set."""
+    """The documents of a WikiText file, which are those of lm-eval's data set: each begins at a heading of the first
+    level. Joined by line ends they are the file again."""
     article: list[str] = []
     for line in text.split("\n"):
-        if _is_title(line) and "".join(article).strip():
+        title = line.replace("= = =", "===").replace("= =", "==").strip()
+        if title.startswith("= ") and title.endswith(" =") and "".join(article).strip():
             yield "\n".join(article)
             article = []
         article.append(line)
     yield "\n".join(article)
 
 
-def _is_title(line: str) -> bool:
-    line = line.replace("= = =", "===").replace("= =", "==").strip()
-    return line.startswith("= ") and line.endswith(" =")
-
-
 MAX_LOSS = 20.0
-"""Megatron shows no perplexity above that of this loss."""
+"""Megatron caps perplexities at exp of this loss."""
 
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
-    pages = read_pages(request.data)
+    if task_files.is_json_lines(request.data):
+        pages = [line.get_text("page", "text") for line in task_files.read_json_lines(request.data)]
+    else:
+        pages = list(split_articles(task_files.read_text(request.data)))
     original = "\n".join(pages)
     size = len(original.encode())
     if request.protocol == "lm-eval":
@@ -79,16 +78,9 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
                     words_scored=words - 1, max_loss=MAX_LOSS)
 
 
-def read_pages(path: str) -> list[str]:
-    """The articles of a file as WikiText comes, or of JSON lines with a `page` each."""
-    if task_files.is_json_lines(path):
-        return [line.get_text("page", "text") for line in task_files.read_json_lines(path)]
-    return list(split_articles(task_files.read_text(path)))
-
-
 def count_words(original: str, protocol: str) -> int:
-    """Megatron cuts at single spaces, so that the end of a line between two spaces is a word, as in the published
-    counts; lm-eval at any white space, and counts what is before the first and after the last."""
+    """Megatron splits at single spaces, so that a line end between two spaces is a word, as in the published counts;
+    lm-eval at any white space, and counts the empty strings before the first and after the last."""
     if protocol == "megatron":
         return len(original.strip().split(" "))
     if protocol == "lm-eval":

@@ -13,7 +13,6 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.fsdp.full_params import local_masters
-from megatron.fsdp.optim_state import OptimState, scalar_states, sharded_kinds
+from megatron.fsdp.full_params import local_masters, param_ranges
+from megatron.fsdp.optim_state import OptimState, params_of, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
-from megatron.fsdp.sharded_tensor import local_tensor, param_ranges, segment_like
+from megatron.fsdp.sharded_tensor import local_tensor, segment_like
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
 from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
@@ -71,10 +70,15 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     kinds = sharded_kinds(optimizer, root.trained)
     with buffers_in_own_dtype(module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
+    # the scalar state of each parameter, unless all share one step count
+    scalars = {tuple(sorted(values.items())) for values in numbers.values()}
+    has_one_step_count = (len(scalars) == 1 and {name for name, _ in next(iter(scalars))} == {"step"}
+                          and len(numbers) == sum(len(bucket.parameters) for bucket in root.trained))
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
-                   "rule": _per_param_scalars(numbers, root), **root.loss_scaler.state_dict()},
+                   "rule": {} if has_one_step_count or not numbers else {"parameters": dict(numbers)},
+                   **root.loss_scaler.state_dict()},
         "optimizer": type(optimizer).__name__,
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -97,7 +101,8 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
     all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
     all_succeed_or_raise(lambda: _check_compatible(found, root, optimizer), root.dp)
-    all_succeed_or_raise(partial(_read_weights, found, root), root.dp)
+    all_succeed_or_raise(lambda: [_read_bucket(found, bucket, WEIGHT, local_masters(bucket))
+                                  for bucket in root.buckets], root.dp)
     root.apply_master_edits()
     root.lineage = Lineage(found.manifest.commit_record)
     for name, buffer in module.named_buffers():
@@ -109,7 +114,10 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
         scheduler.load_state_dict(found.shared_state["lr_scheduler"])
     if found.shared_state["engine"]:
         root.loss_scaler.load_state_dict(found.shared_state["engine"])
-    _restore_rng_streams(found, root)
+    is_same_layout = all(found.layout.get(axis) == size for axis, size in (("tp", 1), ("dp", root.dp.size)))
+    saved = (found.rank_state(root.dp.rank) if is_same_layout else None) or {}
+    if "rng" in saved and ("cuda" in saved["rng"]) == ("cuda" in capture_rng()):
+        restore_rng(saved["rng"])
     state: dict[str, Any] = found.shared_state["client_state"]
     return state
 
@@ -136,10 +144,9 @@ def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[
             yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
-                zeros = torch.zeros(stop - start,
-                                    dtype=_state_dtype(optimizer, bucket, kind))  # no state before its first step
-                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
-                                  local_tensor(state[kind]) if kind in state else zeros)
+                values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
+                    stop - start, dtype=_state_dtype(optimizer, bucket, kind))
+                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset, values)
 
 
 def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
@@ -155,14 +162,6 @@ def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.d
     """The dtype of a kind of state, equal on all ranks."""
     found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
     return next((local_tensor(value).dtype for value in found if value is not None), bucket.master_state.dtype)
-
-
-def _per_param_scalars(numbers: Mapping[str, OptimState], root: FSDPRoot) -> dict[str, Any]:
-    """Scalar state of each parameter, unless all share one step count."""
-    kinds = {tuple(sorted(values.items())) for values in numbers.values()}
-    parameters = sum(len(bucket.parameters) for bucket in root.trained)
-    is_even = len(kinds) == 1 and len(numbers) == parameters and {name for name, _ in next(iter(kinds))} == {"step"}
-    return {} if is_even or not numbers else {"parameters": dict(numbers)}
 
 
 # ---- what is read ------------------------------------------------------------------------------------------------
@@ -188,35 +187,29 @@ def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | 
         check_param_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, where)
 
 
-def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> None:
+def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> Tensor:
+    """Read this rank's shard of one kind into `out`, and return it."""
     for slot, (start, stop, offset) in zip(bucket.layout.slots, param_ranges(bucket), strict=True):
         if start < stop:
             found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
                        out=out[start:stop])
-
-
-def _read_weights(found: Checkpoint, root: FSDPRoot) -> None:
-    for bucket in root.buckets:
-        _read_bucket(found, bucket, WEIGHT, local_masters(bucket))
-
-
-def _read_optimizer_state(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
-    """This rank's shard, in the masters' dtype, as torch's optimizers keep state in the parameter's."""
-    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)
-    _read_bucket(found, bucket, kind, flat)
-    return flat
+    return out
 
 
 def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> None:
     engine = found.shared_state["engine"]
     scalars_by_param = engine.get("rule", {}).get("parameters", {})
-    number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
-                                                         for one in group["params"])}
+    number = {id(one): index for index, one in enumerate(params_of(optimizer))}
     state: dict[int, OptimState] = {}
     kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
-    read = all_succeed_or_raise(lambda: [{kind: _read_optimizer_state(found, bucket, kind) for kind in kinds}
-                                         for bucket in root.trained], root.dp)
-    for bucket, flats in zip(root.trained, read, strict=True):
+
+    def read_shards(bucket: FlatBucket) -> dict[str, Tensor]:
+        # in the masters' dtype, as torch's optimizers keep state in the parameter's
+        return {kind: _read_bucket(found, bucket, kind, torch.zeros(
+            bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)) for kind in kinds}
+
+    shards = all_succeed_or_raise(lambda: [read_shards(bucket) for bucket in root.trained], root.dp)
+    for bucket, flats in zip(root.trained, shards, strict=True):
         for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
                                                      strict=True):
             counts = (scalars_by_param.get(slot.name) if scalars_by_param
@@ -228,10 +221,3 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
     restore_param_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()), lambda name: True)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _restore_rng_streams(found: Checkpoint, root: FSDPRoot) -> None:
-    is_same = all(found.layout.get(axis) == size for axis, size in (("tp", 1), ("dp", root.dp.size)))
-    saved = (found.rank_state(root.dp.rank) if is_same else None) or {}
-    if "rng" in saved and ("cuda" in saved["rng"]) == ("cuda" in capture_rng()):
-        restore_rng(saved["rng"])

@@ -7,6 +7,7 @@ wrapping and number of ranks.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -17,87 +18,61 @@ from megatron.fsdp.root import reshard_models_with
 from megatron.fsdp.sharded_tensor import ShardedParam, bucket_of, gradient_of, local_tensor
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
-from mpu.grads import sum_of_squares
+from mpu.grads import norm_term
 from mpu.groups import SOLO, Group
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
                     error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, but collective. Parameters that are not sharded count once."""
-    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    reshard_models_with(found)
-    buckets = _group_by_bucket(found)
-    group = _common_group(buckets)
-    sharded = [run for bucket, members in buckets.items() for run in _local_grads(bucket, members)]
-    others = [one.grad for one in found if not isinstance(one, ShardedParam) and one.grad is not None]
-    if buckets:
-        next(iter(buckets)).log.record_barrier("clip_grad_norm_()")
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    reshard_models_with(given)
+    by_bucket: dict[FlatBucket, list[ShardedParam]] = defaultdict(list)
+    for one in given:
+        if isinstance(one, ShardedParam):
+            by_bucket[bucket_of(one)].append(one)
+    groups = {bucket.dp for bucket in by_bucket}
+    if len(groups) > 1:
+        raise ConfigError("the parameters are sharded over different groups of ranks: clip those of each group by "
+                          "themselves")
+    group = next(iter(groups), SOLO)
+    sharded = [grad for bucket, members in by_bucket.items() for grad in _local_grads(bucket, members)]
+    others = [one.grad for one in given if not isinstance(one, ShardedParam) and one.grad is not None]
+    first = next(iter(by_bucket), None)
+    if first is None:
+        norm_device = others[0].device if others else torch.device("cpu")
+    else:  # the same device on all ranks, even if one has no gradient
+        norm_device = first.update_device if first.dp.own_backend_serves_cpu else first.device
+        first.log.record_barrier("clip_grad_norm_()")
     # unsharded gradients are equal on all ranks: count rank 0's only
-    norm = total_norm([*sharded, *(others if group.rank == 0 else ())], float(norm_type), group,
-                      _norm_device(sharded, others, buckets))
+    counted = [*sharded, *(others if group.rank == 0 else ())]
+    norm = _total_norm(counted, float(norm_type), group, norm_device)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise NumericsError(f"the norm of order {norm_type} of all gradients is {float(norm)}: they cannot be clipped")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for (dtype, device), some in _group_by_dtype_and_device([*sharded, *others]).items():
-        torch._foreach_mul_(some, factor.to(device, dtype))
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for grad in (*sharded, *others):
+        by_kind[grad.dtype, grad.device].append(grad)
+    for (dtype, device), grads in by_kind.items():
+        torch._foreach_mul_(grads, factor.to(device, dtype))
     return norm
-
-
-def _group_by_bucket(parameters: Sequence[Tensor]) -> dict[FlatBucket, list[ShardedParam]]:
-    found: dict[FlatBucket, list[ShardedParam]] = {}
-    for one in parameters:
-        if isinstance(one, ShardedParam):
-            found.setdefault(bucket_of(one), []).append(one)
-    return found
-
-
-def _common_group(buckets: Iterable[FlatBucket]) -> Group:
-    found = {bucket.dp for bucket in buckets}
-    if len(found) > 1:
-        raise ConfigError("the parameters are sharded over different groups of ranks: clip those of each group by "
-                          "themselves")
-    return next(iter(found), SOLO)
 
 
 def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iterator[Tensor]:
     """This rank's gradients of these parameters: the bucket's flat shard in one piece if the user replaced none."""
-    gradients = [None if (one := gradient_of(parameter)) is None else local_tensor(one) for parameter in parameters]
-    if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced and all(
-            one is not None and (not one.numel() or _shares_storage(one, bucket.grads.shard)) for one in gradients):
-        yield bucket.grads.shard
-    else:
-        yield from (one for one in gradients if one is not None)
+    grads = [None if (one := gradient_of(parameter)) is None else local_tensor(one) for parameter in parameters]
+    if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced:
+        address = bucket.grads.shard.untyped_storage().data_ptr()
+        if all(one is not None and (not one.numel() or one.untyped_storage().data_ptr() == address) for one in grads):
+            yield bucket.grads.shard
+            return
+    yield from (one for one in grads if one is not None)
 
 
-def _shares_storage(grad: Tensor, shard: Tensor) -> bool:
-    return grad.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-
-
-def _norm_device(sharded: Sequence[Tensor], others: Sequence[Tensor], buckets: Iterable[FlatBucket]) -> torch.device:
-    """The device of the norm. It must be the same on all ranks, even if one has no gradient."""
-    first = next(iter(buckets), None)
-    if first is not None:
-        return first.update_device if first.dp.own_backend_serves_cpu else first.device
-    return next((one.device for one in (*sharded, *others)), torch.device("cpu"))
-
-
-def _group_by_dtype_and_device(gradients: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for one in gradients:
-        found.setdefault((one.dtype, one.device), []).append(one)
-    return found
-
-
-def total_norm(grads: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
+def _total_norm(grads: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
     """A 0-dimensional fp32 tensor, summed in fp64 over this rank and the group. Collective."""
-    parts = [_local_term(one, order).to(device) for one in grads if one.numel()]
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    terms = [norm_term(one, order).to(device) for one in grads if one.numel()]
+    stacked = torch.stack(terms) if terms else torch.zeros(1, dtype=torch.float64, device=device)
     if order == math.inf:
-        return all_reduce(torch.stack(parts).max() if parts else nothing, group, "max").float()
-    return all_reduce(torch.stack(parts).sum() if parts else nothing, group).pow(1 / order).float()
-
-
-def _local_term(gradient: Tensor, order: float) -> Tensor:
-    if order == math.inf:
-        return gradient.abs().max().double()
-    return sum_of_squares(gradient) if order == 2 else gradient.double().abs().pow(order).sum()
+        return all_reduce(stacked.max(), group, "max").float()
+    return all_reduce(stacked.sum(), group).pow(1 / order).float()

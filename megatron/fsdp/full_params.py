@@ -1,4 +1,4 @@
-"""Gathering, storing and broadcasting the full masters of a bucket."""
+"""The masters of a bucket: this rank's shard of them, and gathering, storing and broadcasting the full ones."""
 
 from __future__ import annotations
 
@@ -23,23 +23,29 @@ def gather_shards(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
     return [flat[slot.offset : slot.end].view(slot.shape) for slot in bucket.layout.slots]
 
 
+def param_ranges(bucket: FlatBucket) -> list[tuple[int, int, int]]:
+    """For each parameter (start, stop) in this rank's shard and the offset in the parameter; zeros if it has no
+    elements here."""
+    by_name = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
+    return [(0, 0, 0) if (one := by_name.get(slot.name)) is None else
+            (one.shard_offset, one.shard_offset + one.count, one.slot_offset) for slot in bucket.layout.slots]
+
+
 def local_masters(bucket: FlatBucket) -> Tensor:
     """This rank's shard of the masters: a view, on the device or the host."""
     return bucket.master_state.view(WEIGHT)
 
 
 def gather_masters(bucket: FlatBucket) -> list[Tensor]:
-    """The full masters, one tensor for each parameter. Collective."""
+    """One full tensor for each parameter. Collective."""
     return gather_shards(bucket, local_masters(bucket))
 
 
-def store_masters(bucket: FlatBucket, full_values: list[Tensor]) -> None:
+def store_masters(bucket: FlatBucket, full_values: Sequence[Tensor]) -> None:
     """Copy this rank's segments of `full_values` into its masters."""
     shard = local_masters(bucket)
-    for segment in bucket.layout.segments(bucket.shard_group.rank):
-        value = full_values[next(index for index, slot in enumerate(bucket.layout.slots) if slot is segment.slot)]
-        run = value.detach().flatten()[segment.slot_offset : segment.slot_offset + segment.count]
-        shard[segment.shard_offset : segment.shard_offset + segment.count].copy_(run)
+    for value, (start, stop, offset) in zip(full_values, param_ranges(bucket), strict=True):
+        shard[start:stop].copy_(value.detach().flatten()[offset : offset + stop - start])
 
 
 @contextmanager
@@ -62,10 +68,9 @@ def broadcast_masters_from_rank0(bucket: FlatBucket, new_values: list[Tensor | N
     for value, new in zip(whole, new_values, strict=True):
         if new is not None:
             value.copy_(new.detach())
-    flat = whole[0].untyped_storage()
     # the views of one gather share a storage, which is broadcast at once
-    everything = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(flat)
-    broadcast_into(everything, 0, bucket.dp).wait()
+    flat = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(whole[0].untyped_storage())
+    broadcast_into(flat, 0, bucket.dp).wait()
     store_masters(bucket, whole)
 
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.sharding import (check_shardable, compute_device_of, group_from_mesh, require_fsdp_state,
-                                    shard_module, sharded_modules)
+from megatron.fsdp.sharding import check_shardable, require_fsdp_state, resolve_group, shard_module, sharded_modules
 from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.zero.bucket import FlatBucket
 
@@ -80,7 +79,8 @@ class FSDPModule(NotCopyable, nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
             member.settings = replace(member.settings, reshard_after_forward=reshard_after_forward)
-            member.root.keep_for_backward(member.unit, not reshard_after_forward)
+            units = member.root.kept_for_backward
+            (units.discard if reshard_after_forward else units.add)(member.unit)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the reduced gradients of this module by `factor` instead of the number of ranks."""
@@ -113,6 +113,10 @@ class UnshardHandle:
             bucket.wait_for_param_gather()
 
 
+_ARGUMENT_NAMES = {**{name: f"mp_policy.{name}" for name in ("param_dtype", "reduce_dtype", "output_dtype")},
+                   "input_dtype": "mp_policy.cast_forward_inputs", "pin_memory": "offload_policy.pin_memory",
+                   "offload_to_host": "offload_policy (CPUOffloadPolicy)"}
+
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
 
 
@@ -121,31 +125,41 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
                 offload_policy: Any = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
                 sync_module_states: bool = False) -> Modules:
     """Shard the parameters of `module`, except those of modules inside that are sharded already; returns the module.
-    Modules of a list are sharded one by one. Collective. If a check raises ConfigError, no module is sharded.
+    Modules of a list are sharded one by one, except those inside another one. Collective. If a check raises
+    ConfigError, no module is sharded.
 
     `mesh` has one dimension (None: all ranks). `reshard_after_forward` frees gathered parameters between forward and
     backward; with a number they stay sharded over that many neighbouring ranks. None means False for an outermost
     module, whose backward comes first, and True otherwise. Ranks must start from equal weights, or pass
     `sync_module_states` (not in torch) to take rank 0's.
     """
-    modules = [module] if isinstance(module, nn.Module) else _outermost(module)
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    if not all(isinstance(one, nn.Module) for one in given):
+        raise ConfigError("fully_shard takes a module or a list of modules, not "
+                          f"{', '.join(type(one).__name__ for one in given)}")
+    inside = {id(child) for one in given for child in one.modules() if child is not one}
+    modules = [one for one in dict.fromkeys(given) if id(one) not in inside]
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
-    group = group_from_mesh(mesh)
+    if mesh is not None and mesh.ndim != 1:
+        raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
+                          "mesh['shard']")
+    group = resolve_group(None if mesh is None else mesh.get_group())
     settings = ShardingSettings(reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
                                 param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
                                 reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
                                 output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
                                 input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
                                 offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(
-                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states)
+                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states,
+                                argument_names=_ARGUMENT_NAMES)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
-        check_shardable(one, settings, group, compute_device_of(one, group), ignored)
+        check_shardable(one, settings, group, ignored)
     for one in modules:  # after all checks, so that an error leaves no module sharded
-        shard_module(one, settings, group, compute_device_of(one, group), ignored)
+        shard_module(one, settings, group, ignored)
         one.__class__ = _fsdp_class(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module
 
@@ -154,12 +168,3 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
 def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Cached: torch.compile guards on the class, so modules of one class must share it."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules that are inside no other one of the list."""
-    if not all(isinstance(one, nn.Module) for one in modules):
-        raise ConfigError("fully_shard takes a module or a list of modules, not "
-                          f"{', '.join(type(one).__name__ for one in modules)}")
-    inside = {id(child) for one in modules for child in one.modules() if child is not one}
-    return [one for one in dict.fromkeys(modules) if id(one) not in inside]

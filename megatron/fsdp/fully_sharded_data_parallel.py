@@ -1,9 +1,6 @@
-"""FairScale's FullyShardedDataParallel, its wrap helpers (`enable_wrap`, `wrap`, `auto_wrap`, policies) and
-`checkpoint_wrapper`.
+"""FairScale's FullyShardedDataParallel, its wrap helpers and `checkpoint_wrapper`.
 
     model = FullyShardedDataParallel(model, mixed_precision=True)
-    loss = model(batch).mean(); loss.backward(); model.clip_grad_norm_(1.0); optimizer.step()
-
     with enable_wrap(mixed_precision=True):
         model = auto_wrap(model)                    # or wrap(layer), where it is created
 
@@ -16,10 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +29,8 @@ from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.full_params import temporarily_replaced
 from megatron.fsdp.fully_shard import NotCopyable
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, compute_device_of, require_fsdp_state,
-                                    resolve_group, shard_module, sharded_modules)
+from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, require_fsdp_state, resolve_group,
+                                    shard_module, sharded_modules)
 from megatron.fsdp.sharding_settings import FairScaleArguments, parse_arguments
 from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
                                       local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
@@ -52,18 +49,17 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         super().__init__()
         self.arguments: FairScaleArguments = parse_arguments(given)
         group = resolve_group(process_group)
-        settings, device = self.arguments.to_settings(group.size), compute_device_of(module, group)
-        check_shardable(module, settings, group, device)
-        shard_module(module, settings, group, device)
+        settings = self.arguments.to_settings(group.size)
+        check_shardable(module, settings, group)
+        shard_module(module, settings, group)
         self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
-        for line in self.arguments.notes(group.rank):
+        for line in self.arguments.notes() if group.rank == 0 else ():
             print(line, flush=True)
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        inside: nn.Module = self.__dict__[WRAPPED_ATTRIBUTE]
-        return inside
+        return cast(nn.Module, self.__dict__[WRAPPED_ATTRIBUTE])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -122,11 +118,9 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
-    @contextmanager
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
         """Inside, parameters are full. Edits, equal on every rank, are kept unless `volatile`. Collective."""
-        with summon_full_params(self.module, recurse, volatile):
-            yield
+        return summon_full_params(self.module, recurse, volatile)
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """The state dict of `optim` as over the unwrapped model, on the host of `recipient_rank` (None: every rank);
@@ -162,9 +156,6 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
 
 Policy = Callable[..., bool]
-
-EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
-FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
 
 _WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = (
     ContextVar("wrap", default=None))
@@ -227,8 +218,8 @@ def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params:
                              exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
                              skip_params_check_for_root: bool = False) -> bool:
     """Select modules with at least `min_num_params` elements that are not yet wrapped."""
-    leaves = tuple(FORCE_LEAF if force_leaf_modules is None else force_leaf_modules)
-    excluded = tuple(EXCLUDE if exclude_wrap_modules is None else exclude_wrap_modules)
+    leaves = tuple((nn.MultiheadAttention,) if force_leaf_modules is None else force_leaf_modules)
+    excluded = tuple((nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else exclude_wrap_modules)
     is_large = unwrapped_params >= min_num_params
     if recurse:
         return is_large and not isinstance(module, leaves)

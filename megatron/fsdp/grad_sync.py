@@ -8,7 +8,7 @@ cleared, not read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.errors import ConfigError, NumericsError
+from megatron.fsdp.full_params import param_ranges
 from megatron.fsdp.sharded_tensor import (ParamSegment, UnreducedGrad, gradient_of, local_tensor, make_segment,
-                                          param_ranges, set_gradient)
+                                          set_gradient)
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.step_result import HostScalars, diverged_blocks_error, scalars_on_device
@@ -47,18 +48,22 @@ class BackwardConsistency:
         self.check_pending()
         self._log.record_barrier("the end of a backward")
         marks = [index in one for one, count in zip(reached, self._param_counts, strict=True) for index in range(count)]
+        # on the device without waiting for it, unless a flag on the host is set
+        on_host = any(bool(flag) for flag in overflows if not on_accelerator(flag))
+        on_device = [flag for flag in overflows if on_accelerator(flag)]
+        overflow = torch.stack(on_device).any() if on_device and not on_host else float(on_host)
         # one max all-reduce: max(trace) == -max(-trace) only if all ranks ran the same modules
-        numbers = scalars_on_device(self._device, (trace, -trace, _any_flag(overflows), *marks))
+        numbers = scalars_on_device(self._device, (trace, -trace, overflow, *marks))
         all_reduce_into(numbers, self._dp, "max").wait()
         self._pending = HostScalars(numbers)
         if on_accelerator(self._device) and all(marks) and not self._host_needs_overflow:
             return reached, False
-        _, _, overflow, *found = self._pending.values()
+        _, _, any_overflow, *any_marks = self._pending.values()
         if not on_accelerator(self._device):
             self.check_pending()
-        marked = iter(found)
+        marked = iter(any_marks)
         return [frozenset(index for index, mark in enumerate(islice(marked, count)) if mark)
-                for count in self._param_counts], bool(overflow)
+                for count in self._param_counts], bool(any_overflow)
 
     def check_pending(self) -> None:
         """Raise if the ranks ran different modules in the last backward. Called by all ranks."""
@@ -67,16 +72,6 @@ class BackwardConsistency:
             self._pending = None
             if trace != -minus_trace:
                 raise diverged_blocks_error(self._log, self._dp)
-
-
-def _any_flag(flags: Iterable[Tensor]) -> Tensor | float:
-    """True if some flag is set: a float if flags on the host decide, otherwise a device tensor, without waiting for
-    it."""
-    by_device: dict[bool, list[Tensor]] = {True: [], False: []}
-    for flag in flags:
-        by_device[on_accelerator(flag)].append(flag)
-    on_host = any(map(bool, by_device[False]))
-    return torch.stack(by_device[True]).any() if by_device[True] and not on_host else float(on_host)
 
 
 # ---- the loss scale of fp16 -----------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ class FSDPLossScaler:
 
     @property
     def scale(self) -> float:
-        return self._state.scale if self.is_enabled else 1.0
+        return self._state.scale
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_scale": self.scale, "clean_steps": self._state.clean_steps,
@@ -112,8 +107,6 @@ class FSDPLossScaler:
     def update(self, overflow: bool) -> bool:
         """Update the scale after a reduced backward; True if it overflowed. Raises NumericsError if the scale cannot
         fall further."""
-        if not self.is_enabled:
-            return False
         exhausted = overflow and self._rule.is_exhausted(self._state)
         self._state = self._rule.next_state(self._state, overflow=overflow)
         self.skipped_backwards += overflow
@@ -122,12 +115,6 @@ class FSDPLossScaler:
             raise NumericsError(f"{self._overflows_in_a_row} backwards in a row overflowed at the least loss scale "
                                 f"({MIN_SCALE:g}): use bf16, or a lower learning rate")
         return overflow
-
-
-def check_grads_are_reduced(parameters: Iterable[Tensor]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        if any(isinstance(one.grad, UnreducedGrad) for one in parameters):
-            raise UnreducedGrad.error()
 
 
 class ParamGradViews:
@@ -148,26 +135,24 @@ class ParamGradViews:
         grads, parameters = self._bucket.grads, self._bucket.parameters
         user_grads = [None if isinstance(one := gradient_of(parameter), UnreducedGrad) and one.is_cleared else one
                       for parameter in parameters]
-        shown, self._views = self._views, {}
+        before, self._views = self._views, {}
         for parameter in parameters:
             set_gradient(parameter, None)
         if all(one is None for one in user_grads):
             grads.discard()
             return
         for index, gradient in enumerate(user_grads):
-            run = shown.get(index)
+            view = before.get(index)
             if gradient is None:
-                if run is not None:
+                if view is not None:
                     grads.zero_param_grad(index)
-            elif gradient is not run:
-                self._copy_replacement(index, run, gradient)
-
-    def _copy_replacement(self, index: int, view: ParamSegment | None, gradient: Tensor) -> None:
-        if view is None or isinstance(view, UnreducedGrad) or local_tensor(gradient).shape != local_tensor(view).shape:
-            raise ConfigError(f"{self._bucket.layout.slots[index].name}.grad was set by hand to a tensor of shape "
-                              f"{list(local_tensor(gradient).shape)} that does not replace a gradient of this model: "
-                              "change p.grad in place or multiply it, after a backward")
-        local_tensor(view).copy_(local_tensor(gradient))
+            elif gradient is not view:
+                values = local_tensor(gradient)
+                if view is None or isinstance(view, UnreducedGrad) or values.shape != local_tensor(view).shape:
+                    raise ConfigError(f"{self._bucket.layout.slots[index].name}.grad was set by hand to a tensor of "
+                                      f"shape {list(values.shape)} that does not replace a gradient of this model: "
+                                      "change p.grad in place or multiply it, after a backward")
+                local_tensor(view).copy_(values)
 
     def set_param_grads(self, reached: Collection[int]) -> None:
         """After a backward, with the parameters sharded: set `p.grad` of those that some rank has reached."""
@@ -176,7 +161,7 @@ class ParamGradViews:
         for index in sorted(reached):
             parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
             start, stop, offset = ranges[index]
-            run = make_segment(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
-                               offset) if summed else UnreducedGrad.for_param(parameter)
-            set_gradient(parameter, run)
-            self._views[index] = run
+            view = make_segment(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
+                                offset) if summed else UnreducedGrad.for_param(parameter)
+            set_gradient(parameter, view)
+            self._views[index] = view

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import gather_shards
-from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, param_ranges, segment_like,
-                                          segment_location, set_gradient)
+from megatron.fsdp.full_params import gather_shards, param_ranges
+from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, segment_like, segment_location,
+                                          set_gradient)
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, load_from_rank0, named_tensors,
                                       prepare_all_ranks)
@@ -35,29 +35,38 @@ from mpu.groups import Group
 OptimState = dict[str, Any]
 
 
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all param groups, in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, collects: bool,
                        device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, OptimState]]:
     """Each parameter that has state, with the full state if this rank `collects` (otherwise without tensors).
     Collective; one kind of one bucket is gathered at a time."""
     for bucket in buckets:
         states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in bucket.parameters}
-        found: dict[nn.Parameter, OptimState] = {parameter: {} for parameter in bucket.parameters}
+        full: dict[nn.Parameter, OptimState] = {parameter: {} for parameter in bucket.parameters}
         for kind in dict.fromkeys(name for state in states.values() for name in state):
             is_sharded = {parameter: _is_sharded(parameter, kind, state[kind])
                           for parameter, state in states.items() if kind in state}
             if any(is_sharded.values()):
-                whole = _gather_state(bucket, [states[parameter].get(kind) if is_sharded.get(parameter) else None
-                                               for parameter in bucket.parameters])
+                dtype = next(states[parameter][kind].dtype for parameter, split in is_sharded.items() if split)
+                shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
+                for parameter, (start, stop, _) in zip(bucket.parameters, param_ranges(bucket), strict=True):
+                    if is_sharded.get(parameter):
+                        shard[start:stop] = local_tensor(states[parameter][kind]).to(bucket.device)
+                gathered = gather_shards(bucket, shard)
             for index, parameter in enumerate(bucket.parameters):
                 if kind not in states[parameter]:
                     continue
                 if not is_sharded[parameter]:
                     value = states[parameter][kind]
                     is_tensor = isinstance(value, Tensor)
-                    found[parameter][kind] = value.detach().to(device, copy=True) if is_tensor else value
+                    full[parameter][kind] = value.detach().to(device, copy=True) if is_tensor else value
                 elif collects:
-                    found[parameter][kind] = whole[index].to(device or bucket.device, copy=True)
-        yield from ((parameter, state) for parameter, state in found.items() if states[parameter])
+                    full[parameter][kind] = gathered[index].to(device or bucket.device, copy=True)
+        yield from ((parameter, state) for parameter, state in full.items() if states[parameter])
 
 
 def sharded_kinds(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> list[str]:
@@ -82,39 +91,34 @@ def _is_sharded(parameter: nn.Parameter, kind: str, value: Any) -> bool:
     if local_tensor(value).shape == local_tensor(parameter).shape:
         return True
     raise ConfigError(f"the state {kind!r} of {segment_location(parameter)[1]} has shape "
-                      f"{list(local_tensor(value).shape)}, and this rank a run of {local_tensor(parameter).numel()} "
-                      "elements: it is neither one number for each element nor one for all, and cannot be gathered")
+                      f"{list(local_tensor(value).shape)}, and this rank a segment of "
+                      f"{local_tensor(parameter).numel()} elements: it is neither one number for each element nor one "
+                      "for all, and cannot be gathered")
 
 
-def _gather_state(bucket: FlatBucket, segments: list[Tensor | None]) -> list[Tensor]:
-    dtype = next(part.dtype for part in segments if part is not None)
-    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-    for part, (start, stop, _) in zip(segments, param_ranges(bucket), strict=True):
-        if part is not None:
-            shard[start:stop] = local_tensor(part).to(bucket.device)
-    return gather_shards(bucket, shard)
-
-
-def shard_full_state(parameter: nn.Parameter, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
-    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split."""
+def shard_full_state(parameter: nn.Parameter | None, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
+    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split; all of it if the
+    parameter is not sharded."""
+    if not isinstance(parameter, ShardedParam):
+        return dict(state)
     whole, name, offset = segment_location(parameter)
     count = local_tensor(parameter).numel()
-    found: OptimState = {}
+    local: OptimState = {}
     for kind, value in state.items():
         if kind not in sharded:
-            found[kind] = value.clone() if isinstance(value, Tensor) else value
+            local[kind] = value.clone() if isinstance(value, Tensor) else value
             continue
         if value.shape != whole:
             raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
-        run = value.detach().flatten()[offset : offset + count].clone()
-        found[kind] = segment_like(run.to(local_tensor(parameter).device), parameter)
-    return found
+        segment = value.detach().flatten()[offset : offset + count].clone()
+        local[kind] = segment_like(segment.to(local_tensor(parameter).device), parameter)
+    return local
 
 
 def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
     """The state that the optimizer would create in its first step: runs one with zero gradients and zero learning rate.
     The optimizer is left without state."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = params_of(optimizer)
     gradients = [gradient_of(one) for one in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
@@ -137,37 +141,34 @@ def scatter_from_rank0(parameters: Mapping[str, nn.Parameter], states: Mapping[s
     """This rank's part of rank 0's full states, by parameter name. Collective; one parameter's state is full at a
     time."""
     split = infer_sharded_kinds(states.values())
-    plan = broadcast_json({name: {kind: _state_metadata(value, kind in split) for kind, value in state.items()}
-                           for name, state in states.items()}, dp)
-    found: dict[str, OptimState] = {}
-    for name, kinds in plan.items():
-        whole: OptimState = {}
+
+    def announce(kind: str, value: Any) -> Any:
+        """JSON for a state value: for a tensor [dtype, shape, is_sharded, value if 0-dimensional]."""
+        return value if not isinstance(value, Tensor) else [
+            str(value.dtype).removeprefix("torch."), list(value.shape), kind in split,
+            None if value.dim() else value.item()]
+
+    announced = broadcast_json({name: {kind: announce(kind, value) for kind, value in state.items()}
+                                for name, state in states.items()}, dp)
+    local: dict[str, OptimState] = {}
+    for name, kinds in announced.items():
+        full: OptimState = {}
         for kind, what in kinds.items():
             if not isinstance(what, list):
-                whole[kind] = what
+                full[kind] = what
                 continue
             dtype, shape, _, number = what
             if number is not None:
-                whole[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
+                full[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
                 continue
-            value = whole[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            value = full[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if dp.rank == 0:
                 value.copy_(states[name][kind])
             # bytes: works for every dtype
             broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
-        if isinstance(parameters.get(name), ShardedParam):
-            whole = shard_full_state(parameters[name], whole, {kind for kind, what in kinds.items()
-                                                               if isinstance(what, list) and what[2]})
-        found[name] = whole
-    return found
-
-
-def _state_metadata(value: Any, is_sharded: bool) -> Any:
-    """JSON for a state value: for a tensor [dtype, shape, is_sharded, value if 0-dimensional]."""
-    if not isinstance(value, Tensor):
-        return value
-    return [str(value.dtype).removeprefix("torch."), list(value.shape), is_sharded,
-            None if value.dim() else value.item()]
+        sharded = {kind for kind, what in kinds.items() if isinstance(what, list) and what[2]}
+        local[name] = shard_full_state(parameters.get(name), full, sharded)
+    return local
 
 
 def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -182,8 +183,7 @@ def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer
     """As `optimizer.state_dict()` of the unwrapped model plus parameter names (from `names`, id -> name), on the host
     of one rank (None: all); None elsewhere. Collective."""
     collects = recipient_rank is None or buckets[0].dp.rank == recipient_rank
-    number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
-                                                         for one in group["params"])}
+    number = {id(one): index for index, one in enumerate(params_of(optimizer))}
     state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
         optimizer, buckets, collects=collects) if id(parameter) in number}
     if not collects:
@@ -192,7 +192,7 @@ def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer
         if not isinstance(parameter, ShardedParam):
             state[number[id(parameter)]] = own
     return {"state": dict(sorted(state.items())), "param_groups": optimizer.state_dict()["param_groups"],
-            "names": [names.get(id(one), "") for group in optimizer.param_groups for one in group["params"]]}
+            "names": [names.get(id(one), "") for one in params_of(optimizer)]}
 
 
 def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +204,7 @@ def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full
         if int(index) >= len(names) or names[int(index)] not in parameters:
             raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
                               "parameter: give it that of this model's optimizer")
-        parameter = parameters[names[int(index)]]
-        state[index] = shard_full_state(parameter, whole, split) if isinstance(parameter, ShardedParam) else whole
+        state[index] = shard_full_state(parameters[names[int(index)]], whole, split)
     return {"state": state, "param_groups": full["param_groups"]}
 
 
@@ -252,9 +251,9 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
     optimizer that has taken no step yields its initial state, as a target to load into."""
     options = options or StateDictOptions()
     module = unwrap(model)
-    names = _names_by_id(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: OptimState = {"state": {}, "param_groups": []}
-    for optimizer in _as_list(optimizers):
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         if options.full_state_dict:
             prepare_all_ranks(module, "get_optimizer_state_dict()")
             keeps = not options.cpu_offload or require_fsdp_state(module).root.dp.rank == 0
@@ -274,24 +273,29 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
 def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
                              optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     options = options or StateDictOptions()
-    names, states, groups = _names_by_id(model), optim_state_dict.get("state", {}), optim_state_dict.get(
-        "param_groups", [])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states, groups = optim_state_dict.get("state", {}), optim_state_dict.get("param_groups", [])
     is_full, split = options.full_state_dict, infer_sharded_kinds(states.values())
     if options.broadcast_from_rank0:
         states, groups, is_full = *_broadcast_from_rank0(model, states, groups), False
-    for optimizer in _as_list(optimizers):
-        number = {names[id(one)]: index for index, one in enumerate(
-            one for group in optimizer.param_groups for one in group["params"])}
-        parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
-        strange = states.keys() - number.keys()
-        if strange and options.strict:
-            raise ConfigError(f"set_optimizer_state_dict: {len(strange)} names are not the optimizer's, {min(strange)} "
+    group_of_name = {name: group for group in groups for name in group["params"]}
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+        parameters = {names[id(one)]: one for one in params_of(optimizer)}
+        unknown = states.keys() - parameters.keys()
+        if unknown and options.strict:
+            raise ConfigError(f"set_optimizer_state_dict: {len(unknown)} names are not the optimizer's, {min(unknown)} "
                               "first")
-        state = {number[name]: shard_full_state(parameters[name], values, split) if is_full and isinstance(
-            parameters[name], ShardedParam) else dict(values) for name, values in states.items() if name in number}
+        state = {index: shard_full_state(parameter, states[name], split) if is_full else dict(states[name])
+                 for index, (name, parameter) in enumerate(parameters.items()) if name in states}
         own = optimizer.state_dict()["param_groups"]
-        for group, given in zip(own, _match_param_groups(optimizer, names, groups), strict=True):
-            group |= {key: value for key, value in given.items() if key not in RUN_SPECIFIC_KEYS}
+        for group, with_params in zip(own, optimizer.param_groups, strict=True):
+            # the saved group that has a parameter in common
+            saved = next((group_of_name[names[id(one)]] for one in with_params["params"]
+                          if names[id(one)] in group_of_name), None)
+            if saved is None:
+                raise ConfigError("set_optimizer_state_dict: the state dict has no parameter of one of the param "
+                                  "groups")
+            group |= {key: value for key, value in saved.items() if key not in RUN_SPECIFIC_KEYS}
         optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
@@ -330,23 +334,3 @@ def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]
                    options: Any = None) -> None:
     set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-
-
-def _as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
-def _names_by_id(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def _match_param_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],
-                        ) -> Iterable[Mapping[str, Any]]:
-    """The saved group for each of the optimizer's groups, matched by a common parameter. Raises ConfigError if there is
-    none."""
-    by_name = {name: group for group in saved for name in group["params"]}
-    for group in optimizer.param_groups:
-        found = next((by_name[names[id(one)]] for one in group["params"] if names[id(one)] in by_name), None)
-        if found is None:
-            raise ConfigError("set_optimizer_state_dict: the state dict has no parameter of one of the param groups")
-        yield found

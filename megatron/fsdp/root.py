@@ -23,9 +23,8 @@ from megatron.checkpoint.manifest import Lineage
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.fsdp.grad_sync import (BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams,
-                                     check_grads_are_reduced)
-from megatron.fsdp.sharded_tensor import ShardedParamViews, gradient_of, set_gradient
+from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
+from megatron.fsdp.sharded_tensor import ShardedParamViews, UnreducedGrad, gradient_of, set_gradient
 from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
@@ -38,7 +37,6 @@ from megatron.zero.units import attach_main_grad_writers, detach_main_grad_write
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
-UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
 """A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
@@ -48,9 +46,9 @@ class FSDPRoot:
     """Receives the hook events of its units; `units[0]` is the outermost module itself."""
 
     def __init__(self, units: Sequence[Unit], kept_for_backward: set[Unit], dp: Group, device: torch.device,
-                 log: CollectiveLog, turns: BufferPool) -> None:
-        self.units, self.dp, self.device, self.log, self.turns = list(units), dp, device, log, turns
-        self._kept_for_backward = kept_for_backward
+                 log: CollectiveLog, buffer_pool: BufferPool) -> None:
+        self.units, self.dp, self.device, self.log, self.buffer_pool = list(units), dp, device, log, buffer_pool
+        self.kept_for_backward = kept_for_backward
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
@@ -62,14 +60,14 @@ class FSDPRoot:
         self._predivide_factors = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
         self.full_params_holder: str | None = None
         """The call that currently gathers the parameters for the user, or None."""
-        self.lent: set[FlatBucket] = set()
+        self.summoned: set[FlatBucket] = set()
         """Buckets whose full parameters `summon_full_params` has given to the user."""
         self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
-        residency = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=kept_for_backward, prefetches=True,
-                                     log=log)
-        self.passes = PassCoordinator(units, residency, ReductionOrder(units, 1, log), log, NoGradForwardChecker(
-            dp, device, log), allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
-        self.param_coordinator = residency
+        self.param_coordinator = ParamCoordinator(units, max_live=1 << 62, kept_for_backward=kept_for_backward,
+                                                  prefetches=True, log=log)
+        self.passes = PassCoordinator(
+            units, self.param_coordinator, ReductionOrder(units, 1, log), log, NoGradForwardChecker(dp, device, log),
+            allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
         self._running_units: list[Unit] = []
         self._loss_was_scaled = False
         """This backward went through the output hook that applies the loss scale."""
@@ -84,17 +82,14 @@ class FSDPRoot:
         self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
         self._engine_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
         self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
-        if all(bucket.param_shard.dtype == torch.float32
-               for bucket in self.trained):  # in 16 bits an in-place sum would round
-            attach_main_grad_writers(self.units)  # differently from autograd and DistributedDataParallel
+        # in 16 bits an in-place sum would round differently from autograd and DistributedDataParallel
+        if all(bucket.param_shard.dtype == torch.float32 for bucket in self.trained):
+            attach_main_grad_writers(self.units)
         self._backward_consistency = BackwardConsistency(dp, device, log, [
             len(bucket.parameters) for bucket in self.trained], host_needs_overflow=self.loss_scaler.is_enabled)
         if self.loss_scaler.is_enabled:
             self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
-
-    def keep_for_backward(self, unit: Unit, keep: bool) -> None:
-        (self._kept_for_backward.add if keep else self._kept_for_backward.discard)(unit)
 
     @property
     def module(self) -> nn.Module:
@@ -171,7 +166,7 @@ class FSDPRoot:
         self._running_units.clear()  # left by a forward that raised
         if self.full_params_holder is not None:
             raise ConfigError(
-                f"a forward inside {self.full_params_holder}: its parameters are lent there; leave it first. (A "
+                f"a forward inside {self.full_params_holder}: its parameters are gathered there; leave it first. (A "
                 "forward needs none: every rank calls it, and parameters come as they are used.)")
         if not self._is_watched:  # roots are still merged until the first forward
             self._is_watched = True
@@ -180,8 +175,8 @@ class FSDPRoot:
             self._check_trainable()
             for shards in self._shards:
                 shards.enter_pass()
-        for shown in self._grad_views:
-            shown.free_cleared_grads()
+        for views in self._grad_views:
+            views.free_cleared_grads()
         self.apply_user_writes()
 
     def sync_before_access(self) -> None:
@@ -195,7 +190,8 @@ class FSDPRoot:
         return self.passes.in_backward or bool(self._running_units)
 
     def _check_trainable(self) -> None:
-        """Raise ConfigError for parameters and hooks that would use the unreduced gradient of one rank."""
+        """Raise ConfigError for parameters and hooks that would use the unreduced gradient of one rank, and for
+        parameters that were added after sharding."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
@@ -206,11 +202,6 @@ class FSDPRoot:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
-        if any(id(parameter) not in self._known_params for parameter in self.module.parameters()):
-            self._check_added_params()
-
-    def _check_added_params(self) -> None:
-        """Raise ConfigError for parameters that were added after sharding and are not sharded."""
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self._known_params and not isinstance(param_owner(parameter), FlatBucket):
                 raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
@@ -218,7 +209,6 @@ class FSDPRoot:
                                   "or shard the new module as well")
 
     def reshard_all(self) -> None:
-        """Reshard every unit."""
         self._end_pass()
         self.param_coordinator.release_all()
 
@@ -266,9 +256,9 @@ class FSDPRoot:
         self.apply_user_writes()
         if self.full_params_holder is not None:
             raise ConfigError(
-                f"a backward inside {self.full_params_holder}: its parameters are lent there; leave it first")
-        for shown in self._grad_views:
-            shown.take_user_grads()
+                f"a backward inside {self.full_params_holder}: its parameters are gathered there; leave it first")
+        for views in self._grad_views:
+            views.take_user_grads()
         self.passes.begin_backward(reduces=self.reduces_grads)
         for bucket in self.trained:
             bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
@@ -280,41 +270,35 @@ class FSDPRoot:
         self._loss_was_scaled = True
         return self.loss_scaler.scale
 
-    def _check_scaled(self) -> None:
-        is_scaled, self._loss_was_scaled = self._loss_was_scaled, False
-        if self.loss_scaler.is_enabled and not is_scaled:
-            raise ConfigError("fp16: a backward that does not come from what the outermost sharded module returned: "
-                              "its gradients are not scaled. Return what the loss is made of, or use bf16")
-
     def _end_backward(self) -> None:
         try:
-            self._check_scaled()
+            is_scaled, self._loss_was_scaled = self._loss_was_scaled, False
+            if self.loss_scaler.is_enabled and not is_scaled:
+                raise ConfigError("fp16: a backward that does not come from what the outermost sharded module "
+                                  "returned: its gradients are not scaled. Return what the loss is made of, or use "
+                                  "bf16")
             self.passes.complete_backward(ends_step=True)
             reached: ReachedParams = [bucket.grads.params_with_grad for bucket in self.trained]
             if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
                              if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
                 reached, overflow = self._backward_consistency(self.passes.take_run_digest(), reached, overflows)
-                if self.loss_scaler.update(overflow):
-                    reached = self._discard_overflowed_grads(reached)
+                if self.loss_scaler.update(overflow):  # without gradients the optimizer leaves the weights unchanged
+                    for bucket in self.trained:
+                        bucket.grads.discard()
+                    reached = [frozenset() for _ in reached]
+                    if self.dp.rank == 0:
+                        print("fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
+                              f"{self.loss_scaler.scale:g}", file=sys.stderr)
         except BaseException as error:
             self.passes.fail_backward(error)
             raise
         self.passes.end_backward(retain_graph=False)
         self._end_pass()
         if on_accelerator(self.device):  # free buffers for the next forward
-            self.turns.clear()
-        for shown, indices in zip(self._grad_views, reached, strict=True):
-            shown.set_param_grads(indices)
-
-    def _discard_overflowed_grads(self, reached: ReachedParams) -> ReachedParams:
-        """Drop all gradients, so that the optimizer step leaves the weights unchanged."""
-        for bucket in self.trained:
-            bucket.grads.discard()
-        if self.dp.rank == 0:
-            print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
-                  f"{self.loss_scaler.scale:g}", file=sys.stderr)
-        return [frozenset() for _ in reached]
+            self.buffer_pool.clear()
+        for views, indices in zip(self._grad_views, reached, strict=True):
+            views.set_param_grads(indices)
 
 
 def reshard_models_with(parameters: Iterable[Tensor]) -> None:
@@ -329,8 +313,10 @@ def reshard_models_with(parameters: Iterable[Tensor]) -> None:
 
 def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
     reshard_models_with(parameters)
-    if not has_closure:  # a closure computes new gradients
-        check_grads_are_reduced(parameters)  # before the optimizer changes any weight
+    with torch._C.DisableTorchFunctionSubclass():
+        # a closure computes new gradients; otherwise raise before the optimizer changes any weight
+        if not has_closure and any(isinstance(one.grad, UnreducedGrad) for one in parameters):
+            raise UnreducedGrad.error()
 
 
 before_optimizer_steps(_before_step)

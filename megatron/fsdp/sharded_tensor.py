@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.fsdp.full_params import local_masters, param_ranges
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.param_writes import shift_version_counters
 from megatron.zero.partitioned_param import ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder
 
@@ -65,29 +65,6 @@ def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[T
             done += part
 
 
-class CheckpointableTensor:
-    """The protocol of torch.distributed.checkpoint."""
-
-    def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
-        """(this rank's elements, their boxes in the full tensor, its size)."""
-        raise NotImplementedError
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint import ChunkStorageMetadata
-        return [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in self._local_boxes()[1]]
-
-    def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-        run, _, whole = self._local_boxes()
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
-            chunk, TensorProperties.create_from_tensor(run), whole)) for chunk in self.__create_chunk_list__()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        run, found, _ = self._local_boxes()
-        return next(one.view_of(run) for one in found if one.offsets == tuple(index.offset or ()))
-
-
 _TENSOR: Any = Tensor
 
 ELEMENTWISE_OPS = frozenset("""
@@ -103,25 +80,39 @@ ELEMENTWISE_OPS = frozenset("""
 """.split())
 """Names of torch operations without outer underscores and "foreach_"."""
 
-NUMBER_METHODS = ("__bool__", "__float__", "__int__", "__index__", "__complex__")
-"""Conversions to a Python number."""
-
 CONVERSION_OPS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
 ALWAYS_ALLOWED = ALLOWED_OPS | {_TENSOR.is_pinned, _TENSOR.untyped_storage, _TENSOR.is_shared, _TENSOR.is_set_to}
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 _ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
-_COPIES = frozenset((_TENSOR.copy_,))
 
 
-class PartialTensor(CheckpointableTensor, Tensor):
+class PartialTensor(Tensor):
     """A tensor of which this rank holds a segment."""
 
+    # the protocol of torch.distributed.checkpoint
+
     def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
-        run, (whole, _, offset) = local_tensor(self), segment_location(self)
-        found = list(split_into_boxes(whole, offset, run.numel()))
-        return run, found if whole.numel() else [TensorBox((0,) * len(whole), tuple(whole), 0)], whole
+        """(this rank's elements, their boxes in the full tensor, its size)."""
+        values, (full_size, _, offset) = local_tensor(self), segment_location(self)
+        boxes = list(split_into_boxes(full_size, offset, values.numel()))
+        return values, boxes if full_size.numel() else [TensorBox((0,) * len(full_size), full_size, 0)], full_size
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint import ChunkStorageMetadata
+        return [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in self._local_boxes()[1]]
+
+    def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        values, _, full_size = self._local_boxes()
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
+            chunk, TensorProperties.create_from_tensor(values), full_size)) for chunk in self.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        values, boxes, _ = self._local_boxes()
+        return next(one.view_of(values) for one in boxes if one.offsets == tuple(index.offset or ()))
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -158,8 +149,6 @@ class ParamSegment(PartialTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Run(of {_describe(self)}, {local_tensor(self).numel()} elements from {self.offset}, {self.dtype})"
 
-    __str__ = __repr__
-
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
 
@@ -180,8 +169,6 @@ class UnreducedGrad(ParamSegment):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unsummed(gradient of {_describe(self)}, not summed over the ranks yet)"
-
-    __str__ = __repr__  # type: ignore[assignment]
 
     @staticmethod
     def error() -> ConfigError:
@@ -225,9 +212,9 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 def make_segment(values: Tensor, full_size: torch.Size, param_name: str, offset: int,
                  cls: type[ParamSegment] = ParamSegment) -> ParamSegment:
     with torch._C.DisableTorchFunctionSubclass():
-        run: ParamSegment = values.as_subclass(cls)
-    run.full_size, run.param_name, run.offset = full_size, param_name, offset
-    return run
+        segment: ParamSegment = values.as_subclass(cls)
+    segment.full_size, segment.param_name, segment.offset = full_size, param_name, offset
+    return segment
 
 
 def segment_like(values: Tensor, like: Tensor) -> ParamSegment:
@@ -248,7 +235,7 @@ def segment_location(tensor: Tensor) -> tuple[torch.Size, str, int]:
 def bucket_of(tensor: Tensor) -> FlatBucket:
     holder = param_owner(tensor)
     if not isinstance(holder, FlatBucket):
-        raise ConfigError("a parameter cannot be used here: its model was sharded, and is gone; build it anew")
+        raise ConfigError("a parameter cannot be used here: its model was sharded, and is gone; build the model again")
     return holder
 
 
@@ -270,7 +257,8 @@ class ShardedParamViews:
 
     def __call__(self, bucket: FlatBucket) -> None:
         if not self._views:
-            self._views, self._bucket = self._make_views(bucket), ref(bucket)
+            masters, self._bucket = local_masters(bucket), ref(bucket)
+            self._views = [masters[start:stop] for start, stop, _ in param_ranges(bucket)]
             self._set_views(bucket)
             for parameter in bucket.parameters:
                 _register_for_foreach(type(parameter))
@@ -290,20 +278,14 @@ class ShardedParamViews:
         self.restore_views()
 
     def restore_views(self) -> None:
-        """Replace empty parameters by views of their segments."""
         bucket = self._bucket()
         if self in self.without_elements and bucket is not None and bucket.params_are_placeholders:
             self._set_views(bucket)
         self.without_elements.discard(self)
 
     def _set_views(self, bucket: FlatBucket) -> None:
-        for parameter, run in zip(bucket.parameters, self._views, strict=True):
-            replace_by_placeholder(parameter, run, ShardedParam)
-
-    @staticmethod
-    def _make_views(bucket: FlatBucket) -> list[Tensor]:
-        masters = bucket.master_state.view(WEIGHT)
-        return [masters[start:stop] for start, stop, _ in param_ranges(bucket)]
+        for parameter, view in zip(bucket.parameters, self._views, strict=True):
+            replace_by_placeholder(parameter, view, ShardedParam)
 
 
 def _register_for_foreach(cls: type[Tensor]) -> None:
@@ -314,15 +296,7 @@ def _register_for_foreach(cls: type[Tensor]) -> None:
             known.append(cls)
 
 
-def param_ranges(bucket: FlatBucket) -> list[tuple[int, int, int]]:
-    """For each parameter (start, stop) in this rank's shard and the offset in the parameter; zeros if it has no
-    elements here."""
-    found = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
-    return [(0, 0, 0) if (one := found.get(slot.name)) is None else
-            (one.shard_offset, one.shard_offset + one.count, one.slot_offset) for slot in bucket.layout.slots]
-
-
-# ---- what torch is asked -----------------------------------------------------------------------------------------
+# ---- torch functions on these tensors ----------------------------------------------------------------------------
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -333,16 +307,17 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     part = parts[0]
     if func not in SIZE_OPS:
         _restore_param_views()
-        if any(isinstance(one, UnreducedGrad)
-               for one in parts):  # anywhere: optimizers pass parameters before gradients
+        if any(isinstance(one, UnreducedGrad) for one in parts):  # optimizers pass parameters before gradients
             if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
                 return _clear_unreduced(args[0])
             raise UnreducedGrad.error()
     if func in SIZE_OPS and args and args[0] is part:
         return func(torch.empty(segment_location(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
-    if func in _ALIASES and args and args[0] is part:
-        return _alias(part)
-    if (func == _SET_DATA or func in _COPIES) and args[0] is part:
+    if func in _ALIASES and args and args[0] is part:  # the same memory: writes count as writes to the parameter
+        alias = segment_like(local_tensor(part), part)
+        alias.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
+        return alias
+    if func in (_SET_DATA, _TENSOR.copy_) and args[0] is part:
         return _copy_into(func, part, *args[1:], **kwargs)
     name = _op_name(func)
     if name not in ELEMENTWISE_OPS:
@@ -361,13 +336,6 @@ def _clear_unreduced(zeroed: Any) -> Any:
         else:
             one.zero_()
     return zeroed
-
-
-def _alias(part: Tensor) -> ParamSegment:
-    """`p.data`, `p.detach()`: the same memory; writes to it count as writes to the parameter."""
-    run = segment_like(local_tensor(part), part)
-    run.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
-    return run
 
 
 def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
@@ -393,35 +361,22 @@ def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, 
 
 def _check_operand_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ConfigError unless combined operands are segments of equal size, or single numbers."""
-    for column in _operand_columns((*args, *kwargs.values())):
-        if all(isinstance(one, PartialTensor) for one in column) and _have_equal_size(column):
-            continue
-        sizes = {local_size(one) for one in column if isinstance(one, PartialTensor) or _has_elements(one)}
-        if len(sizes) > 1:
-            part = next(one for one in column if isinstance(one, PartialTensor))
-            raise ConfigError(
-                f"{name} of {_describe(part)}, of which this rank has a run of {local_tensor(part).numel()} elements, "
-                f"and a tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must "
-                "be made with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole "
-                "parameters cannot be used on shards (docs/fsdp.md)")
-
-
-def _have_equal_size(parts: Sequence[Tensor]) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        first, *others = (part.numel() for part in parts)  # segments are 1-dimensional
-    return all(other == first for other in others)
-
-
-def _operand_columns(values: tuple[Any, ...]) -> Iterator[Sequence[Any]]:
-    """Tensors that an operation combines: its operands, or for foreach operations those at one index."""
+    values = (*args, *kwargs.values())
     lists = [value for value in values
              if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)]
     single = [value for value in values if isinstance(value, Tensor)]
-    if not lists:
-        yield single
-        return
-    for column in zip(*lists):
-        yield [*column, *single]
+    # what the operation combines: its operands, or for foreach operations those at one index
+    for operands in ([*column, *single] for column in zip(*lists)) if lists else (single,):
+        with torch._C.DisableTorchFunctionSubclass():  # the sizes of segments, not of parameters
+            sizes = {one.shape for one in operands if isinstance(one, PartialTensor)
+                     or isinstance(one, Tensor) and one.numel() != 1}
+        if len(sizes) > 1:
+            part = next(one for one in operands if isinstance(one, PartialTensor))
+            raise ConfigError(
+                f"{name} of {_describe(part)}, of which this rank has a segment of {local_tensor(part).numel()} "
+                f"elements, and a tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state "
+                "must be made with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole "
+                "parameters cannot be used on shards (docs/fsdp.md)")
 
 
 def local_size(tensor: Tensor) -> torch.Size:
@@ -429,19 +384,12 @@ def local_size(tensor: Tensor) -> torch.Size:
         return tensor.shape
 
 
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() != 1
-
-
 def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any:
     """The result as a segment. Raises ConfigError if it has another size than its operand."""
     if isinstance(result, list | tuple) and result:
         given = next((value for value in args if isinstance(value, list | tuple)), [part] * len(result))
         return type(result)(_wrap_result(name, (), one, value) for one, value in zip(given, result))
-    if result is None or isinstance(result, PartialTensor) or isinstance(result, str | torch.device) or not isinstance(
-            result, Tensor):
-        return result
-    if not isinstance(part, PartialTensor):
+    if not isinstance(result, Tensor) or isinstance(result, PartialTensor) or not isinstance(part, PartialTensor):
         return result
     if local_size(result) != local_size(part):
         raise _unsupported_error(part, name)
@@ -454,8 +402,8 @@ def _count_inplace_writes(func: Callable[..., Any], args: tuple[Any, ...]) -> No
     if not (name.endswith("_") and not name.endswith("__") or name.startswith("__i")):
         return
     for one in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
-        if isinstance(one, ParamSegment) and one.owner is not None:
-            _count_write(one.owner)
+        if isinstance(one, ParamSegment):
+            _count_write(one)
 
 
 def _count_write(part: Tensor) -> None:
@@ -478,7 +426,7 @@ def _find_partial_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _op_name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
-    if name in NUMBER_METHODS:
+    if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):
         return f"{name.strip('_')}()"
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -512,9 +460,9 @@ def _unsupported_error(part: Tensor, name: str) -> ConfigError:
     what = "the gradient or a state of " if isinstance(part, ParamSegment) else ""
     if (optimizer := _running_optimizer()) is not None:
         return ConfigError(f"{optimizer} cannot be used here: its step needs {name} of a whole parameter, and this "
-                           f"rank has a run of the elements of {_describe(part)}. Optimizers that treat each element "
+                           f"rank has a segment of {_describe(part)}. Optimizers that treat each element "
                            "by itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
-    return ConfigError(f"{what}{_describe(part)} cannot be used here ({name}): this rank has a run of its elements, "
+    return ConfigError(f"{what}{_describe(part)} cannot be used here ({name}): this rank has a segment of it, "
                        f"and the result would be another one on each rank; {_ALTERNATIVES[kind]}")
 
 

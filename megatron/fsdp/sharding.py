@@ -8,12 +8,11 @@ that takes over the units inside. A parameter used in several units goes to the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
-from types import MappingProxyType
-from typing import Any
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -51,39 +50,32 @@ CHECKSUM_CHUNK = 1 << 22
 """Bytes that are summed at a time."""
 
 
-def check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
-                            group: Group, where: str, *, sharded_before: Sequence[str] = (),
-                            settings: Mapping[str, object] = MappingProxyType({}), values: bool = True) -> None:
+def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], group: Group,
+                             where: str, sharded_before: Sequence[str], settings: ShardingSettings) -> None:
     """Raise ConfigError on every rank, naming the first parameter or buffer whose description or values differ.
     `sharded_before`: modules inside that are sharded already, in that order. Collective."""
     if group.is_solo:
         return
-    rows = {"setting": [[name, str(value)] for name, value in settings.items()],
+    rows = {"setting": [[name, str(value)] for name, value in settings.by_argument().items()],
             "module sharded before": [[name] for name in sharded_before],
-            "parameter": [[name, _describe_param(parameter)] for name, parameter in parameters.items()],
+            "parameter": [[name, describe_tensor(parameter, full_shape(parameter)) +
+                           " (frozen)" * (not parameter.requires_grad)] for name, parameter in parameters.items()],
             "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]}
-    digests = {name: _checksum(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if values}
-    per_rank = find_differences({**rows, "values": digests}, group)
+    # parameters of zero.Init have no checksum: they are shards of rank 0's values
+    checksums = {} if settings.sync_module_states else {
+        name: "" if param_owner(tensor) is not None or tensor.is_meta else byte_checksum(tensor.detach())
+        for name, tensor in (*parameters.items(), *buffers.items())}
+    per_rank = find_differences({**rows, "values": checksums}, group)
     if not per_rank:
         return
     for kind in rows:
-        if found := first_difference(per_rank, kind):
-            raise ConfigError(f"the ranks shard {where} differently: {found}")
+        if difference := first_difference(per_rank, kind):
+            raise ConfigError(f"the ranks shard {where} differently: {difference}")
     raise ConfigError(mismatch_message(
         [(one["values"], [rank]) for rank, one in enumerate(per_rank)],
         f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
         "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "
         "the module is sharded)"))
-
-
-def _describe_param(parameter: nn.Parameter) -> str:
-    return describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
-
-
-def _checksum(tensor: Tensor) -> str:
-    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: shards of rank 0's values
-        return ""
-    return byte_checksum(tensor.detach())
 
 
 def byte_checksum(values: Tensor) -> str:
@@ -127,8 +119,7 @@ class FSDPState:
 
 
 def fsdp_state_of(module: nn.Module) -> FSDPState | None:
-    found: FSDPState | None = module.__dict__.get(_STATE_ATTRIBUTE)
-    return found
+    return cast("FSDPState | None", module.__dict__.get(_STATE_ATTRIBUTE))
 
 
 def require_fsdp_state(module: nn.Module) -> FSDPState:
@@ -151,34 +142,48 @@ WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The wrapped module, or `model` itself."""
-    found: nn.Module = model.__dict__.get(WRAPPED_ATTRIBUTE, model)
-    return found
+    return cast(nn.Module, model.__dict__.get(WRAPPED_ATTRIBUTE, model))
 
 
-def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
                     ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise ConfigError if the module cannot be sharded; changes nothing. Collective over the group."""
-    kind = type(module).__name__
+    kind, device = type(module).__name__, compute_device_of(module, group)
     if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
-    sharded_inside = list(sharded_modules(module))
-    _check_inner(sharded_inside, group, device)
+    inner = list(sharded_modules(module))
+    for path, _, member in inner:
+        if member.root.dp.ranks != group.ranks:
+            raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
+                              f"{group.ranks}: give both the same process group")
+        if member.root.device != device:
+            raise ConfigError(f"{path} is on {member.root.device}, the module around it on {device}")
+        member.root.check_idle("a module around it is sharded")
     own = _own_parameters(module, ignored,
-                          {id(one) for _, shared in _externally_used_params(module, sharded_inside) for one in shared})
-    _check_own_params(own)
-    _check_not_tensor_parallel(module)
-    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, sharded_inside)
+                          {id(one) for _, shared in _externally_used_params(module, inner) for one in shared})
+    for name, parameter in own.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
+                              "others as ignored_params")
+        if parameter.is_meta and param_owner(parameter) is None:
+            raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
+                              "megatron.zero.Init(), or give it values before it is sharded")
+    for path, child in module.named_modules():
+        tp = getattr(child, "tp", None)
+        if isinstance(tp, Group) and not tp.is_solo:
+            raise ConfigError(f"{path or type(child).__name__} is split over tensor parallel: train that model with "
+                              "zero.initialize, which knows both groups")
+    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, inner)
                for name, buffer in child.named_buffers(recurse=False)}
-    check_same_on_all_ranks(own, buffers, group, kind, settings=vars(settings), values=not settings.sync_module_states,
-                            sharded_before=[path for path, _, _ in sorted(sharded_inside,
-                                                                          key=lambda one: one[2].sharded_at)])
+    in_sharding_order = sorted(inner, key=lambda one: one[2].sharded_at)
+    _check_same_on_all_ranks(own, buffers, group, kind, [path for path, _, _ in in_sharding_order], settings)
     _check_reshard_size(settings.reshard_after_forward, group)
 
 
-def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
                  ignored: Collection[nn.Parameter] = ()) -> FSDPState:
     """Shard a module that passed `check_shardable`. Collective over the group."""
-    inner = list(sharded_modules(module))
+    inner, device = list(sharded_modules(module)), compute_device_of(module, group)
     for one, shared in _externally_used_params(module, inner):
         one.unit = replace(one.unit, buckets=tuple(_drop_params({id(parameter) for parameter in shared}, one)))
     own = _own_parameters(module, ignored)
@@ -186,49 +191,57 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, de
     roots = {id(member.root): member.root for _, _, member in inner}
     first = next(iter(roots.values()), None)
     log = CollectiveLog(reductions_in_order=on_accelerator(device)) if first is None else first.log
-    turns = BufferPool() if first is None else first.turns
+    buffer_pool = BufferPool() if first is None else first.buffer_pool
     own_dtypes = [*_move_buffers(module, inner, settings, device)]
     if settings.sync_module_states:
         broadcast_module_buffers(module, Groups(group, dp=group))
-    unit = Unit(0, ROOT, module, tuple(_create_buckets(own, _BucketBuilder(settings, group, device, log, turns))))
-    units = [unit, *_adopt_units(inner, roots.values(), log, turns)]
-    stays = {unit} if settings.is_kept_for_backward else set()
-    stays |= {member.unit for _, _, member in inner if member.settings.is_kept_for_backward}
-    member = FSDPState(unit, settings, FSDPRoot(units, stays, group, device, log, turns), own_dtypes)
-    for root in roots.values():
-        member.root.grad_divisors |= root.grad_divisors
-    for _, child in _own_modules(module, inner):
-        before_state_dict(child, member.before_state_dict)
-    module.__dict__[_STATE_ATTRIBUTE] = member
-    for _, _, one in inner:
-        one.root = member.root
-    _cast_inputs_and_outputs(module, settings)
-    return member
-
-
-def _adopt_units(inner: list[tuple[str, nn.Module, FSDPState]], roots: Iterable[FSDPRoot], log: CollectiveLog,
-                 turns: BufferPool) -> Iterator[Unit]:
-    """Renumber and rename the units inside for the larger model, in order."""
+    unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
     path_of = {id(child): path for path, child, _ in inner}
-    for root in roots:
+    for root in roots.values():  # rename the buckets inside for the larger model
         around = path_of[id(root.module)]
-        for unit in root.release_units():
-            for bucket in unit.buckets:
-                bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
+        for bucket in [bucket for one in root.release_units() for bucket in one.buckets]:
+            bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, buffer_pool)
     for number, (path, child, member) in enumerate(inner, 1):
         member.unit = Unit(number, path, child, member.unit.buckets)
-        yield member.unit
+    kept = {member.unit for _, _, member in inner if member.settings.is_kept_for_backward}
+    kept |= {unit} if settings.is_kept_for_backward else set()
+    units = [unit, *(member.unit for _, _, member in inner)]
+    state = FSDPState(unit, settings, FSDPRoot(units, kept, group, device, log, buffer_pool), own_dtypes)
+    for root in roots.values():
+        state.root.grad_divisors |= root.grad_divisors
+    for _, child in _own_modules(module, inner):
+        before_state_dict(child, state.before_state_dict)
+    module.__dict__[_STATE_ATTRIBUTE] = state
+    for _, _, member in inner:
+        member.root = state.root
+    if settings.input_dtype is not None:
+        map_module_inputs(module, partial(cast_floating_point, dtype=settings.input_dtype))
+    if settings.output_dtype is not None:
+        map_module_outputs(module, partial(cast_floating_point, dtype=settings.output_dtype))
+    return state
+
+
+def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, group: Group, device: torch.device,
+                    log: CollectiveLog, buffer_pool: BufferPool) -> Iterator[FlatBucket]:
+    """One bucket for each combination of dtype and requires_grad."""
+    by_kind: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in own.items():
+        by_kind.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
+    for (trained, dtype), members in by_kind.items():
+        suffix = f".{str(dtype).removeprefix('torch.')}" if len({one for _, one in by_kind}) > 1 else ""
+        yield _create_bucket(f"{ROOT}{suffix}{'' if trained else '.frozen'}", members, settings, group, device, log,
+                             buffer_pool)
 
 
 def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]],
                             ) -> Iterator[tuple[FSDPState, list[nn.Parameter]]]:
     """Units inside, each with those of its parameters that are also used outside it."""
-    unit_of = {id(child): member.unit.module for _, child, member in inner}
+    units = {id(child) for _, child, _ in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
         child = unwrap(child)
-        unit = id(child) if id(child) in unit_of else unit
+        unit = id(child) if id(child) in units else unit
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(unit)
         for one in child.children():
@@ -252,17 +265,7 @@ def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBuc
                 if id(parameter) not in shared]
         restore_full_params(bucket)
         if kept:
-            yield _BucketBuilder(member.settings, root.dp, root.device, root.log, root.turns)(bucket.name, kept)
-
-
-def _check_inner(inner: list[tuple[str, nn.Module, FSDPState]], group: Group, device: torch.device) -> None:
-    for path, _, member in inner:
-        if member.root.dp.ranks != group.ranks:
-            raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
-                              f"{group.ranks}: give both the same process group")
-        if member.root.device != device:
-            raise ConfigError(f"{path} is on {member.root.device}, the module around it on {device}")
-        member.root.check_idle("a module around it is sharded")
+            yield _create_bucket(bucket.name, kept, member.settings, root.dp, root.device, root.log, root.buffer_pool)
 
 
 def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared: Collection[int] = (),
@@ -279,51 +282,28 @@ def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]
     return ((path, child) for path, child in module.named_modules() if unwrap(child) not in theirs)
 
 
-def _check_own_params(own: dict[str, nn.Parameter]) -> None:
-    for name, parameter in own.items():
-        if not parameter.is_floating_point():
-            raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
-                              "others as ignored_params")
-        if parameter.is_meta and param_owner(parameter) is None:
-            raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
-                              "megatron.zero.Init(), or give it values before it is sharded")
-
-
-def _check_not_tensor_parallel(module: nn.Module) -> None:
-    for path, child in module.named_modules():
-        tp = getattr(child, "tp", None)
-        if isinstance(tp, Group) and not tp.is_solo:
-            raise ConfigError(f"{path or type(child).__name__} is split over tensor parallel: train that model with "
-                              "zero.initialize, which knows both groups")
-
-
-class _BucketBuilder:
-    """Builds the buckets of one module."""
-
-    def __init__(self, settings: ShardingSettings, group: Group, device: torch.device, log: CollectiveLog,
-                 turns: BufferPool) -> None:
-        self.settings, self._group, self._device, self._log, self._turns = settings, group, device, log, turns
-        self._reshard_group = _create_reshard_group(settings.reshard_after_forward, group)
-
-    def __call__(self, name: str, members: list[tuple[str, nn.Parameter]]) -> FlatBucket:
-        own = members[0][1].dtype
-        settings, row = self.settings, stage_policy(STAGE)
-        work = settings.param_dtype or own
-        kinds = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
-        config = BucketingConfig(row, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor),
-                                 kinds, self._group, self._device, 0, lambda parameter: 0, self._log,
-                                 self._create_storage(work, own), self._turns, ShardedParamViews(),
-                                 values_are_equal=not settings.sync_module_states)
-        bucket = config.make_bucket(name, members, row if members[0][1].requires_grad else row.for_frozen_params)
-        bucket.secondary_shard_group = self._reshard_group
-        return bucket
-
-    def _create_storage(self, work: torch.dtype, master: torch.dtype) -> EngineStorage:
-        copy_streams = _copy_streams_of(self._device) if self.settings.offload_to_host else None
-        if copy_streams is None:
-            return EngineStorage(DeviceStorage(self._device, master), DeviceStorage(self._device, work))
-        pins = self.settings.pin_memory and self._device.type == "cuda"
-        return EngineStorage(HostStorage(master, 0, pinned=pins), HostStorage(work, 0, pinned=pins), copy_streams, pins)
+def _create_bucket(name: str, members: list[tuple[str, nn.Parameter]], settings: ShardingSettings, group: Group,
+                   device: torch.device, log: CollectiveLog, buffer_pool: BufferPool) -> FlatBucket:
+    """A bucket of parameters of one dtype, all trainable or all frozen. Collective."""
+    own, policy = members[0][1].dtype, stage_policy(STAGE)
+    work = settings.param_dtype or own
+    copy_streams = _copy_streams_of(device) if settings.offload_to_host else None
+    if copy_streams is None:
+        storage = EngineStorage(DeviceStorage(device, own), DeviceStorage(device, work))
+    else:
+        pins = settings.pin_memory and device.type == "cuda"
+        storage = EngineStorage(HostStorage(own, 0, pinned=pins), HostStorage(work, 0, pinned=pins), copy_streams, pins)
+    dtypes = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
+    config = BucketingConfig(policy, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
+                             group, device, 0, lambda parameter: 0, log, storage, buffer_pool, ShardedParamViews(),
+                             values_are_equal=not settings.sync_module_states)
+    bucket = config.make_bucket(name, members, policy if members[0][1].requires_grad else policy.for_frozen_params)
+    reshards = settings.reshard_after_forward
+    _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
+    # the ranks that keep the secondary shard between forward and backward
+    has_secondary = not (isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo)
+    bucket.secondary_shard_group = subgroup(group, reshards) if has_secondary else SOLO
+    return bucket
 
 
 _COPY_STREAMS: WeakValueDictionary[torch.device, CopyStreams] = WeakValueDictionary()
@@ -343,24 +323,6 @@ def _check_reshard_size(reshards: bool | int, group: Group) -> None:
                           f"divides the {group.size} ranks")
 
 
-def _create_reshard_group(reshards: bool | int, group: Group) -> Group:
-    """The ranks that keep the secondary shard between forward and backward; SOLO if there is none."""
-    _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
-    if isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo:
-        return SOLO
-    return subgroup(group, reshards)
-
-
-def _create_buckets(own: dict[str, nn.Parameter], builder: _BucketBuilder) -> Iterator[FlatBucket]:
-    """One bucket for each combination of dtype and requires_grad."""
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in own.items():
-        kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
-    for (trained, dtype), found in kinds.items():
-        kind = f".{str(dtype).removeprefix('torch.')}" if len({one for _, one in kinds}) > 1 else ""
-        yield builder(f"{ROOT}{kind}{'' if trained else '.frozen'}", found)
-
-
 def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]], settings: ShardingSettings,
                   device: torch.device) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
     """Move buffers to the device and floating point ones to `buffer_dtype`; yields those whose dtype changed."""
@@ -372,25 +334,7 @@ def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState
                 yield child, name, buffer.dtype
 
 
-def _cast_inputs_and_outputs(module: nn.Module, settings: ShardingSettings) -> None:
-    """Cast the inputs and outputs of the module's forward."""
-    if settings.input_dtype is not None:
-        map_module_inputs(module, partial(cast_floating_point, dtype=settings.input_dtype))
-    if settings.output_dtype is not None:
-        map_module_outputs(module, partial(cast_floating_point, dtype=settings.output_dtype))
-
-
 # ---- over which ranks, and where -----------------------------------------------------------------------------------
-
-
-def group_from_mesh(mesh: Any) -> Group:
-    """The group of a 1-dimensional DeviceMesh; None means all ranks."""
-    if mesh is None:
-        return resolve_group(None)
-    if mesh.ndim != 1:
-        raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
-                          "mesh['shard']")
-    return resolve_group(mesh.get_group())
 
 
 def resolve_group(process_group: ProcessGroup | None) -> Group:

@@ -53,6 +53,13 @@ class ShardingSettings:
     grad_predivide_factor: float = 1.0
     sync_module_states: bool = False
     """All ranks start from rank 0's values."""
+    argument_names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Field -> the argument that sets it, where the user's interface has another name."""
+
+    def by_argument(self) -> dict[str, object]:
+        """The values by the names that the user typed."""
+        return {self.argument_names.get(item.name, item.name): getattr(self, item.name)
+                for item in fields(self) if item.compare}
 
     @property
     def is_kept_for_backward(self) -> bool:
@@ -75,6 +82,11 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype | None:
 
 
 # ---- FairScale's arguments, by name ---------------------------------------------------------------------------------
+
+_ARGUMENT_NAMES = {
+    "param_dtype": "compute_dtype (mixed_precision)", "reduce_dtype": "fp32_reduce_scatter",
+    "input_dtype": "force_input_to_fp32", "offload_to_host": "move_params_to_cpu (cpu_offload)",
+    "grad_predivide_factor": "gradient_predivide_factor"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,6 @@ class FairScaleArguments:
     compute_device: torch.device | str | None = None
     allow_reset_parameters: bool = False
     process_group_reduce_scatter: Any = None
-    given: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def working_dtype(self) -> torch.dtype | None:
@@ -113,6 +124,10 @@ class FairScaleArguments:
         return self.compute_dtype or named or (torch.float16 if self.mixed_precision is True else None)
 
     def to_settings(self, ranks: int) -> ShardingSettings:
+        factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
+        if not 0 < factor <= ranks:
+            raise ConfigError(f"gradient_predivide_factor {factor}: give a number above 0, at most the number of ranks "
+                              f"({ranks})")
         reduced = getattr(self.mixed_precision, "reduce_dtype", None)
         on_host = bool(self.move_params_to_cpu or getattr(self.cpu_offload, "offload_params", self.cpu_offload))
         buffers = self.buffer_dtype or getattr(self.mixed_precision, "buffer_dtype", None) or self.working_dtype
@@ -122,23 +137,14 @@ class FairScaleArguments:
             reduce_dtype=torch.float32 if self.fp32_reduce_scatter else check_dtype("reduce_dtype", reduced),
             input_dtype=self.working_dtype or (torch.float32 if self.force_input_to_fp32 else None),
             buffer_dtype=check_dtype("buffer_dtype", buffers), offload_to_host=on_host,
-            grad_predivide_factor=self._predivide_factor(ranks), sync_module_states=self.sync_module_states)
+            grad_predivide_factor=factor, sync_module_states=self.sync_module_states,
+            argument_names=_ARGUMENT_NAMES)
 
-    def _predivide_factor(self, ranks: int) -> float:
-        factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
-        if not 0 < factor <= ranks:
-            raise ConfigError(f"gradient_predivide_factor {factor}: give a number above 0, at most the number of ranks "
-                              f"({ranks})")
-        return factor
-
-    def notes(self, rank: int) -> list[str]:
-        """Notes on arguments that have no effect, on rank 0."""
-        if rank:
-            return []
+    def notes(self) -> list[str]:
+        """Notes on arguments that have no effect."""
         default = FairScaleArguments()
         return [f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
-                for name, why in _NO_EFFECT.items() if name in self.given and
-                getattr(self, name) != getattr(default, name)]
+                for name, why in _NO_EFFECT.items() if getattr(self, name) != getattr(default, name)]
 
 
 _NO_EFFECT = {
@@ -173,7 +179,7 @@ _UNSUPPORTED = {
 
 
 def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
-    known = {item.name for item in fields(FairScaleArguments)} - {"given"}
+    known = {item.name for item in fields(FairScaleArguments)}
     for name in given:
         if name in _UNSUPPORTED:
             raise ConfigError(f"FullyShardedDataParallel({name}=...) is not an argument here: {_UNSUPPORTED[name]}")
@@ -181,4 +187,4 @@ def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
             near = difflib.get_close_matches(name, known, 1)
             raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}" +
                               (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}"))
-    return FairScaleArguments(**given, given=frozenset(given))
+    return FairScaleArguments(**given)

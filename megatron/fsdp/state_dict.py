@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -52,13 +52,11 @@ def prepare_all_ranks(module: nn.Module, call: str) -> None:
         root.reshard_all()
 
 
-@contextmanager
-def buffers_in_own_dtype(module: nn.Module) -> Iterator[None]:
+def buffers_in_own_dtype(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, buffers that mixed precision cast have their original dtype, as in the unwrapped model."""
-    with temporarily_replaced(
-            [(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
-             for child, name, dtype in member.buffer_dtypes if (buffer := child._buffers.get(name)) is not None]):
-        yield
+    return temporarily_replaced(
+        [(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
+         for child, name, dtype in member.buffer_dtypes if (buffer := child._buffers.get(name)) is not None])
 
 
 @contextmanager
@@ -68,9 +66,10 @@ def _full_parameters(module: nn.Module, collects: bool, device: torch.device | s
     code and user hooks see the unwrapped model. Yields sharded -> full parameter. Collective except for buckets in
     `summon_full_params`, which are copied locally."""
     roots, full = _roots(module), dict[nn.Parameter, nn.Parameter]()
-    before, lent = [root.full_params_holder for root in roots], {bucket for root in roots for bucket in root.lent}
+    holders = [root.full_params_holder for root in roots]
+    summoned = {bucket for root in roots for bucket in root.summoned}
     for bucket in buckets_of(module):
-        values = bucket.parameters if bucket in lent else gather_masters(bucket)
+        values = bucket.parameters if bucket in summoned else gather_masters(bucket)
         for parameter, value in zip(bucket.parameters, values, strict=True) if collects else ():
             full[parameter] = nn.Parameter(value.detach().to(device or bucket.device, copy=True),
                                            parameter.requires_grad)
@@ -81,8 +80,8 @@ def _full_parameters(module: nn.Module, collects: bool, device: torch.device | s
                                    for name, parameter in child._parameters.items() if parameter in full]):
             yield full
     finally:
-        for root, by in zip(roots, before, strict=True):
-            root.full_params_holder = by
+        for root, holder in zip(roots, holders, strict=True):
+            root.full_params_holder = holder
 
 
 def full_state_dict(module: nn.Module, *, device: torch.device | str | None = None, everywhere: bool = True,
@@ -98,7 +97,7 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
         return module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if root.full_params_holder is None:
         prepare_all_ranks(module, FULL_STATE_DICT_CALL)
-    elif not root.lent.issuperset(buckets_of(module)):  # only some of the buckets are summoned
+    elif not root.summoned.issuperset(buckets_of(module)):  # only some of the buckets are summoned
         assert_collective_call(root.log, root.dp, FULL_STATE_DICT_CALL)
     with _full_parameters(module, collects, device), buffers_in_own_dtype(module):
         if collects:
@@ -128,12 +127,12 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
         broadcast_masters_from_rank0(bucket, [full.get(parameter) for parameter in bucket.parameters])
     for root in _roots(module):
         root.apply_master_edits()
-    for buffer in [child._buffers[name] for child in module.modules()
-                   for name in child._buffers if name not in child._non_persistent_buffers_set]:
-        if buffer is not None:
-            values = buffer.contiguous()
-            broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
-            buffer.copy_(values)
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                values = buffer.contiguous()
+                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
+                buffer.copy_(values)
     extra = broadcast_json(extra, group)
     for path, child in module.named_modules() if group.rank else ():
         if (name := f"{path}.{_EXTRA_STATE}".removeprefix(".")) in extra and unwrap(child) is child:
@@ -150,8 +149,8 @@ def _load_on_rank0(module: nn.Module, state: Mapping[str, Any], extra: Mapping[s
     try:
         module.load_state_dict(state, strict)
     except RuntimeError as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"the full state dict on the first rank does not fit the model: {told}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the full state dict on the first rank does not fit the model: {reason}") from error
 
 
 def _split_tensors(module: nn.Module, what: str) -> OrderedDict[str, Any]:
@@ -174,12 +173,12 @@ def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
 def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
     """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
     group = _roots(module)[0].dp
-    places = {name: (list(segment_location(tensor)[0]), segment_location(tensor)[2], local_tensor(tensor).numel())
-              for name, tensor in _split_tensors(module,
-                                                 "local_metadata_dict()").items() if isinstance(tensor, ShardedParam)}
-    return {"rank": group.rank, "ranks": group.size,
-            "params": {name: {"shape": shape, "offset": offset, "numel": numel}
-                       for name, (shape, offset, numel) in places.items()}}
+    params = {}
+    for name, tensor in _split_tensors(module, "local_metadata_dict()").items():
+        if isinstance(tensor, ShardedParam):
+            shape, _, offset = segment_location(tensor)
+            params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
+    return {"rank": group.rank, "ranks": group.size, "params": params}
 
 
 def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -194,9 +193,9 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
             continue
         target = local_tensor(tensor)
         if value.shape != target.shape:
-            raise ConfigError(f"load_local_state_dict: {name}: this rank has a run of {target.numel()} elements, the "
-                              f"state dict {list(value.shape)}: it is of another rank, or number of ranks; make one of "
-                              "all ranks' with consolidate_shard_weights, and load that with load_state_dict")
+            raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {target.numel()} elements, "
+                              f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; make "
+                              "one of all ranks' with consolidate_shard_weights, and load that with load_state_dict")
         with torch.no_grad():
             tensor.copy_(value)
 
@@ -249,38 +248,28 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
     prepare_all_ranks(module, SUMMON_CALL)
     buckets = [bucket for member in found for bucket in member.unit.buckets]
     try:
-        full_params = [(bucket, _set_full_params(bucket)) for bucket in buckets]
+        for bucket in buckets:
+            for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
+                set_param_data(parameter, value)
         for root in roots:
-            root.full_params_holder, root.lent = VOLATILE if volatile else SUMMON_CALL, {*buckets}
+            root.full_params_holder, root.summoned = VOLATILE if volatile else SUMMON_CALL, {*buckets}
         yield
         if not volatile:
-            edits = [(bucket, _edited_values(bucket, whole)) for bucket, whole in full_params]
+            edited = [(slot, parameter) for bucket in buckets  # `p.data = ...` counts as an edit
+                      for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)]
+            for slot, parameter in edited:
+                if parameter.shape != torch.Size(slot.shape):
+                    raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside "
+                                      f"{SUMMON_CALL}, and was of {list(slot.shape)}")
             if not roots[0].dp.is_solo:
                 assert_equal_across_ranks(
-                    {slot.name: byte_checksum(value) for bucket, values in edits
-                     for slot, value in zip(bucket.layout.slots, values, strict=True)}, roots[0].dp,
+                    {slot.name: byte_checksum(parameter.detach()) for slot, parameter in edited}, roots[0].dp,
                     f"the ranks edited parameters differently inside {SUMMON_CALL}, and nothing was kept (checksums)")
-            for bucket, values in edits:
-                store_masters(bucket, values)
+            for bucket in buckets:
+                store_masters(bucket, bucket.parameters)
     finally:
         for bucket in buckets:  # also after an OOM error half way
             bucket.show_params_sharded()
         for root in roots:
-            root.full_params_holder, root.lent = None, set()
+            root.full_params_holder, root.summoned = None, set()
             root.apply_master_edits()
-
-
-def _set_full_params(bucket: FlatBucket) -> list[Tensor]:
-    whole = gather_masters(bucket)
-    for parameter, value in zip(bucket.parameters, whole, strict=True):
-        set_param_data(parameter, value)
-    return whole
-
-
-def _edited_values(bucket: FlatBucket, whole: Sequence[Tensor]) -> list[Tensor]:
-    """The current values of the parameters; `p.data = ...` counts as an edit."""
-    for slot, parameter, value in zip(bucket.layout.slots, bucket.parameters, whole, strict=True):
-        if parameter.shape != value.shape:
-            raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {SUMMON_CALL}, and "
-                              f"was of {list(value.shape)}")
-    return [parameter.detach() for parameter in bucket.parameters]

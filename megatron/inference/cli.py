@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from data.storage import check_outputs_are_not_inputs, prefix_data_errors, prefix_storage_errors, staged_file
 from megatron.checkpoint.manifest import LATEST, MANIFEST
@@ -23,13 +23,13 @@ from megatron.config.tree import require
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelArgumentParser, flags_to_compare, model_source_from_args
 from megatron.inference.prompts import (PromptSource, StaticPrompts, StreamingPrompts, Terminal, prompts_from_args,
-                                        prompts_from_file, prompts_from_stream, stdin_is_terminal)
+                                        prompts_from_file, prompts_from_stream)
 from megatron.inference.request import GenerationConfig, Sampling
 
 MODULE = "python -m megatron.generate"
 
 MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt"}
-"""Suffixes in a folder of Hugging Face's."""
+"""Suffixes in a Hugging Face folder."""
 
 EXAMPLES = """examples:
   python -m megatron.generate --load runs/gpt2 "The meaning of life is"
@@ -54,7 +54,7 @@ def build_parser() -> ModelArgumentParser:
     add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
     add("--temperature", type=float, default=0.8, help="below 1: likely tokens become likelier (0.8)")
-    add("--top-k", "--top_k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
+    add("--top-k", "--top_k", type=int, default=40, help="draw from this many likeliest tokens; 0: all (40)")
     add("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
         "probability (1)")
     add("--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest (0)")
@@ -62,7 +62,7 @@ def build_parser() -> ModelArgumentParser:
     add("--seed", type=int, default=1234, help="of the random numbers; each answer has a stream of its own (1234)")
     add("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this; may be given again")
     add("--past-the-end", choices=("stop", "slide"), default="stop", help="at the end of the position table: stop, or "
-        "go on from the last tokens, each read anew")
+        "go on from the last tokens, read again for each new one")
     add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
     add("--output", "--sample-output-file", metavar="FILE", help="answers go there, once all are there (default: "
         "standard output)")
@@ -86,46 +86,27 @@ def check_args(args: argparse.Namespace) -> None:
     require(folder.is_dir(), f"--output {args.output}: {folder} is no folder")
     if args.output:
         with prefix_data_errors("--output"):
-            check_outputs_are_not_inputs(input_files(args), [args.output], "choose another --output")
-
-
-def input_files(args: argparse.Namespace) -> list[str]:
-    """Of a model's folder, those that its program reads; another file there is anybody's."""
-    named = (args.file, args.vocab_file, args.merge_file, args.tokenizer_path)
-    folder = Path(os.path.realpath(args.output)).parent
-    tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
-    hub = (path for path in Path(args.load_hf or os.devnull).glob("*") if path.suffix in MODEL_FILE_SUFFIXES)
-    latest = [os.path.join(args.load, LATEST)] if args.load else []
-    return [*filter(None, named), *latest, *map(str, tag), *map(str, hub)]
-
-
-def generation_config_from_args(args: argparse.Namespace) -> GenerationConfig:
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
-                        repetition_penalty=args.repetition_penalty, greedy=args.greedy)
-    return GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed, tuple(
-        stop.text for stop in prompts_from_args(args.stop, "--stop")), args.past_the_end == "slide", args.seq_length)
-
-
-def is_interactive(args: argparse.Namespace) -> bool:
-    return bool(args.interactive
-                or not (args.prompts or args.file or args.jsonl or args.output) and stdin_is_terminal())
+            named = (args.file, args.vocab_file, args.merge_file, args.tokenizer_path)
+            folder = Path(os.path.realpath(args.output)).parent
+            tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
+            # of a Hugging Face folder only the files of a model: the output may lie there
+            hub = (path for path in Path(args.load_hf or os.devnull).glob("*") if path.suffix in MODEL_FILE_SUFFIXES)
+            latest = [os.path.join(args.load, LATEST)] if args.load else []
+            inputs = [*filter(None, named), *latest, *map(str, tag), *map(str, hub)]
+            check_outputs_are_not_inputs(inputs, [args.output], "choose another --output")
 
 
 def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> PromptSource:
-    """A pipe may be that of a program which waits for its answers."""
+    """A pipe streams: the program behind it may wait for each answer before it writes the next prompt."""
     if args.prompts:
         return StaticPrompts(prompts_from_args(args.prompts))
     if args.file is not None:
         return StaticPrompts(prompts_from_file(args.file, log))
-    is_pipe = stat.S_ISFIFO(_file_mode(sys.stdin))
-    return (StreamingPrompts if is_pipe else StaticPrompts)(prompts_from_stream(sys.stdin, log))
-
-
-def _file_mode(stream: TextIO) -> int:
     try:
-        return os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # no file of the system's
-        return 0
+        is_pipe = stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):  # standard input has no file descriptor
+        is_pipe = False
+    return (StreamingPrompts if is_pipe else StaticPrompts)(prompts_from_stream(sys.stdin, log))
 
 
 @contextmanager
@@ -141,8 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     notes = model_args.translate_generate_samples_flags(args)
     check_args(args)
-    source, generation_config = replace(model_source_from_args(args),
-                                        shape=model_args.shape_from_flags(args)), generation_config_from_args(args)
+    source = replace(model_source_from_args(args), shape=model_args.shape_from_flags(args))
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
+                        repetition_penalty=args.repetition_penalty, greedy=args.greedy)
+    stops = tuple(stop.text for stop in prompts_from_args(args.stop, "--stop"))
+    config = GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed, stops,
+                              args.past_the_end == "slide", args.seq_length)
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise
     from megatron.inference import load
@@ -152,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = process_group.init(must_match=flags_to_compare(args))
     first, start = env.rank == 0, time.monotonic()
     groups = load.build_groups(source, env.world_size, MODULE)
-    interactive = bool(broadcast_json(first and is_interactive(args), groups.world))
+    has_other_use = args.prompts or args.file or args.jsonl or args.output
+    interactive = bool(broadcast_json(
+        first and bool(args.interactive or not has_other_use and sys.stdin.isatty()), groups.world))
     terminal = Terminal() if first and interactive else None
     log = terminal.print_message if terminal is not None else process_group.rank_0_printer(env.rank)
     for note in notes:
@@ -162,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load.load_model(source, groups, process_group.device_for(env, None))
     log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
     if interactive:
-        InteractiveSession(loaded, groups, generation_config, terminal).run()
+        InteractiveSession(loaded, groups, config, terminal).run()
     else:
-        answers = PromptBatchRunner(loaded, groups, generation_config, args.batch_size)
+        answers = PromptBatchRunner(loaded, groups, config, args.batch_size)
         with open_output(args) if first else nullcontext() as out:
             answers.write_answers(prompts, out, jsonl=args.jsonl)
         log(answers.describe_speed())

@@ -26,19 +26,12 @@ from mpu.device import on_accelerator
 
 ReplayFn = Callable[[], Tensor]
 DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
-"""[b] tokens, [b] places, positions to attend to -> [b, V]"""
+"""[b] tokens, [b] their positions, number of positions to attend to -> [b, V]"""
 
 CaptureFn = Callable[[ReplayFn], ReplayFn]
-"""What runs, on the same tensors each time -> what does it again."""
+"""A function that runs on the same tensors each time -> its replay."""
 
 MIN_GRAPH_POSITIONS = 128
-
-
-@dataclass(frozen=True)
-class _CapturedGraph:
-    inputs: Tensor
-    """[2, b]: tokens and their places."""
-    replay: ReplayFn
 
 
 @final
@@ -46,33 +39,32 @@ class CudaGraphRunner:
     def __init__(self, rows: int, length: int, device: torch.device, capture: CaptureFn | None = None) -> None:
         self._rows, self._length, self._device = rows, length, device
         self._capture = capture or (CudaGraphCapture() if device.type == "cuda" else None)
-        self._graphs: dict[tuple[int, int], _CapturedGraph] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensor, ReplayFn]] = {}
+        """(rows, positions) -> the inputs that the graph reads, [2, b] tokens and their positions; its replay"""
 
     def __call__(self, step: DecodeFnOfSize, tokens: Sequence[int], position_ids: Sequence[int]) -> Tensor:
-        """The same as the step, which is the same each time; the result is good until the next one."""
+        """The result of `step`, valid until the next call."""
         rows = min(self._rows, next_power_of_two(len(tokens)))
         positions = min(self._length, max(MIN_GRAPH_POSITIONS, next_power_of_two(max(position_ids) + 1)))
         inputs = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         inputs[:, : len(tokens)] = torch.tensor([tokens, position_ids])
         if self._capture is None:
             return step(inputs[0], inputs[1], positions)[: len(tokens)]
-        found = self._graphs.get((rows, positions))
-        if found is None:  # recording may run the step: with these inputs running it twice changes nothing
+        if (rows, positions) not in self._graphs:  # capture may run the step; twice with equal inputs changes nothing
             example = inputs.to(self._device, copy=True)
-            found = _CapturedGraph(example, self._capture(lambda: step(example[0], example[1], positions)))
-            self._graphs[rows, positions] = found
-        found.inputs.copy_(inputs, non_blocking=True)
-        return found.replay()[: len(tokens)]
+            self._graphs[rows, positions] = example, self._capture(lambda: step(example[0], example[1], positions))
+        graph_inputs, replay = self._graphs[rows, positions]
+        graph_inputs.copy_(inputs, non_blocking=True)
+        return replay()[: len(tokens)]
 
 
 def next_power_of_two(number: int) -> int:
-    """The next, or itself."""
     return 1 << (number - 1).bit_length()
 
 
 @final
 class CudaGraphCapture:
-    """CUDA graphs that share their memory: one runs at a time, and what it made is used before the next."""
+    """CUDA graphs that share a memory pool: one runs at a time, and its result is used before the next one runs."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -80,7 +72,7 @@ class CudaGraphCapture:
     def __call__(self, run: ReplayFn) -> ReplayFn:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up outside a recording
+        with torch.cuda.stream(stream):  # warm up: libraries initialize outside a capture
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -96,27 +88,26 @@ class CudaGraphCapture:
 
 @final
 class KVCache:
-    """Keys and values of what has been read: a row for each text, a place for each of its positions, which holds those
-    of all heads as a block's projection makes them. The rows in use are the first ones, so that a step works on slices;
-    the last one takes the place of one that ends."""
+    """Keys and values, [layer, row, position, 2, head, width]. The rows in use are the first ones, so that a step works
+    on slices; the last row moves to the place of one that ends."""
 
     def __init__(self, layers: int, rows: int, length: int, heads: int, width: int, *, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Of this rank's heads. On a CPU a place that is never written takes no memory."""
+        """`heads`: of this rank. On a CPU, positions that are never written take no memory."""
         self._buffer = torch.zeros((layers, rows, length, 2, heads, width), dtype=dtype, device=device)
         self._row_ids = torch.arange(rows, device=device)
         self.lengths = [0] * rows
 
     def write_prompts(self, layer: int, first_row: int, kv: Tensor) -> None:
-        """The first places of rows from `first` on <- [row, position, 2, head, width]."""
+        """kv: [row, position, 2, head, width], of the first positions."""
         self._buffer[layer, first_row : first_row + len(kv), : kv.shape[1]] = kv
 
     def append_tokens(self, layer: int, position_ids: Tensor, kv: Tensor) -> None:
-        """One place of each of the first rows <- [row, 2, head, width]."""
+        """kv: [row, 2, head, width], one position of each of the first rows."""
         self._buffer[layer][self._row_ids[: len(position_ids)], position_ids] = kv
 
     def view(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first rows, of their first places: each [row, head, position, width]."""
+        """Keys and values of the first rows and positions: each [row, head, position, width]."""
         keys, values = self._buffer[layer, :rows, :length].transpose(1, 3).unbind(2)
         return keys, values
 
@@ -126,7 +117,7 @@ class KVCache:
         self.lengths[target] = length
 
     def clear_row(self, row: int) -> None:
-        """What is not finite would come through the mask of a later text."""
+        """Non-finite values would come through the mask of a later text."""
         self._buffer[:, row] = 0
 
 
@@ -137,8 +128,7 @@ AttentionFn = Callable[[int, Tensor, Tensor], Tensor]
 @final
 class Decoder:
     def __init__(self, model: GPT2, rows: int, positions: int | None = None, *, use_cuda_graphs: bool = True) -> None:
-        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `use_cuda_graphs`:
-        steps on an accelerator, which pays for long texts."""
+        """Room for `rows` texts of `positions` tokens (default: the model's). CUDA graphs pay for long texts."""
         self.model, self.rows = model.eval(), rows
         self.max_positions = min(model.config.max_position_embeddings,
                                  positions or model.config.max_position_embeddings)
@@ -147,22 +137,22 @@ class Decoder:
         self._device, self._dtype = weight.device, weight.dtype
         self._cache = KVCache(len(self._blocks), rows, self.max_positions, attention.heads, attention.head_width,
                               dtype=weight.dtype, device=weight.device)
-        self._cuda_graphs = None  # what ranks tell each other is not recorded
+        self._cuda_graphs = None  # tensor parallel collectives are not captured
         if use_cuda_graphs and on_accelerator(weight) and model.tp.is_solo:
             self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, weight.device)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Texts from their beginnings, in place of what the rows held -> [b, V] logits of what follows."""
+        """Replaces the texts of `rows` by `prompts` -> [b, V] logits of the tokens after them."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            found = []
-            for run in groups:
-                one, both = run.select(q), run.select(kv)
-                self._cache.write_prompts(layer, run.row, both)
-                k, v = both.transpose(1, 3).unbind(2)
-                y = F.scaled_dot_product_attention(one.transpose(1, 2), k, v, is_causal=True)
-                found.append(y.transpose(1, 2).flatten(0, 1))
-            return torch.cat(found)[None]
+            outputs = []
+            for group in groups:
+                group_q, group_kv = group.select(q), group.select(kv)
+                self._cache.write_prompts(layer, group.row, group_kv)
+                k, v = group_kv.transpose(1, 3).unbind(2)
+                y = F.scaled_dot_product_attention(group_q.transpose(1, 2), k, v, is_causal=True)
+                outputs.append(y.transpose(1, 2).flatten(0, 1))
+            return torch.cat(outputs)[None]
 
         lengths = [len(text) for text in prompts]
         assert 0 < min(lengths) and max(lengths) <= self.max_positions
@@ -176,7 +166,7 @@ class Decoder:
 
     @torch.inference_mode()
     def decode_step(self, tokens: Sequence[int]) -> Tensor:
-        """One token more of each of the first rows -> [b, V]. Rows behind them hold nothing any longer."""
+        """Appends one token to each of the first rows -> [b, V] logits. The rows behind them are free."""
         before = self._cache.lengths[: len(tokens)]
         assert max(before) < self.max_positions, "a text at the end of the position table cannot be followed"
         self._cache.lengths[: len(tokens)] = [length + 1 for length in before]
@@ -186,15 +176,13 @@ class Decoder:
         return self._decode_forward(inputs[0], inputs[1], max(before) + 1, masked=min(before) < max(before))
 
     def move_row(self, source: int, target: int) -> None:
-        """The text of one row is the text of another from now on."""
         self._cache.move_row(source, target)
 
     def clear_row(self, row: int) -> None:
-        """Nothing of what a row held may reach a later text."""
         self._cache.clear_row(row)
 
     def _decode_forward(self, tokens: Tensor, position_ids: Tensor, kv_length: int, masked: bool = True) -> Tensor:
-        """[b] tokens at [b] places -> [b, V]. Unless `masked`, every row has as many positions."""
+        """[b] tokens at [b] positions -> [b, V]. Unless `masked`, all rows have `kv_length` positions."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             self._cache.append_tokens(layer, position_ids, kv[:, 0])
             keys, values = self._cache.view(layer, len(tokens), kv_length)
@@ -214,20 +202,19 @@ class Decoder:
         for layer, block in enumerate(self._blocks):
             attention = block.attn
             parts = attention.qkv(block.ln_1(x)).unflatten(-1, (3, attention.heads, attention.head_width))
-            found = attend(layer, parts[:, :, 0], parts[:, :, 1:])
-            x = x + attention.proj(found.flatten(2))
+            x = x + attention.proj(attend(layer, parts[:, :, 0], parts[:, :, 1:]).flatten(2))
             x = x + block.mlp(block.ln_2(x))
         return model.logits(model.ln_f(x if selected is None else x[:, selected]))
 
 
 @dataclass(frozen=True)
 class _PromptGroup:
-    """Texts of one length in rows that follow each other: they are attended to together."""
+    """Prompts of equal length in consecutive rows, for one attention call."""
 
     row: int
-    """The first."""
+    """The first one."""
     start: int
-    """Where the first one begins among all that is read."""
+    """Its offset in the packed prompts."""
     count: int
     length: int
 

@@ -13,18 +13,17 @@ from megatron.inference.generation import GeneratedSequence
 
 DecodeFn = Callable[[Iterable[int]], str]
 
-
 DECODE_WINDOW = 16
-"""Tokens that are decoded once more with those that follow them."""
+"""Tokens that are decoded again with those that follow them."""
 UNSTABLE_CHARACTERS = 4
-"""Characters at the beginning of a window that may look otherwise in the whole text: it may begin within a character of
-up to 4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
+"""Characters at the beginning of a window that may differ from the full text: it may begin within a character of up to
+4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
 
 
 @final
 class Detokenizer:
-    """The text of a growing list of tokens. Each is decoded with its neighbours alone, so the work is linear: a token
-    changes no more than the character before it, and UTF-8 can be read from any character on."""
+    """The text of a growing list of tokens. Each token is decoded with its neighbours only, so the work is linear: a
+    token changes at most the character before it, and UTF-8 can be read from any character on."""
 
     def __init__(self, decode: DecodeFn, ids: Iterable[int] = ()) -> None:
         self._decode = decode
@@ -33,7 +32,7 @@ class Detokenizer:
         self._overlap_characters = 0  # characters of the window's text that are among those
         self.text = ""
         self.offsets: list[int] = []
-        """Of each token: the length of the text of those before it, where U+FFFD stands for a character's part."""
+        """Length of the text before each token, where U+FFFD stands for a part of a character."""
         self.extend(ids)
 
     def extend(self, ids: Iterable[int]) -> None:
@@ -55,30 +54,28 @@ class SequenceDetokenizer:
         self._detokenizers: WeakKeyDictionary[GeneratedSequence, Detokenizer] = WeakKeyDictionary()
 
     def _detokenizer_of(self, sequence: GeneratedSequence) -> Detokenizer:
-        found = self._detokenizers.setdefault(sequence, Detokenizer(self._tokenizer.decode))
-        found.extend(sequence.tokens[len(found.offsets):])
-        return found
+        detokenizer = self._detokenizers.setdefault(sequence, Detokenizer(self._tokenizer.decode))
+        detokenizer.extend(sequence.tokens[len(detokenizer.offsets):])
+        return detokenizer
 
     def has_stop_string(self, sequence: GeneratedSequence) -> bool:
-        """With one of the texts that it is to end before."""
         stops = sequence.request.stops
         return bool(stops) and any(stop in self._detokenizer_of(sequence).text for stop in stops)
 
     def decode(self, sequence: GeneratedSequence) -> str:
-        """Without what stopped it, and what came with that in one token."""
-        found = self._detokenizer_of(sequence).text
-        ends = [place for stop in sequence.request.stops if (place := found.find(stop)) >= 0]
-        return found[: min(ends)] if ends else found
+        """The text before the first stop string."""
+        text = self._detokenizer_of(sequence).text
+        ends = [place for stop in sequence.request.stops if (place := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
 
     def token_offsets(self, sequence: GeneratedSequence) -> Sequence[int]:
-        """Where each of its tokens begins."""
         return self._detokenizer_of(sequence).offsets
 
     def stable_text(self, sequence: GeneratedSequence) -> str:
-        """What will stay, whatever comes: while a text runs, its last bytes may be the beginning of a character, and
-        its last characters of what stops it."""
-        found = self.decode(sequence)
+        """The prefix that later tokens cannot change: while a text runs, its last bytes may begin a character, and its
+        last characters a stop string."""
+        text = self.decode(sequence)
         if sequence.finish_reason is not None:
-            return found
-        held = max(map(len, sequence.request.stops), default=1) - 1
-        return found[: max(0, len(found) - held)].rstrip(REPLACEMENT_CHARACTER)
+            return text
+        held_back = max(map(len, sequence.request.stops), default=1) - 1
+        return text[: max(0, len(text) - held_back)].rstrip(REPLACEMENT_CHARACTER)

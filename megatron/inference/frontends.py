@@ -11,7 +11,7 @@ import json
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import starmap
@@ -32,16 +32,15 @@ from mpu.collectives import broadcast_json
 from mpu.groups import Groups, set_timeout
 
 ANSWER_SEPARATOR = "-" * 15 + "\n"
-"""Answers, each of any number of lines."""
+"""Between answers, which may have any number of lines."""
 
 INPUT_TIMEOUT = timedelta(days=365)
-"""With who types, or writes into a pipe."""
+"""While ranks wait for rank 0 to read a prompt."""
 
 
 @final
 class PromptBatchRunner:
     def __init__(self, loaded: LoadedModel, groups: Groups, config: GenerationConfig, rows: int) -> None:
-        """`rows` texts at a time. Every rank of the model has the same."""
         self._tokenizer, self._groups, self._config = loaded.tokenizer, groups, config
         self._decoder = Decoder(loaded.model, rows)
         self._detokenizer = SequenceDetokenizer(loaded.tokenizer)
@@ -49,25 +48,21 @@ class PromptBatchRunner:
         self._tokens, self._seconds = 0, 0.0
 
     def write_answers(self, prompts: PromptSource, out: IO[str] | None, *, jsonl: bool) -> None:
-        """`prompts` and `out` are rank 0's. Answers that are ready before earlier ones wait for them; the one whose
-        turn it is is printed as it comes."""
-        on_rank_0(lambda: self._check_prompts(prompts.known_prompts), self._groups.world)
+        """`prompts` and `out` are rank 0's. Answers are written in the order of the prompts: the first unfinished one
+        token by token, later ones after it."""
+        # an error in any prompt that is known now is raised before the first answer
+        on_rank_0(lambda: sum(len(self._encode(prompt)) for prompt in prompts.known_prompts), self._groups.world)
         begin, writer = time.monotonic(), _AnswerWriter(self._detokenizer, out, jsonl)
         for text in self._generate(prompts, writer):
             if text.finish_reason == "not finite":
-                raise NumericsError("the model gives logits that are no numbers, or infinite, after "
-                                    f"{len(text.ids)} tokens: ask for --dtype fp32 or bf16")
+                raise NumericsError(f"the model produced non-finite logits after {len(text.ids)} tokens: ask for "
+                                    "--dtype fp32 or bf16")
             writer.write_ready(text)
             self._tokens += text.finish_reason is not None and len(text.tokens)
         self._seconds += time.monotonic() - begin
 
-    def _check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse now what could not be answered in hours."""
-        for prompt in prompts:
-            self._encode(prompt)
-
     def _generate(self, prompts: PromptSource, writer: _AnswerWriter) -> Iterator[GeneratedSequence]:
-        """Those that got a token or ended, after each step. The same on every rank."""
+        """The texts that got a token or ended, after each step. The same on every rank."""
         generator, world = self._generator, self._groups.world
         waiting, more, number = deque[Request](), True, 0
         if broadcast_json(prompts.is_stream if world.rank == 0 else None, world, 0):
@@ -75,15 +70,15 @@ class PromptBatchRunner:
         while more or waiting or generator.num_running:
             if more and len(waiting) < generator.free_slots:
                 most, wait = generator.free_slots - len(waiting), not (waiting or generator.num_running)
-                found = on_rank_0(lambda: prompts.take(most, wait), world)
-                more = found is not None
-                for prompt in starmap(Prompt, found or ()):
+                taken = on_rank_0(lambda: prompts.take(most, wait), world)
+                more = taken is not None
+                for prompt in starmap(Prompt, taken or ()):
                     requests = self._config.make_requests(self._encode(prompt), number)
                     writer.add_prompt(number, prompt.text, len(requests))
                     waiting.extend(requests)
                     number += len(requests)
-            beginning = [waiting.popleft() for _ in range(min(generator.free_slots, len(waiting)))]
-            yield from generator.start(beginning) if beginning else []
+            starting = [waiting.popleft() for _ in range(min(generator.free_slots, len(waiting)))]
+            yield from generator.start(starting) if starting else []
             yield from generator.step()
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -98,7 +93,7 @@ class PromptBatchRunner:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    """Of nothing, a text goes on from the end of the document before it."""
+    """An empty prompt becomes the end-of-document token."""
     return tuple(int(token) for token in tokenizer.encode(prompt)) or (tokenizer.eod,)
 
 
@@ -112,8 +107,7 @@ def build_generator(loaded: LoadedModel, decoder: Decoder, detokenizer: Sequence
 
 @final
 class _AnswerWriter:
-    """What is printed: answer after answer, as a line of JSON or as plain text behind its prompt, with a line
-    between them."""
+    """Writes answers in order: a JSON line each, or plain text behind its prompt with a separator between answers."""
 
     def __init__(self, detokenizer: SequenceDetokenizer, out: IO[str] | None, jsonl: bool) -> None:
         self._detokenizer, self._out, self._jsonl = detokenizer, out, jsonl
@@ -126,13 +120,13 @@ class _AnswerWriter:
             self._prompts.update(dict.fromkeys(range(first, first + count), prompt))
 
     def write_ready(self, sequence: GeneratedSequence) -> None:
-        """A text has a token more, or has ended."""
+        """Called when a text got a token or ended."""
         if self._out is None:
             return
         self._ready[sequence.request.number] = sequence
-        while (text_now := self._ready.get(self._current)) is not None:
-            self._write_sequence(text_now, self._out)
-            if text_now.finish_reason is None:
+        while (current := self._ready.get(self._current)) is not None:
+            self._write_sequence(current, self._out)
+            if current.finish_reason is None:
                 break
             del self._ready[self._current], self._prompts[self._current]
             self._current += 1
@@ -142,24 +136,22 @@ class _AnswerWriter:
         prompt = self._prompts[self._current]
         if self._jsonl:
             if sequence.finish_reason is not None:
-                line = self._json_record(prompt, sequence)
+                line = json.dumps({"prompt": prompt, "text": self._detokenizer.decode(sequence),
+                                   "tokens": sequence.tokens,
+                                   "logprobs": [round(value, 6) for value in sequence.logprobs],
+                                   "ended": sequence.finish_reason}, ensure_ascii=False)
                 out.write((escape_to_one_line(line) if out.isatty() else line) + "\n")
             return
         if self._separated < self._current:
             out.write(ANSWER_SEPARATOR)
             self._separated = self._current
-        found = prompt + self._detokenizer.stable_text(sequence)
-        new = found[len(self._written):]
+        text = prompt + self._detokenizer.stable_text(sequence)
+        new = text[len(self._written):]
         out.write(escape_to_one_line(new, allowed="\n") if out.isatty() else new)
-        self._written = found
+        self._written = text
         if sequence.finish_reason is not None:
             out.write("\n")
             self._written = ""
-
-    def _json_record(self, prompt: str, sequence: GeneratedSequence) -> str:
-        return json.dumps({"prompt": prompt, "text": self._detokenizer.decode(sequence), "tokens": sequence.tokens,
-                           "logprobs": [round(value, 6) for value in sequence.logprobs],
-                           "ended": sequence.finish_reason}, ensure_ascii=False)
 
 
 @final
@@ -173,7 +165,7 @@ class InteractiveSession:
         set_timeout(groups, INPUT_TIMEOUT)
 
     def run(self) -> None:
-        """Until the person leaves. Collective."""
+        """Returns when the user leaves. Collective."""
         number = 0
         with _ignore_sigint() if self._terminal is None else self._terminal:
             self._print_message(f"each line is a prompt; Ctrl-C ends an answer, {EXIT_HINT}")
@@ -188,34 +180,31 @@ class InteractiveSession:
                 self._answer(requests)
 
     def _answer(self, requests: list[Request]) -> None:
+        """Ctrl-C ends the current answer and leaves out the remaining ones."""
         for request in requests:
             (text,), interrupted = self._generator.start([request]), False
             shown = self._write_new_text(text, 0)
             while text.finish_reason is None and not interrupted:
-                if interrupted := self._is_interrupted():
+                if interrupted := bool(broadcast_json(self._terminal and self._terminal.interrupted, self._world, 0)):
                     self._generator.cancel(request.number)
                 else:
                     self._generator.step()
                 shown = self._write_new_text(text, shown)
             self._write("\n")
             if text.finish_reason == "not finite":
-                self._print_message(
-                    "the model gave logits that are no numbers, or infinite: ask for --dtype fp32 or bf16")
+                self._print_message("the model produced non-finite logits: ask for --dtype fp32 or bf16")
             if interrupted:
                 return
 
-    def _is_interrupted(self) -> bool:
-        return bool(broadcast_json(self._terminal and self._terminal.interrupted, self._world, 0))
-
     def _write_new_text(self, sequence: GeneratedSequence, shown: int) -> int:
-        """What is new of it since `shown` characters."""
-        found = self._detokenizer.stable_text(sequence) if self._terminal is not None else ""
-        self._write(found[shown:])
-        return max(shown, len(found))
+        """Writes what follows the first `shown` characters; returns the number of characters that are written now."""
+        text = self._detokenizer.stable_text(sequence) if self._terminal is not None else ""
+        self._write(text[shown:])
+        return max(shown, len(text))
 
-    def _write(self, words: str) -> None:
+    def _write(self, text: str) -> None:
         if self._terminal is not None:
-            self._terminal.write_answer(words)
+            self._terminal.write_answer(text)
 
     def _print_message(self, line: str) -> None:
         if self._terminal is not None:
@@ -224,7 +213,7 @@ class InteractiveSession:
 
 @contextmanager
 def _ignore_sigint() -> Iterator[None]:
-    """Ctrl-C is rank 0's to hear."""
+    """On the ranks without the terminal: rank 0 handles Ctrl-C."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

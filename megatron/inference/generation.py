@@ -28,15 +28,15 @@ from mpu.collectives import broadcast_into
 
 
 def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
-    """[b, V] logits of texts with these settings, a 64-bit key for each -> [b] tokens. Nothing waits for the device."""
+    """[b, V] logits, [b] 64-bit keys -> [b] tokens. Does not wait for the device."""
     if settings.greedy:
         return apply_repetition_penalty(logits, settings, seen).argmax(-1)
-    found, tokens = candidate_probabilities(logits, settings, seen)
-    return tokens.gather(-1, (found.log() + gumbel_noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
+    probs, tokens = candidate_probabilities(logits, settings, seen)
+    return tokens.gather(-1, (probs.log() + gumbel_noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel's, of each token under a key: the largest sum of it and a logarithm is drawn as its probability says."""
+    """Gumbel noise of each token under a key: the argmax of log-probability plus noise is a sample."""
     x = tokens * -7046029254386353131 + keys  # splitmix64: multiplications wrap, shifts fill with zeros
     x = (x ^ _logical_right_shift(x, 30)) * -4658895280553007687
     x = (x ^ _logical_right_shift(x, 27)) * -7723592293110705685
@@ -50,7 +50,7 @@ def _logical_right_shift(x: Tensor, bits: int) -> Tensor:
 
 def candidate_probabilities(logits: Tensor, settings: Sampling,
                             seen: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
-    """[b, V] -> probabilities in fp64, and the tokens they are for. What a limit leaves out is not among them, or has
+    """[b, V] -> fp64 probabilities and their tokens. Tokens outside top-k, top-p or min-p are missing or have
     probability 0."""
     scores = apply_repetition_penalty(logits, settings, seen).double() / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
@@ -59,13 +59,13 @@ def candidate_probabilities(logits: Tensor, settings: Sampling,
         scores, tokens = scores.sort(descending=True, stable=True)
     else:
         tokens = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
-    found = scores.softmax(-1)
+    probs = scores.softmax(-1)
     if settings.top_p < 1:
-        before = found.cumsum(-1) - found  # of likelier ones
-        found = found.where(before < settings.top_p, 0.0)
+        before = probs.cumsum(-1) - probs  # of likelier tokens
+        probs = probs.where(before < settings.top_p, 0.0)
     if settings.min_p > 0:
-        found = found.where(found >= settings.min_p * found.amax(-1, keepdim=True), 0.0)
-    return found / found.sum(-1, keepdim=True), tokens
+        probs = probs.where(probs >= settings.min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs / probs.sum(-1, keepdim=True), tokens
 
 
 def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> Tensor:
@@ -74,31 +74,28 @@ def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[
     scores = logits.double()
     for row, tokens in zip(scores, seen, strict=True):
         token_ids = torch.tensor(sorted(set(tokens)), dtype=torch.int64, device=scores.device)
-        found = row[token_ids]
-        row[token_ids] = torch.where(found > 0, found / settings.repetition_penalty,
-                                     found * settings.repetition_penalty)
+        score, penalty = row[token_ids], settings.repetition_penalty
+        row[token_ids] = torch.where(score > 0, score / penalty, score * penalty)
     return scores
 
 
 PREFILL_TOKENS = 8192
-"""Tokens of prompts that are read together."""
+"""Prompt tokens of one prefill."""
 
 FinishReason = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
-"""The last one: the model gave a logit that is no number, or infinite."""
+"""dropped: cancelled; not finite: the model produced a non-finite logit."""
 
 
 @dataclass(eq=False)
 class GeneratedSequence:
-    """What became of a request."""
-
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New ones; the end of the document is none."""
+    """New tokens, without the end-of-document token."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each, under the model itself."""
+    """Of each new token, under the model without sampling settings."""
     finish_reason: FinishReason | None = None
     rng: Random = field(init=False, repr=False)
-    """Its own, whatever runs beside it."""
+    """Seeded by the request, so that other sequences do not change the text."""
 
     def __post_init__(self) -> None:
         self.rng = Random(self.request.random_stream)
@@ -109,14 +106,14 @@ class GeneratedSequence:
 
 
 StopCondition = Callable[[GeneratedSequence], bool]
-"""Whether a text is over with the token it just got."""
+"""Whether a text ends after its newest token."""
 
 BannedTokens = Callable[[GeneratedSequence], Sequence[int]]
 """Tokens that a text may not have next."""
 
 
 class SequenceDecoder(Protocol):
-    """Rows of texts, each read once and followed by a token at a time: what a Decoder is."""
+    """The interface of Decoder."""
 
     model: GPT2
     rows: int
@@ -136,24 +133,22 @@ class Generator:
     def __init__(self, decoder: SequenceDecoder, *, vocabulary: int, eod: int | None,
                  sliding_window: bool = False, should_stop: StopCondition = lambda text: False,
                  banned_tokens: BannedTokens = lambda text: ()) -> None:
-        """Tokens from `vocabulary` on are never taken. Past the end of the position table a text ends or, with
-        `sliding_window`, goes on from its last tokens, which are read anew for each."""
+        """Token ids from `vocabulary` on are padding and never sampled. At the end of the position table a text ends
+        or, with `sliding_window`, continues from its last tokens, with a new prefill for each token."""
         self._decoder, self._vocabulary, self._eod, self._sliding_window = decoder, vocabulary, eod, sliding_window
         self._should_stop, self._banned_tokens = should_stop, banned_tokens
         self._rows: list[GeneratedSequence] = []
 
     @property
     def free_slots(self) -> int:
-        """Texts that may begin now."""
         return self._decoder.rows - len(self._rows)
 
     @property
     def num_running(self) -> int:
-        """Texts that have begun and not ended."""
         return len(self._rows)
 
     def start(self, requests: Sequence[Request]) -> list[GeneratedSequence]:
-        """With their first tokens; a text may be over with that."""
+        """The new texts with their first tokens; some may have ended already."""
         assert len(requests) <= self.free_slots, "no row is free"
         first, texts = len(self._rows), [GeneratedSequence(request) for request in requests]
         self._rows += texts
@@ -163,7 +158,7 @@ class Generator:
         return texts
 
     def _prefill_batches(self, rows: range) -> Iterator[range]:
-        """Those whose prompts are read together: as many as have READ tokens, at least one."""
+        """Splits rows so that the prompts of a batch have at most PREFILL_TOKENS tokens, or are one prompt."""
         start, tokens = rows.start, 0
         for row in rows:
             tokens += len(self._rows[row].request.prompt)
@@ -174,7 +169,7 @@ class Generator:
             yield range(start, rows.stop)
 
     def step(self) -> list[GeneratedSequence]:
-        """The texts that got a token, or ended for want of one."""
+        """One token for every running text; returns these texts."""
         texts = [*self._rows]
         if texts:
             self._sample(texts, self._decode())
@@ -182,66 +177,49 @@ class Generator:
         return texts
 
     def cancel(self, number: int) -> None:
-        """A text that nobody waits for any longer; one that has ended already is none."""
+        """Ends a running text; does nothing for one that has ended."""
         for text in self._rows:
             if text.request.number == number:
                 text.finish_reason = "dropped"
         self._remove_finished()
 
-    def generate(self, requests: Iterable[Request],
-                 on_token: Callable[[GeneratedSequence], None] = lambda text: None) -> Iterator[GeneratedSequence]:
+    def generate(self, requests: Iterable[Request]) -> Iterator[GeneratedSequence]:
         """Texts in the order in which they end."""
         waiting = iter(requests)
-        while True:
-            while self.free_slots and (requests := list(islice(waiting, self.free_slots))):
-                yield from self._report_tokens(self.start(requests), on_token)
-            if not self._rows:
-                return
-            yield from self._report_tokens(self.step(), on_token)
-
-    @staticmethod
-    def _report_tokens(sequences: Iterable[GeneratedSequence],
-                       on_token: Callable[[GeneratedSequence], None]) -> list[GeneratedSequence]:
-        """Those that have ended."""
-        ended = []
-        for text in sequences:
-            on_token(text)
-            if text.finish_reason is not None:
-                ended.append(text)
-        return ended
+        while (starting := list(islice(waiting, self.free_slots))) or self._rows:
+            texts = self.start(starting) if starting else self.step()
+            yield from [text for text in texts if text.finish_reason is not None]
 
     def _prefill(self, rows: Sequence[int]) -> Tensor:
-        """[b, V], of their last tokens where the table has room for no more."""
+        """-> [b, V]; a text longer than the position table is read from its last tokens."""
         return self._decoder.prefill(rows, [self._rows[row].ids[-self._decoder.max_positions:] for row in rows])
 
     def _decode(self) -> Tensor:
-        """[b, V]. Where a text is past the table, its row is read anew after all others have been followed."""
+        """-> [b, V]. Rows past the position table are prefilled again after the decode step of the others."""
         texts, length = self._rows, self._decoder.max_positions
         past = [row for row, text in enumerate(texts) if len(text.ids) > length]
         if len(past) == len(texts):
             return self._prefill(past)
-        if past:  # a place for the token that is not used
+        if past:  # the decode step appends to all rows: make room for a token whose logits are not used
             self._decoder.prefill(past, [texts[row].ids[-1:] for row in past])
         logits = self._decoder.decode_step([text.tokens[-1] for text in texts])
         return logits.index_copy(0, torch.tensor(past, device=logits.device), self._prefill(past)) if past else logits
 
     def _sample(self, sequences: Sequence[GeneratedSequence], logits: Tensor) -> None:
-        """The next token of each."""
+        """Appends the next token to each sequence. logits: [b, V]."""
         logits = logits[:, : self._vocabulary].float()
-        tokens = _sample_by_settings(sequences, self._mask_banned_tokens(sequences, logits))
-        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        found = torch.stack([tokens.double(), logprobs.double()])
-        broadcast_into(found, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
-        for text, token, logprob in zip(sequences, *found.tolist(), strict=True):  # one wait for both
-            self._append_token(text, int(token), logprob)
-
-    def _mask_banned_tokens(self, sequences: Sequence[GeneratedSequence], logits: Tensor) -> Tensor:
         banned = [(row, token) for row, text in enumerate(sequences) for token in self._banned_tokens(text)
                   if 0 <= token < logits.shape[1]]
-        if not banned:
-            return logits
-        rows, tokens = torch.tensor(banned, device=logits.device).unbind(1)
-        return logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
+        allowed = logits
+        if banned:
+            rows, ids = torch.tensor(banned, device=logits.device).unbind(1)
+            allowed = logits.index_put((rows, ids), logits.new_tensor(-math.inf))
+        tokens = _sample_by_settings(sequences, allowed)
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        sampled = torch.stack([tokens.double(), logprobs.double()])  # one tensor: one wait for the device
+        broadcast_into(sampled, 0, self._decoder.model.tp).wait()  # logits of the ranks may differ in their last bits
+        for text, token, logprob in zip(sequences, *sampled.tolist(), strict=True):
+            self._append_token(text, int(token), logprob)
 
     def _append_token(self, sequence: GeneratedSequence, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
@@ -260,7 +238,7 @@ class Generator:
             sequence.finish_reason = "positions"
 
     def _remove_finished(self) -> None:
-        """The last row takes the place of each that has ended."""
+        """Frees the rows of texts that have ended; the last row moves into each."""
         for row in reversed(range(len(self._rows))):
             if self._rows[row].finish_reason is not None:
                 if self._rows[row].finish_reason == "not finite":
@@ -272,7 +250,7 @@ class Generator:
 
 
 def _sample_by_settings(sequences: Sequence[GeneratedSequence], logits: Tensor) -> Tensor:
-    """[b, V] -> [b], those with the same settings together."""
+    """[b, V] -> [b] tokens; sequences with equal settings are sampled together."""
     keys = torch.tensor([text.rng.getrandbits(64) - (1 << 63) for text in sequences])
     if logits.is_cuda:
         keys = keys.pin_memory().to(logits.device, non_blocking=True)
@@ -291,7 +269,7 @@ def _sample_by_settings(sequences: Sequence[GeneratedSequence], logits: Tensor) 
 
 def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], max_new_tokens: int, sampling: Sampling,
              seed: int) -> list[GeneratedSequence]:
-    """A text of each prompt, in order, each with a stream of its own."""
+    """One text for each prompt, in order, each with its own random numbers."""
     requests = (Request(number, tuple(prompt), max_new_tokens, sampling, f"{seed}/{number}")
                 for number, prompt in enumerate(prompts))
     return sorted(generator.generate(requests), key=lambda text: text.request.number)

@@ -26,26 +26,32 @@ from megatron.errors import ConfigError
 from mpu.device import on_accelerator
 
 CACHE_LINE = 64
-"""Bytes at whose multiples a matrix begins: a line of the cache."""
+"""Alignment of a matrix in bytes."""
 
 MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Linux's."""
+"""Linux only."""
 
 
 @final
 class HugePageArena:
-    """Room for many one-byte matrices side by side. On a CPU what is not used yet takes no memory, and the pages are as
-    large as the system gives: decoding reads all weights for every token, and a processor fetches ahead within a page
-    only. With pages of 2 MB it is up to a third faster than with 4 kB."""
+    """One allocation for many int8 matrices. On a CPU unused pages take no memory, and huge pages are requested:
+    decoding reads all weights for every token, and a processor prefetches within a page only, so that 2 MB pages are
+    up to a third faster than 4 kB pages."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         size = max(1, sum(map(_aligned_size, shapes)))
-        self._flat = _map_huge_pages(size) if device.type == "cpu" else torch.empty(
-            size, dtype=torch.int8, device=device)
         self._used = 0
+        if device.type != "cpu":
+            self._flat = torch.empty(size, dtype=torch.int8, device=device)
+            return
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if MADV_HUGEPAGE is not None:
+            with suppress(OSError):  # a kernel without huge pages
+                area.madvise(MADV_HUGEPAGE)
+        self._flat = torch.frombuffer(area, dtype=torch.int8)
 
     def allocate(self, shape: Sequence[int]) -> Tensor:
-        """[...] int8, of one of the shapes."""
+        """An int8 tensor of one of the shapes."""
         taken = self._flat[self._used : self._used + prod(shape)].view(*shape)
         self._used += _aligned_size(shape)
         return taken
@@ -55,30 +61,22 @@ def _aligned_size(shape: Sequence[int]) -> int:
     return -(-prod(shape) // CACHE_LINE) * CACHE_LINE
 
 
-def _map_huge_pages(size: int) -> Tensor:
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if MADV_HUGEPAGE is not None:
-        with suppress(OSError):  # a kernel without them
-            area.madvise(MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.int8)
-
-
 PACKED_KERNEL_MAX_ROWS = 12
-"""Rows up to which the packed kernel is the faster one: its time grows with each (scripts/bench/int8_decode.py)."""
+"""Rows up to which the packed kernel is faster (scripts/bench/int8_decode.py)."""
 
 SIMD_WIDTH = 16
-"""Numbers that the packed kernel loads at a time, without a look at what is left of a row or where it begins."""
+"""Elements per load of the packed kernel, which checks neither the end of a row nor its alignment."""
 
 BLOCK_ELEMENTS = {torch.float64: 1 << 17, torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
-"""Numbers that are made at a time on a CPU: those of fp32 stay in the cache, products in bf16 want larger ones. Other
-precisions are refused: sums of levels are beyond the largest number of fp16."""
+"""Elements dequantized at a time on a CPU: fp32 blocks stay in the cache, bf16 products are faster with larger ones.
+Other dtypes are refused: sums of levels overflow fp16."""
 
 BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
-"""What a CPU is asked for: products that torch's kernels use (the last name is ARM's)."""
+"""CPU features whose bf16 products torch's kernels use (the last one is ARM's)."""
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device has it."""
+    """bf16 where the device supports it, otherwise fp32."""
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -89,9 +87,9 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 @final
 class Int8(Tensor):
     levels: Tensor
-    """[rows, columns] int8, one row after the other from a multiple of SIMD_WIDTH bytes on."""
+    """[rows, columns] int8, contiguous, aligned to SIMD_WIDTH bytes."""
     scale: Tensor
-    """[rows], in the precision of the activations, which is what this tensor says of itself."""
+    """[rows], in the dtype of the activations, which is also this tensor's `dtype`."""
 
     @staticmethod
     def __new__(cls, levels: Tensor, scale: Tensor) -> Int8:
@@ -139,10 +137,10 @@ class Int8(Tensor):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8:
-        """Of these levels alone, and not of the room that they share with other matrices."""
+        """Copies these levels only, not the arena that they share with other matrices."""
         memo[id(self)] = made = _copy(self)
         rest = {name: value for name, value in vars(self).items() if name not in vars(made)}
-        vars(made).update(copy.deepcopy(rest, memo))  # what makes it a parameter, among others
+        vars(made).update(copy.deepcopy(rest, memo))  # among others, the attribute that makes it a parameter
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -156,12 +154,12 @@ class Int8(Tensor):
 
 def _copy(weight: Int8, *, dtype: torch.dtype | None = None, device: torch.device | None = None,
           non_blocking: bool = False, **layout: Any) -> Int8:
-    """A matrix has one layout."""
+    """`layout` (memory_format and so on) is ignored: levels are contiguous."""
     dtype = weight.dtype if dtype is None else dtype
     if dtype not in BLOCK_ELEMENTS:
-        said = ", ".join(str(known).removeprefix("torch.") for known in BLOCK_ELEMENTS)
+        known = ", ".join(str(known).removeprefix("torch.") for known in BLOCK_ELEMENTS)
         raise ConfigError(f"an int8 weight cannot be made {str(dtype).removeprefix('torch.')}: its activations are one "
-                          f"of {said}; for another precision, load the model without int8")
+                          f"of {known}; for another precision, load the model without int8")
     levels = weight.levels.to(device=device, non_blocking=non_blocking, copy=True,
                               memory_format=torch.contiguous_format)
     return Int8(levels, weight.scale.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True))
@@ -178,7 +176,9 @@ def int8_matmul(x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
         return F.linear(x, levels.to(x.dtype)) * scale
     rows, columns = levels.shape
     if x.dtype == torch.bfloat16 and len(x) <= PACKED_KERNEL_MAX_ROWS and columns % SIMD_WIDTH == 0:
-        return torch._weight_int8pack_mm(_align_for_packed_kernel(x), levels, scale)
+        is_aligned = x.is_contiguous() and x.storage_offset() % SIMD_WIDTH == 0
+        x = x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+        return torch._weight_int8pack_mm(x, levels, scale)
     block_rows = max(1, BLOCK_ELEMENTS[x.dtype] // columns)
     if rows <= block_rows:
         return F.linear(x, levels.to(x.dtype)) * scale
@@ -187,9 +187,3 @@ def int8_matmul(x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
         torch.mul(F.linear(x, levels[first : first + block_rows].to(x.dtype)), scale[first : first + block_rows],
                   out=y[:, first : first + block_rows])
     return y
-
-
-def _align_for_packed_kernel(x: Tensor) -> Tensor:
-    """In memory of its own, unless it lies where the packed kernel can load from."""
-    is_aligned = x.is_contiguous() and x.storage_offset() % SIMD_WIDTH == 0
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)

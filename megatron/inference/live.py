@@ -28,9 +28,18 @@ from mpu.collectives import broadcast_into
 
 @contextmanager
 def from_engine(engine: Engine) -> Iterator[GPT2]:
-    """Its model in the working precision, good until the block ends; nothing trains inside. Collective."""
+    """The engine's model in the working precision, valid inside the block; do not train there. Collective."""
     with _evaluation_model(engine) as model:
-        yield model if has_unsharded_params(engine) else _gathered_copy(engine, model)
+        if has_unsharded_params(engine):
+            yield model
+            return
+        made = empty_model(model.config, model.tp)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for bucket in (*engine.core.buckets, *engine.core.frozen_buckets):  # gathered one at a time
+            with torch.no_grad(), GatheredParameters(bucket.parameters):
+                for parameter in bucket.parameters:
+                    set_parameter(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))
+        yield made.eval()
 
 
 def has_unsharded_params(engine: Engine) -> bool:
@@ -40,37 +49,25 @@ def has_unsharded_params(engine: Engine) -> bool:
 
 @contextmanager
 def _evaluation_model(engine: Engine) -> Iterator[GPT2]:
-    """Its module, with the weights of the last step and without dropout."""
+    """The engine's module in eval mode, with the weights of the last step."""
     core, model, training = engine.core, engine.core.module, engine.training
     require(isinstance(model, GPT2), f"megatron.inference reads GPT2 models, and this engine has a "
             f"{type(model).__name__}: use its forward")
     assert isinstance(model, GPT2)
-    engine.conclude()
+    engine.finish_step()
     all_succeed_or_raise(core.check_before_save, core.groups.world)
     core.sync_delayed_update("megatron.inference.live")
     engine.train(False)
     try:
         yield model
     finally:
-        engine.conclude()
+        engine.finish_step()
         engine.train(training)
-
-
-@torch.no_grad()
-def _gathered_copy(engine: Engine, model: GPT2) -> GPT2:
-    """One bucket is gathered at a time."""
-    core, made = engine.core, empty_model(model.config, model.tp)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for bucket in (*core.buckets, *core.frozen_buckets):
-        with GatheredParameters(bucket.parameters):
-            for parameter in bucket.parameters:
-                set_parameter(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))
-    return made.eval()
 
 
 @final
 class EngineDecoder:
-    """Rows of texts that are read anew for each token."""
+    """A SequenceDecoder without a KV cache: every token runs the engine's forward over the whole text."""
 
     def __init__(self, engine: Engine, model: GPT2, rows: int) -> None:
         self.model, self.rows, self.max_positions = model, rows, model.config.max_position_embeddings
@@ -90,20 +87,20 @@ class EngineDecoder:
         self._token_ids[target] = self._token_ids[source]
 
     def clear_row(self, row: int) -> None:
-        """Nothing is kept but tokens."""
+        """There is no cache to clear."""
 
     @torch.no_grad()
     def _logits(self, rows: Sequence[int]) -> Tensor:
-        """[b, V]. All ranks go on with the same: the forwards of a rank wait for those of the others."""
+        """-> [b, V]. Broadcast, so that all data parallel ranks run equally many forwards, which are collective."""
         texts = [torch.tensor([self._token_ids[row]], device=self._engine.device) for row in rows]
-        found = torch.cat([self._engine(text) for text in texts]).contiguous()
-        broadcast_into(found, 0, self._engine.groups.dp).wait()
-        return found
+        logits = torch.cat([self._engine(text) for text in texts]).contiguous()
+        broadcast_into(logits, 0, self._engine.groups.dp).wait()
+        return logits
 
 
 @contextmanager
 def engine_decoder(engine: Engine, rows: int) -> Iterator[Decoder | EngineDecoder]:
-    """What reads it without a copy. Collective."""
+    """A decoder of the engine's model that copies no parameters. Collective."""
     with _evaluation_model(engine) as model:
         yield (Decoder(model, rows, use_cuda_graphs=False) if has_unsharded_params(engine)
                else EngineDecoder(engine, model, rows))

@@ -50,41 +50,39 @@ _HOST = torch.device("cpu")
 
 
 def open_moq_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MoQWeights | None:
-    """None: the run does not round its weights, or had not begun to. `dtype` is their precision in training."""
+    """None: the run does not quantize its weights, or had not begun to. `dtype`: their precision in training."""
     config = QuantizeConfig(**checkpoint.config.get("quantize", {}))
     engine = checkpoint.shared_state.get("engine") or {}
     applied = engine["global_steps"] - engine["skipped_steps"] if engine else 0
     if "quantisation" not in engine or not config.quantize_training or applied < config.quantize_offset:
         return None
-    return MoQWeights(checkpoint, config, engine["quantisation"], dtype, checkpoint.config["train"]["seed"])
+    return MoQWeights(checkpoint, config, engine["quantisation"], dtype)
 
 
 @final
 class MoQWeights:
-    """Of a checkpoint, to be read like it."""
+    """Reads a checkpoint as the quantized forward of its last step saw it."""
 
-    def __init__(self, checkpoint: Checkpoint, config: QuantizeConfig, saved: Mapping[str, Any], dtype: torch.dtype,
-                 seed: int) -> None:
-        schedule = config.schedule
-        assert schedule is not None
-        self._checkpoint, self._config, self._schedule, self._dtype, self._seed = (
-            checkpoint, config, schedule, dtype, seed)
+    def __init__(self, checkpoint: Checkpoint, config: QuantizeConfig, saved: Mapping[str, Any],
+                 dtype: torch.dtype) -> None:
+        assert config.schedule is not None
+        self._checkpoint, self._config, self._schedule, self._dtype = checkpoint, config, config.schedule, dtype
+        self._seed = checkpoint.config["train"]["seed"]
         self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
         self._names: list[str] | None = saved.get("rounded")
-        """None: an older version wrote it, and all matrices are taken to be."""
+        """Names of the quantized matrices; None (written by an older version): all matrices."""
         self._rounding = cache(self._compute_rounding)
 
     def has_int8_levels(self, name: str) -> bool:
-        """They fit int8, and there is nothing between them."""
+        """Whether the grid of a matrix fits int8 and is not blended with unquantized values."""
         return self._is_rounded(name) and self._rounding(name).blend == 0 and self._rounding(name).grid.fits_int8
 
     def _is_rounded(self, name: str) -> bool:
-        """And was not frozen."""
         return is_matrix(self._checkpoint.shape(WEIGHT, name)) if self._names is None else name in self._names
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: Tensor) -> None:
-        """Like the checkpoint's, and also of the kinds of an int8 model."""
+        """As `Checkpoint.read`; `kind` may also be one of an int8 model."""
         tp = Group(tp_rank, tp_size, tuple(range(tp_size)))
         if kind == SCALE_KIND:
             local = (shape[0], *self._checkpoint.shape(WEIGHT, name)[1:])
@@ -109,7 +107,7 @@ class MoQWeights:
         return QuantizedMatrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
 
     def _compute_rounding(self, name: str) -> MatrixRounding:
-        """The grid, from all of the matrix, read a part at a time."""
+        """The quantization grid of the full matrix, which is read a block of rows at a time."""
         matrix = self._matrix(name, tuple(self._checkpoint.shape(WEIGHT, name)), None, SOLO)
         blocks = list(self._progress)
         now = self._progress[blocks[block_of(name, blocks)]]
@@ -129,49 +127,37 @@ class MoQWeights:
 
 
 READ_ELEMENTS = 1 << 18
-"""Numbers read at a time."""
+"""Elements read at a time."""
 
 BROADCAST_ELEMENTS = 1 << 24
-"""Numbers sent at a time."""
+"""Elements broadcast at a time."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 
 class WeightReader(Protocol):
-    """Of a checkpoint, ours or another program's."""
-
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: Tensor) -> None:        ...
+             tp_size: int, offset: int, out: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What a folder holds."""
+    """A model whose weights are not read yet."""
 
     weights: WeightReader
     shape: ModelConfig
     data: Mapping[str, Any]
-    """The section of its configuration that says the tokenizer."""
+    """The section of its configuration with the tokenizer."""
     precision: str
     """A key of DTYPES."""
     name: str
     trained_tokenizer: TokenizerFacts | None = None
-    """None: it does not say."""
+    """None: unknown."""
     has_moq_levels: Callable[[str], bool] | None = None
-    """Whether a matrix was quantised in training, to levels that are int8's."""
-
-    @property
-    def tokenizer_is_assumed(self) -> bool:
-        """Nothing says which it is: GPT-2's is taken."""
-        return not any(self.data.get(name) for name in TOKENIZER_FLAGS)
-
-    def has_int8_levels(self, name: str) -> bool:
-        """It need not be quantised now."""
-        return self.is_int8 or self.has_moq_levels is not None and self.has_moq_levels(name)
+    """Whether a matrix was quantised in training to levels that fit int8."""
 
     @property
     def is_int8(self) -> bool:
-        """It was quantised before it was written."""
         return self.precision == "int8"
 
 
@@ -180,11 +166,10 @@ class LoadedModel:
     model: GPT2
     tokenizer: Tokenizer
     description: str
-    """In a line."""
 
 
 def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
-    """All ranks share the layers of one model."""
+    """One tensor parallel group of all ranks."""
     size = source.model_parallel_size
     require(ranks == size or size > 1, f"there are {ranks} ranks and one model, whose layers they have to share: add "
             f"--model-parallel-size {ranks}, or start one rank")
@@ -194,53 +179,60 @@ def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
 
 
 def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
-    """What it names. Collective."""
+    """Collective."""
+    if source.load_hf:
+        opened = open_hf_folder(source.load_hf, groups)
+    else:
+        opened = open_run_checkpoint(source.load or "", groups, source.step)
+    tp, shape = groups.tp.size, opened.shape
+    widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
+    *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
+    allowed = f"{', '.join(most)} and {last}" if most else last
+    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "
+            f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
     is_hf = source.load_hf is not None
-    found = open_hf_folder(source.load_hf, groups) if source.load_hf else \
-        open_run_checkpoint(source.load or "", groups, source.step)
-    _check_tp_size(found, groups.tp.size)
-    return replace(found, data=source.tokenizer if is_hf and source.tokenizer else {**found.data, **source.tokenizer})
+    return replace(opened, data=source.tokenizer if is_hf and source.tokenizer else {**opened.data, **source.tokenizer})
 
 
 def load_model(source: ModelSource, groups: Groups, device: torch.device) -> LoadedModel:
-    """Model and tokenizer. Collective."""
-    found = open_model(source, groups)
-    check_model_shape(found, source.shape)
-    tokenizer = all_succeed_or_raise(lambda: build_tokenizer(found, source.tokenizer), groups.world)
-    dtype = source.dtype or found.precision
-    model = build_model(found, groups, DTYPES[dtype], device)
-    return LoadedModel(model, tokenizer, describe(found, dtype, tokenizer))
+    """Collective."""
+    opened = open_model(source, groups)
+    check_model_shape(opened, source.shape)
+    tokenizer = all_succeed_or_raise(lambda: build_tokenizer(opened, source.tokenizer), groups.world)
+    dtype = source.dtype or opened.precision
+    model = build_model(opened, groups, DTYPES[dtype], device)
+    return LoadedModel(model, tokenizer, describe(opened, dtype, tokenizer))
 
 
 def describe(opened: OpenedModel, dtype: str, tokenizer: Tokenizer) -> str:
-    """In a line."""
-    doubt = " (assumed: nothing beside the weights says which it is)" if opened.tokenizer_is_assumed else ""
+    is_assumed = not any(opened.data.get(name) for name in TOKENIZER_FLAGS)
+    doubt = " (assumed: nothing beside the weights says which it is)" if is_assumed else ""
     return f"{opened.name}: {opened.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
 
 
 def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) -> OpenedModel:
-    """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
-    first. Collective."""
+    """`folder`: `DIR` (the latest checkpoint, or that of iteration `step`), `DIR:TAG` or the folder of a tag. Verifies
+    all checksums. Collective."""
     root, tag = parse_checkpoint_path(folder)
     if step is not None:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
         tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
-    found = open_checkpoint(root, tag, world=groups.world, int8=True)
-    recorded = all_succeed_or_raise(lambda: read_recorded_model(found), groups.world)
-    precision = "int8" if found.has(INT8_KIND) else recorded.precision
-    moq = None if precision == "int8" else all_succeed_or_raise(lambda: open_moq_weights(found, DTYPES[precision]),
+    checkpoint = open_checkpoint(root, tag, world=groups.world, int8=True)
+    recorded = all_succeed_or_raise(lambda: read_recorded_model(checkpoint), groups.world)
+    precision = "int8" if checkpoint.has(INT8_KIND) else recorded.precision
+    moq = None if precision == "int8" else all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[precision]),
                                                                 groups.world)
-    return OpenedModel(moq or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
+    return OpenedModel(moq or checkpoint, recorded.shape, recorded.data, precision, f"{checkpoint.tag} of {root}",
                        recorded.tokenizer, has_moq_levels=None if moq is None else moq.has_int8_levels)
 
 
 def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
-    """Of a Hugging Face folder. Collective."""
+    """Collective."""
     all_succeed_or_raise(lambda: read_model_fields(folder), groups.world)  # or what is wrong with the folder
-    found = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
-    assert_same_weights(found, groups.world)
-    said = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
-    return OpenedModel(found, found.model, said, "fp32", folder)
+    weights = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
+    assert_same_weights(weights, groups.world)
+    tokenizer_fields = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
+    return OpenedModel(weights, weights.model, tokenizer_fields, "fp32", folder)
 
 
 def check_model_shape(opened: OpenedModel, expected: Mapping[str, float]) -> None:
@@ -252,12 +244,19 @@ def check_model_shape(opened: OpenedModel, expected: Mapping[str, float]) -> Non
 
 
 def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
-    """Its tokenizer, with files where `flags` say they are."""
+    """The model's tokenizer; `flags` override its recorded files."""
     settings = {**opened.data, **flags}
     kind, path = settings.get("tokenizer_type") or "GPT2BPETokenizer", settings.get("tokenizer_path")
     if path is None and kind == "SentencePieceTokenizer" and "default" in settings.get("train_data", ()):
         path = str(DEFAULT_FOLDER / "tokenizer.model")
-    _check_recorded_files(opened, data.tokenizer.canonical_kind(kind), flags)
+    recorded_kind = data.tokenizer.canonical_kind(kind)
+    used = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "CharacterLevelTokenizer": ("vocab_file",),
+            "SentencePieceTokenizer": ("tokenizer_path",)}.get(recorded_kind, ())
+    gone = {f"--{name.replace('_', '-')}": file for name in used if name not in flags
+            and (file := opened.data.get(name)) is not None and not Path(file).is_file()}
+    require(not gone, f"{opened.name} remembers the files of its {recorded_kind}, and "
+            f"{' and '.join(map(str, gone.values()))} {'are' if len(gone) > 1 else 'is'} not there: say where now, "
+            f"with {' '.join(f'{flag} FILE' for flag in gone)}")
     made = data.tokenizer.build(kind, vocab_file=settings.get("vocab_file"), merge_file=settings.get("merge_file"),
                                 tokenizer_path=path)
     require(made.vocab_size <= opened.shape.known_vocab_size, f"{opened.name} has {opened.shape.known_vocab_size} "
@@ -270,39 +269,21 @@ def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
     return made
 
 
-def _check_recorded_files(opened: OpenedModel, kind: str, flags: Mapping[str, str]) -> None:
-    """Refuse files that have moved since, all at once."""
-    used = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "CharacterLevelTokenizer": ("vocab_file",),
-            "SentencePieceTokenizer": ("tokenizer_path",)}.get(kind, ())
-    gone = {f"--{name.replace('_', '-')}": path for name in used if name not in flags
-            and (path := opened.data.get(name)) is not None and not Path(path).is_file()}
-    require(not gone, f"{opened.name} remembers the files of its {kind}, and {' and '.join(map(str, gone.values()))} "
-            f"{'are' if len(gone) > 1 else 'is'} not there: say where now, with "
-            f"{' '.join(f'{flag} FILE' for flag in gone)}")
-
-
-def _check_tp_size(opened: OpenedModel, tp: int) -> None:
-    shape = opened.shape
-    widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
-    *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
-    allowed = f"{', '.join(most)} and {last}" if most else last
-    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "
-            f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
-
-
 @torch.no_grad()
 def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device: torch.device,
                 activations: torch.dtype | None = None) -> GPT2:
-    """This rank's part of the model. Of `torch.int8` are the matrices, and `activations` say the rest's precision; left
-    out, the device does. Collective: what one rank cannot read is an error of all."""
+    """This rank's part of the model. With `torch.int8` the matrices are int8 and the rest has dtype `activations`
+    (default: by the device). Collective: a read error of one rank is raised on all."""
     require(dtype == torch.int8 or not opened.is_int8,
             f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
     model = empty_model(opened.shape, groups.tp)
     parts = [_ParameterLoader(opened, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    stored_as_int8 = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if opened.has_int8_levels(name)},
-                                          groups.world)
+    stored_as_int8 = matrices if opened.is_int8 else set[str]()
+    if (has_moq_levels := opened.has_moq_levels) is not None:
+        stored_as_int8 = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if has_moq_levels(name)},
+                                              groups.world)
     maxima = _row_maxima([part for part in parts if part.name in matrices - stored_as_int8], groups)
 
     def fill() -> None:
@@ -310,8 +291,10 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
         for part in parts:
             if part.name in matrices:
                 levels, scale = arena.allocate(part.shape), torch.empty(part.shape[0], dtype=other_dtype, device=device)
-                read = partial(part.read_stored_int8, levels, scale) if part.name in stored_as_int8 else \
-                    partial(part.read_quantized, levels, scale, maxima.get(part.name))
+                if part.name in stored_as_int8:
+                    read = partial(part.read_stored_int8, levels, scale)
+                else:
+                    read = partial(part.read_quantized, levels, scale, maxima.get(part.name))
                 _read_and_broadcast(read, (levels, scale), groups.dp)
                 set_parameter(model, part.name, Int8(levels, scale))
             else:
@@ -324,7 +307,7 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
 
 
 def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
-    """Without room for its parameters, which `set_parameter` gives their values."""
+    """A model on the meta device; `set_parameter` gives its parameters their values."""
     model = GPT2(shape, tp, deferred=True)
     if shape.memory_centric_tiled_linear:
         tile_linears(model.blocks, shape.tile_factor, shape.hidden_size, deferred=True)
@@ -332,21 +315,15 @@ def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
 
 
 def _read_and_broadcast(read: Callable[[], None], tensors: Sequence[Tensor], dp: Group) -> None:
-    """`read` fills these tensors on the first of the ranks, and is an error of all where it fails; the others are sent
-    them. Collective."""
-    all_succeed_or_raise(read if dp.rank == 0 else _read_nothing, dp)
+    """`read` fills the tensors on the first rank, which broadcasts them. Collective."""
+    all_succeed_or_raise(read if dp.rank == 0 else lambda: None, dp)
     for part in (part for tensor in tensors for part in tensor.view(-1).split(BROADCAST_ELEMENTS)):
         broadcast_into(part, 0, dp).wait()
 
 
-def _read_nothing() -> None:
-    """What is left to do for a rank that is sent what another reads."""
-
-
 def _row_maxima(parts: Sequence[_ParameterLoader], groups: Groups) -> dict[str, Tensor]:
-    """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
-    then reads these matrices twice, and never the columns of others. Those that read nothing ask for nothing.
-    Collective."""
+    """Row maxima of the matrices whose rows are sharded, from one all-reduce after each rank has read its columns. A
+    rank reads these matrices twice, but never the columns of others. Ranks that read nothing get {}. Collective."""
     cut = [part for part in parts if part.has_sharded_rows and groups.dp.rank == 0]
     own = all_succeed_or_raise(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
     if not cut:
@@ -361,19 +338,16 @@ class _ParameterLoader:
     """This rank's part of a parameter, not yet read."""
 
     def __init__(self, opened: OpenedModel, name: str, parameter: Tensor, tp: Group) -> None:
-        self._found, self.name, self._tp = opened, name, tp
+        self._opened, self.name, self._tp = opened, name, tp
         self.shape, self._partition = tuple(parameter.shape), partition_of(parameter)
-
-    @property
-    def has_sharded_rows(self) -> bool:
-        return self._partition is not None and self._partition.dim == 1 and not self._tp.is_solo
+        self.has_sharded_rows = self._partition is not None and self._partition.dim == 1 and not tp.is_solo
 
     def reader(self, kind: str) -> ReadRange:
         return partial(self._read, kind, self.shape, self._partition)
 
     def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
-        self._found.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
-                                 tp_size=self._tp.size, offset=start, out=out)
+        self._opened.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
+                                  tp_size=self._tp.size, offset=start, out=out)
 
     def read_into(self, out: Tensor) -> None:
         flat = out.view(-1)
@@ -383,15 +357,14 @@ class _ParameterLoader:
             read(start, part)
             place = flat[start : start + len(part)].copy_(part)
             if not bool(place.isfinite().all()):
-                raise CheckpointError(f"{self._found.name}: {self.name} is not finite in "
+                raise CheckpointError(f"{self._opened.name}: {self.name} is not finite in "
                                       f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
 
     def read_quantized(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
-        where = f"{self._found.name}: {self.name}"
+        where = f"{self._opened.name}: {self.name}"
         scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
 
     def read_stored_int8(self, levels: Tensor, scale: Tensor) -> None:
-        """As it is int8 already."""
         self.reader(INT8_KIND)(0, levels.view(-1))
         stored = torch.empty(len(levels))
         cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
@@ -400,7 +373,5 @@ class _ParameterLoader:
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """In place of a parameter without room."""
     path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    setattr(module, last, nn.Parameter(value, requires_grad=False))
+    setattr(model.get_submodule(path), last, nn.Parameter(value, requires_grad=False))

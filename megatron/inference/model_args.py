@@ -22,10 +22,10 @@ TOKENIZER_FLAGS = {
     "tokenizer_type": ("KIND", "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer, CharacterLevelTokenizer"),
     "vocab_file": ("FILE", "vocab.json or a tokenizer.json of GPT-2's kind; the text of CharacterLevelTokenizer"),
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
-"""With what stands for the value, and its meaning."""
+"""Name -> (metavar, help)."""
 
 PATH_FLAGS = {*TOKENIZER_FLAGS} - {"tokenizer_type"}
-"""Flags of files, which may lie elsewhere on each node."""
+"""Flags of files, whose paths may differ between nodes."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,18 @@ class ModelSource:
     load: str | None
     load_hf: str | None
     step: int | None = None
-    """Of `load`: the checkpoint of this iteration."""
+    """Iteration of the checkpoint in `load`."""
     dtype: str | None = None
     """None: as it was trained."""
     model_parallel_size: int = 1
     tokenizer: dict[str, str] = field(default_factory=dict)
-    """What flags say of it, in place of what the model's folder says."""
+    """Flags that override the tokenizer of the model's folder."""
     shape: Mapping[str, float] = field(default_factory=dict)
-    """What flags say of the model; it has to be so."""
+    """Flags of the model's shape, which the checkpoint must have."""
 
 
 @final
 class ModelArgumentParser(CommandArgumentParser):
-    """The command line of a program that uses a trained model."""
-
     def __init__(self, module: str, description: str, examples: str) -> None:
         super().__init__(module, description, examples)
         add = self.add_argument
@@ -55,7 +53,7 @@ class ModelArgumentParser(CommandArgumentParser):
         add("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
         add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
         add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-            help="split each layer over so many ranks, whatever the model was trained on (1)")
+            help="split each layer over this many ranks, whatever the model was trained on (1)")
         add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
         group = self.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
                                         "where its files are now")
@@ -64,7 +62,7 @@ class ModelArgumentParser(CommandArgumentParser):
 
 
 def flags_to_compare(args: argparse.Namespace) -> dict[str, object]:
-    """Flag -> value, of all that every rank has to be told alike; of a place whether it is given."""
+    """Flag -> value, to compare between ranks; of a path only whether it is given."""
     return {f"--{name.replace('_', '-')}": location_presence(value) if name in PATH_FLAGS else value
             for name, value in vars(args).items()}
 
@@ -82,7 +80,7 @@ def model_source_from_args(args: argparse.Namespace) -> ModelSource:
 SHAPE_FLAGS: dict[str, tuple[Any, ...]] = {
     "num_layers": (int,), "hidden_size": (int,), "num_attention_heads": (int,), "max_position_embeddings": (int,),
     "vocab_size": (int,), "intermediate_size": (int, "--ffn-hidden-size"), "layernorm_epsilon": (float,)}
-"""Fields of the model that a script may say again: their kind, and other names."""
+"""Fields of the model's shape: type, other flags."""
 
 IGNORED_SWITCHES = (
     "--recompute", "--no-load-optim", "--no-load-rng", "--finetune", "--checkpoint-activations", "--lazy-mpu-init",
@@ -91,12 +89,12 @@ IGNORED_SWITCHES = (
 IGNORED_OPTIONS = ("--cache-dir", "--tokenizer-model-type", "--DDP-impl", "--distributed-backend", "--local-rank",
                    "--data-path", "--attention-dropout", "--hidden-dropout", "--make-vocab-size-divisible-by",
                    "--deepspeed-config", "--split", "--log-interval", "--checkpoint-num-layers", "--global-batch-size")
-"""Without a meaning here."""
+"""Flags of training; they have no effect."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, switches: Sequence[str] = (),
                        values: Sequence[str] = ()) -> None:
-    """With `switches` and `values` of one program, without a meaning here as well."""
+    """`switches` and `values` are ignored too."""
     def add(*names: str, **more: Any) -> None:
         parser.add_argument(*names, help=argparse.SUPPRESS, **more)
 
@@ -113,7 +111,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, switches: Sequence[str] 
 
 
 class _IgnoredOption(argparse.Action):
-    """A flag whose value is not looked at."""
+    """A flag whose value is ignored."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object,
                  flag: str | None = None) -> None:
@@ -121,10 +119,9 @@ class _IgnoredOption(argparse.Action):
 
 
 def translate_megatron_flags(args: argparse.Namespace) -> list[str]:
-    """`args` in our flags; a note on what has no effect."""
-    size = args.pipeline_model_parallel_size
-    require(size == 1, f"--pipeline-model-parallel-size is {size}: there is no pipeline parallelism; use "
-            "--model-parallel-size")
+    """Translates `args` in place; returns a note about flags without effect."""
+    require(args.pipeline_model_parallel_size == 1, "--pipeline-model-parallel-size is "
+            f"{args.pipeline_model_parallel_size}: there is no pipeline parallelism; use --model-parallel-size")
     precisions = sorted({*(args.precisions or ()), *([f"--{args.dtype}"] if args.dtype else ())})
     require(len(precisions) < 2, f"{' and '.join(precisions)}: give one precision")
     args.dtype = precisions[0].removeprefix("--") if precisions else None
@@ -132,7 +129,7 @@ def translate_megatron_flags(args: argparse.Namespace) -> list[str]:
 
 
 def translate_generate_samples_flags(args: argparse.Namespace) -> list[str]:
-    """Of generate_samples.py: a zero may mean that it is not given, and `--genfile` asks for texts without a prompt."""
+    """Flags of generate_samples.py: 0 means "not given", and `--genfile` asks for texts without a prompt."""
     if args.genfile is not None and args.num_samples:
         given = {"prompts": args.prompts, "--file": args.file, "--output": args.output,
                  "--interactive": args.interactive}
@@ -147,5 +144,4 @@ def translate_generate_samples_flags(args: argparse.Namespace) -> list[str]:
 
 
 def shape_from_flags(args: argparse.Namespace) -> dict[str, float]:
-    """What flags say of the model."""
     return {name: value for name in SHAPE_FLAGS if (value := getattr(args, name)) is not None}

@@ -27,31 +27,29 @@ from megatron.config.tree import require
 from megatron.distributed.signals import own_interrupts
 
 IDLE_SECONDS = 0.05
-"""Seconds without a line after which what has come is begun with."""
+"""After this time without another line, a stream hands out the prompts that it has."""
 
 
 class Prompt(NamedTuple):
     text: str
     location: str
-    """Its place, for what is said of it."""
+    """File and line, for messages."""
 
 
 class PromptSource(Protocol):
     is_stream: bool
-    """More may come at any time, or none for hours."""
+    """The next prompt may take hours."""
 
     @property
     def known_prompts(self) -> Sequence[Prompt]:
-        """Those that are known already, to be looked at before the first is answered."""
+        """Prompts that can be checked before the first is answered."""
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        """Up to `limit` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
+        """Up to `limit` prompts, with `wait` at least one; None: the source is exhausted."""
 
 
 @final
 class StaticPrompts:
-    """All are at hand."""
-
     is_stream = False
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
@@ -59,14 +57,14 @@ class StaticPrompts:
         self._num_taken = 0
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        found = list(self.known_prompts[self._num_taken : self._num_taken + limit])
-        self._num_taken += len(found)
-        return found or None
+        taken = list(self.known_prompts[self._num_taken : self._num_taken + limit])
+        self._num_taken += len(taken)
+        return taken or None
 
 
 @final
 class StreamingPrompts:
-    """Lines that another program writes, and may wait for an answer to each. They are read beside the texts."""
+    """Lines of another program, which may wait for each answer. A thread reads them."""
 
     is_stream = True
     known_prompts: Sequence[Prompt] = ()
@@ -86,10 +84,10 @@ class StreamingPrompts:
         self._queue.put(end)
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        found: list[Prompt] = []
-        while len(found) < limit and not self._is_exhausted:
+        taken: list[Prompt] = []
+        while len(taken) < limit and not self._is_exhausted:
             try:
-                one = self._queue.get(wait, None if not found else IDLE_SECONDS)
+                one = self._queue.get(wait, None if not taken else IDLE_SECONDS)
             except queue.Empty:
                 break
             if isinstance(one, BaseException):
@@ -97,21 +95,21 @@ class StreamingPrompts:
             if one is None:
                 self._is_exhausted = True
             else:
-                found.append(one)
-        return None if self._is_exhausted and not found else found
+                taken.append(one)
+        return None if self._is_exhausted and not taken else taken
 
 
 BOM = "\ufeff"
 
 
 def prompts_from_args(texts: Iterable[str], what: str = "prompt") -> list[Prompt]:
-    """Python decodes arguments by the locale; here they are UTF-8, as lines of files and of standard input are."""
+    """Arguments are UTF-8 as files are, while Python decodes them by the locale."""
     places = (f"{what} {number} of the command line" for number in itertools.count(1))
-    return [Prompt(_decode_utf8(os.fsencode(text), where), where) for text, where in zip(texts, places)]
+    return [Prompt(decode_utf8(os.fsencode(text), where), where) for text, where in zip(texts, places)]
 
 
 def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]:
-    """Compressed or not, as its name says; of a .jsonl file the texts of its objects."""
+    """One prompt a line, or an object a line in a .jsonl file; compressed according to the suffix."""
     is_json = strip_compression_suffix(path).endswith(".jsonl")
     is_empty = True
     with read_errors_for(path), open_decompressed(path) as file:
@@ -123,9 +121,8 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
 
 
 def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[Prompt]:
-    """Of standard input."""
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="surrogateescape")  # else the line is not known where bytes are no text
+        stream.reconfigure(errors="surrogateescape")  # so that the error of decode_utf8 names the line
     raw = (line.encode("utf-8", "surrogateescape") for line in stream)
     return _skip_blank_lines(_decode_lines(raw, "standard input"), "standard input", log)
 
@@ -133,10 +130,10 @@ def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[
 def _decode_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
     for number, raw in enumerate(lines, 1):
         where = f"{name}, line {number}"
-        yield Prompt(_decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
+        yield Prompt(decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
 
 
-def _decode_utf8(raw: bytes, location: str) -> str:
+def decode_utf8(raw: bytes, location: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -144,7 +141,7 @@ def _decode_utf8(raw: bytes, location: str) -> str:
 
 
 def _skip_blank_lines(lines: Iterable[Prompt], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
-    """A blank line is no prompt; at the end one line says how many there were."""
+    """Logs the number of blank lines at the end."""
     blanks = 0
     for line, where in lines:
         if line.strip():
@@ -157,12 +154,12 @@ def _skip_blank_lines(lines: Iterable[Prompt], name: str, log: Callable[[str], N
 
 def _text_from_json(line: str, location: str) -> str:
     try:
-        found = json.loads(line)
-        prompt = found["prompt"] if "prompt" in found else found["text"]
+        values = json.loads(line)
+        prompt = values["prompt"] if "prompt" in values else values["text"]
     except (ValueError, TypeError, KeyError, RecursionError):
         prompt = None
     require(isinstance(prompt, str), f"{location}: expected an object with a text as `prompt` or `text`")
-    return _decode_utf8(prompt.encode("utf-8", "surrogatepass"), location)  # half a surrogate pair is no text
+    return decode_utf8(prompt.encode("utf-8", "surrogatepass"), location)  # refuses lone surrogates
 
 
 PROMPT_MARK = "> "
@@ -170,22 +167,17 @@ EXIT_HINT = "Ctrl-D or `stop` leaves"
 HISTORY_LINES = 1000
 
 
-def stdin_is_terminal() -> bool:
-    """Somebody types here."""
-    return sys.stdin.isatty()
-
-
 @final
 class Terminal:
-    """`interrupted` is set by Ctrl-C, unless a line is being asked for."""
+    """`interrupted` is set by Ctrl-C, except while a line is read."""
 
     def __init__(self) -> None:
         self.interrupted = False
         self._is_reading_line = False
         self._has_line_editing = sys.stdin.isatty() and sys.stdout.isatty()
-        # where the prompt is, so that they keep their order
+        # the stream of the prompt, so that messages keep their order
         self._message_stream = sys.stdout if self._has_line_editing else sys.stderr
-        self._save_line: Callable[[], None] = _load_history() if self._has_line_editing else _save_nothing
+        self._save_line: Callable[[], None] = _load_history() if self._has_line_editing else lambda: None
 
     def __enter__(self) -> Terminal:
         self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -198,7 +190,7 @@ class Terminal:
         signal.signal(signal.SIGINT, self._previous_handler)
 
     def read_prompt(self) -> str | None:
-        """The next prompt, as it is typed; None: no more."""
+        """The next line; None at the end of the session."""
         while True:
             self._is_reading_line = True
             try:
@@ -218,7 +210,6 @@ class Terminal:
                 return line
 
     def write_answer(self, text: str) -> None:
-        """A part of an answer."""
         sys.stdout.write(escape_to_one_line(text, allowed="\n") if self._has_line_editing else text)
         sys.stdout.flush()
 
@@ -241,13 +232,15 @@ class Terminal:
 
 
 def _load_history() -> Callable[[], None]:
-    """Lines of former sessions are there, and the returned function keeps the last one for later. Where a file cannot
-    be, only this session's are."""
+    """Loads the history of earlier sessions; returns a function that appends the last line to it. Without a writable
+    file the history is that of this session."""
     try:
         import readline
-    except ImportError:  # a Python without it
-        return _save_nothing
-    file = _state_folder() / "generate_history"
+    except ImportError:  # a Python without readline
+        return lambda: None
+    given = os.environ.get("XDG_STATE_HOME", "")
+    root = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~"), ".local", "state")
+    file = root / "megatron-gpt2-trainer" / "generate_history"
     with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.touch(mode=0o600)
@@ -259,13 +252,3 @@ def _load_history() -> Callable[[], None]:
             readline.append_history_file(min(1, readline.get_current_history_length()), file)
 
     return save_line
-
-
-def _state_folder() -> Path:
-    given = os.environ.get("XDG_STATE_HOME", "")
-    root = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~"), ".local", "state")
-    return root / "megatron-gpt2-trainer"
-
-
-def _save_nothing() -> None:
-    """Nobody looks back."""

@@ -16,7 +16,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     greedy: bool = False
-    """Always the likeliest, once repetitions are."""
+    """Always the likeliest token, after the repetition penalty."""
 
     def __post_init__(self) -> None:
         problems = ErrorList()
@@ -35,32 +35,29 @@ class Request:
     number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
-    """New tokens; at least one."""
+    """At least 1."""
     sampling: Sampling = Sampling()
     random_stream: str = ""
-    """Names its random numbers."""
+    """Seed of its random numbers."""
     stops: tuple[str, ...] = ()
-    """Texts that it ends before."""
+    """Stop strings, which are not part of the answer."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How prompts are to be answered."""
-
     max_new_tokens: int
-    """New tokens of an answer."""
     sampling: Sampling
     num_samples: int = 1
     """Answers to each prompt."""
     seed: int = 1234
     stops: tuple[str, ...] = ()
     sliding_window: bool = False
-    """At the end of the position table: go on from the last tokens."""
+    """At the end of the position table, continue from the last tokens."""
     max_length: int | None = None
-    """Tokens of a text with its prompt, at most."""
+    """Tokens of a prompt and its answer together."""
 
     def why_rejected(self, prompt: tuple[int, ...], positions: int) -> str:
-        """Why a prompt cannot be answered by a model of so many positions; nothing where it can."""
+        """Why a model with this many positions cannot answer a prompt; "" if it can."""
         if len(prompt) > positions and not self.sliding_window:
             return (f"a prompt of {len(prompt)} tokens, and the model has {positions} positions: shorten it, or give "
                     "--past-the-end slide, which reads the last ones")
@@ -69,8 +66,9 @@ class GenerationConfig:
         return ""
 
     def make_requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
-        """The answers to one prompt, numbered from `first` on: each has a stream of random numbers of its own."""
-        most = self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length -
-                                                                       len(prompt))
+        """One request for each answer to a prompt, numbered from `first` on."""
+        most = self.max_new_tokens
+        if self.max_length is not None:
+            most = min(most, self.max_length - len(prompt))
         return [Request(number, prompt, most, self.sampling, f"{self.seed}/{number}", self.stops)
                 for number in range(first, first + self.num_samples)]

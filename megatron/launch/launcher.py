@@ -1,11 +1,9 @@
 """Start the ranks of one node: `python -m megatron.launch [options] (script.py | -m module) arguments...`
 
-Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. On one
-node the ranks connect through a file in a private temporary folder and over loopback. A single rank on a single node
-replaces the launcher's own process. The folder is locked while its launcher lives; the next launcher removes folders
-whose lock is free. Space for the store file is allocated first: a rank that reads a truncated note there never returns.
-Not here: watching the ranks (supervisor.py), the variables (megatron/distributed/process_group.py). Why torchrun is
-not enough: docs/decisions/001-own-launcher.md. Standard library only.
+Each rank gets the variables that torchrun sets. On one node the ranks connect through a file in a private temporary
+folder and over loopback. A single rank on a single node replaces the launcher's own process. Standard library only.
+Not here: watching the ranks (supervisor.py), reading the variables (megatron/distributed/process_group.py).
+Why torchrun is not enough: docs/decisions/001-own-launcher.md.
 """
 
 from __future__ import annotations
@@ -39,33 +37,19 @@ from megatron.launch.supervisor import Supervisor
 
 TEMP_DIR_PREFIX = "megatron-launch-"
 LOCK_NAME = "held"
-ABANDONED_SECONDS = 3600.0
-"""Age at which a folder without a lock file is abandoned: earlier versions created none, and the folder stayed empty
-until the ranks connected."""
-STORE_FILE_BYTES = 4 * 2**20
-"""Bytes: a few kilobytes per rank at the start, and some for each wait of many seconds."""
-FALLOC_FL_KEEP_SIZE = 1
-"""Linux flag: allocate blocks without changing the file's length."""
-UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errnos of file systems without preallocation."""
+ABANDONED_SECONDS = 3600.0  # age at which a folder without a lock file is abandoned
+STORE_FILE_BYTES = 4 * 2**20  # bytes: a few kilobytes per rank at the start, and some for each wait of many seconds
+FALLOC_FL_KEEP_SIZE = 1  # Linux flag: allocate blocks without changing the file's length
+UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errnos of file systems without preallocation
 
 
 @contextmanager
 def private_temp_dir() -> Iterator[str]:
-    """A locked temporary folder of this user, after removing those that dead launchers of the user left."""
+    """A temporary folder of this user, locked while its launcher lives, after removing those whose lock is free."""
     parent = Path(tempfile.gettempdir())
     for folder in parent.glob(f"{TEMP_DIR_PREFIX}*"):
         with suppress(OSError):
             _remove_if_abandoned(folder)
-    path, lock = _create_locked_dir(parent)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _create_locked_dir(parent: Path) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=TEMP_DIR_PREFIX, dir=parent)
         try:
@@ -75,8 +59,13 @@ def _create_locked_dir(parent: Path) -> tuple[str, int]:
         with suppress(OSError):  # the file system has no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(os.path.join(path, LOCK_NAME)):
-            return path, lock
+            break
         os.close(lock)  # another launcher removed it as abandoned before it was locked
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -109,7 +98,7 @@ def explain_temp_dir_errors() -> Iterator[None]:
 
 
 def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
-    """Create an empty file with `size` bytes of disk space reserved."""
+    """Create an empty file with disk space reserved: a rank never returns from reading a truncated value."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most != resource.RLIM_INFINITY and most < size:
         raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
@@ -136,15 +125,8 @@ def _fallocate(file: int, size: int) -> None:
 
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 600.0
-FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")
-"""Makes a rank that crashes in native code (SIGSEGV and the like) print the Python stack of each thread."""
+FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints the stack of each thread
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
-
-
-def command_as_typed(default: str) -> str:
-    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
-    name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else default
 
 
 class LauncherArgumentParser(argparse.ArgumentParser):
@@ -156,7 +138,9 @@ class LauncherArgumentParser(argparse.ArgumentParser):
 
 def build_launcher_parser() -> LauncherArgumentParser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
-    p = LauncherArgumentParser(prog=command_as_typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
+    typed = os.path.basename(sys.argv[0])  # as data.cli.command_name; `data` is not checked yet
+    prog = typed if typed.startswith("gpt2-") else "python -m megatron.launch"
+    p = LauncherArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
@@ -220,27 +204,17 @@ def is_runnable_module(module: str) -> bool:
     return spec is not None
 
 
-def rank_command(options: argparse.Namespace, command: list[str]) -> list[str]:
-    """The command line of a rank. Passes on -P, which keeps the current folder off sys.path."""
-    if not options.module:
-        return [sys.executable, *command]
-    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", *command]
-
-
-def free_port() -> int:
-    """A free port for MASTER_PORT, for scripts with their own rendezvous; ours needs none on one node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def shared_environment(options: argparse.Namespace, store_file: str | None) -> dict[str, str]:
     """The environment variables common to all ranks of this node."""
-    environment = dict(os.environ)
-    port = options.master_port or (free_port() if store_file else DEFAULT_PORT)
-    environment.update(
-        WORLD_SIZE=str(options.nnodes * options.nproc_per_node), LOCAL_WORLD_SIZE=str(options.nproc_per_node),
-        MASTER_ADDR=options.master_addr or "127.0.0.1", MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
+    port = options.master_port or DEFAULT_PORT
+    if store_file and not options.master_port:  # for scripts with their own rendezvous; ours needs no port on one node
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    environment = dict(
+        os.environ, WORLD_SIZE=str(options.nnodes * options.nproc_per_node),
+        LOCAL_WORLD_SIZE=str(options.nproc_per_node), MASTER_ADDR=options.master_addr or "127.0.0.1",
+        MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
     # Otherwise each rank starts one thread per core, and N ranks compete for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
@@ -256,8 +230,15 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
 
 
 def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
+    module_options = ["-P", "-m"] if sys.flags.safe_path else ["-m"]  # -P keeps the current folder off sys.path
+    rank_argv = [sys.executable, *(module_options if options.module else []), *command]
     if options.nnodes * options.nproc_per_node == 1:
-        become_only_rank(rank_command(options, command))
+        # the only rank replaces this process; a batch system may have set other rank variables
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
+            os.environ.pop(name, None)
+        os.environ.setdefault(*FAULT_HANDLER_ON)
+        os.execv(sys.executable, rank_argv)
     with ExitStack() as files:
         with explain_temp_dir_errors():
             temp_dir = files.enter_context(private_temp_dir())
@@ -265,33 +246,16 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
             if store_file:
                 preallocate_store_file(store_file)
             path = os.path.join(temp_dir, "places")
-            status_file = StatusFile(path, options.nproc_per_node)
-        nodes = meet_other_nodes(options)
-        shared = shared_environment(options, store_file)
+            straggler_monitor = StragglerMonitor(StatusFile(path, options.nproc_per_node), options.nproc_per_node)
+        own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
+        nodes = NodeMonitor(own) if own.nodes == 1 else meet_nodes(
+            own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
+            lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
+        shared = {**shared_environment(options, store_file), STATUS_FILE_VARIABLE: path}
         first = options.node_rank * options.nproc_per_node
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
-        straggler_monitor = StragglerMonitor(status_file, len(environments))
-        environments = [{**one, STATUS_FILE_VARIABLE: path} for one in environments]
-        return Supervisor(rank_command(options, command), environments, nodes, straggler_monitor).run()
-
-
-def meet_other_nodes(options: argparse.Namespace) -> NodeMonitor:
-    """Connect to the launchers of all other nodes; returns when every node is there."""
-    own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
-    if own.nodes == 1:
-        return NodeMonitor(own)
-    return meet_nodes(own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
-                      lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
-
-
-def become_only_rank(command: list[str]) -> NoReturn:
-    """Replace this process by the only rank. Sets the rank variables, since a batch system may have set others."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
-        os.environ.pop(name, None)
-    os.environ.setdefault(*FAULT_HANDLER_ON)
-    os.execv(command[0], command)
+        return Supervisor(rank_argv, environments, nodes, straggler_monitor).run()
 
 
 def main(argv: list[str]) -> int:

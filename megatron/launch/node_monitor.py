@@ -1,10 +1,9 @@
-"""Monitor the other nodes of a job: JSON messages and heartbeats between launchers.
+"""Monitor the other nodes of a job: JSON messages and heartbeats between launchers. Standard library only.
 
-Every launcher has a connection to node 0's, which forwards what it receives. A launcher announces the first failure of
-its ranks, and once how they exited. A closed connection means a lost node; a node without heartbeats is *silent*
-(stopped, suspended, swapping). A launcher that was paused itself detects that on its own clock and blames no other
-node. The first exit of a node that is not a victim names the culprit on every node; otherwise a silent node is blamed.
-Standard library only.
+Every launcher has a connection to node 0's, which forwards what it receives. A closed connection means a lost node; a
+node without heartbeats is *silent* (stopped, suspended, swapping). A launcher that was paused itself detects that on
+its own clock and blames no other node. The first exit of a node that is not a victim names the culprit on every node;
+otherwise a silent node is blamed.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, final
 
+from megatron.distributed.rank_text import format_ranks
 from megatron.errors import EXIT_OK, EXIT_PEER
 
-MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes of a message. Node 0 sends about a hundred bytes for each of thousands of nodes."""
-MAX_ERROR_TEXT = 16_000
-"""Characters of an error that are sent: JSON needs at most 12 bytes for each, so the message stays below
-MAX_MESSAGE_BYTES."""
+MAX_MESSAGE_BYTES = 1 << 20  # node 0 sends about a hundred bytes for each of thousands of nodes
+MAX_ERROR_TEXT = 16_000  # characters of an error: JSON needs at most 12 bytes for each, less than MAX_MESSAGE_BYTES
 SEND_SECONDS = 5.0
+# TCP keepalive: seconds idle before the first probe, seconds between probes, number of probes
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 5, 3
-"""TCP keepalive: seconds idle before the first probe, seconds between probes, number of probes."""
 
 
 class JsonConnectionClosed(Exception):
@@ -58,19 +56,18 @@ class JsonConnection:
     def receive(self) -> list[dict[str, Any]]:
         """Messages received; call it when the socket is readable. Raises JsonConnectionClosed."""
         try:
-            found = self._socket.recv(MAX_MESSAGE_BYTES)
-        except OSError as error:
+            received = self._socket.recv(MAX_MESSAGE_BYTES)
+            *lines, self._partial_line = (self._partial_line + received).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+        except (OSError, ValueError, RecursionError) as error:
             raise JsonConnectionClosed from error
-        if not found:
+        if not received or len(self._partial_line) > MAX_MESSAGE_BYTES or \
+                not all(isinstance(message, dict) for message in messages):
             raise JsonConnectionClosed
-        *lines, self._partial_line = (self._partial_line + found).split(b"\n")
-        if len(self._partial_line) > MAX_MESSAGE_BYTES:
-            raise JsonConnectionClosed
-        return [_parse_message(line) for line in lines]
+        return messages
 
     def close(self) -> None:
-        """Close without losing sent data: the kernel resets a connection that is closed with unread input, so read that
-        first."""
+        """Close without losing sent data: the kernel resets a connection closed with unread input, so read first."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(0)
@@ -87,34 +84,19 @@ def shorten_error_text(text: str) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters are left out here) ... {text[-half:]}"
 
 
-def _parse_message(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise JsonConnectionClosed from error
-    if not isinstance(found, dict):
-        raise JsonConnectionClosed
-    return found
-
-
-HEARTBEAT_MESSAGE: dict[str, Any] = {"pulse": True}
+HEARTBEAT_MESSAGE: dict[str, Any] = {"heartbeat": True}
 HEARTBEAT_SECONDS = 1.0
-SILENT_SECONDS = 4.0
-"""Seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain."""
-SILENCE_WARNING_SECONDS = 10.0
-"""Seconds of silence before the first warning; each further one comes after twice as long."""
-SLOW_HEARTBEAT_SECONDS = 60.0
-"""Seconds between heartbeats to a silent node: it reads none, and unread ones would fill the connection."""
-RECENT_PAUSE_SECONDS = 1.0
-"""Seconds after a pause of this launcher in which received messages date from the pause."""
+SILENT_SECONDS = 4.0  # seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain
+SILENCE_WARNING_SECONDS = 10.0  # silence before the first warning; each further one comes after twice as long
+SLOW_HEARTBEAT_SECONDS = 60.0  # between heartbeats to a silent node: unread ones would fill the connection
+RECENT_PAUSE_SECONDS = 1.0  # seconds after a pause of this launcher in which received messages date from the pause
 
 
 @dataclass
 class _Peer:
     last_received: float
     last_sent: float = 0.0
-    warned_at_seconds: float = 0.0
-    """Silence in seconds at the last warning; 0.0: not warned."""
+    warned_at_seconds: float = 0.0  # silence in seconds at the last warning; 0.0: not warned
 
 
 def boot_clock() -> float:
@@ -127,12 +109,10 @@ def boot_clock() -> float:
 class Heartbeat:
     def __init__(self, nodes: Iterable[int]) -> None:
         self._peers = {node: _Peer(boot_clock()) for node in nodes}
-        self._last_check = boot_clock()
-        self._paused_seconds, self._resumed_at = 0.0, 0.0
+        self._last_check, self._paused_seconds, self._resumed_at = boot_clock(), 0.0, 0.0
 
     def detect_own_pause(self) -> float:
-        """Seconds that this launcher itself was paused before this call, else 0. Call it often. A pause restarts all
-        silences."""
+        """Seconds for which this launcher was paused before this call, else 0. A pause restarts all silences."""
         now, before = boot_clock(), self._last_check
         self._last_check = now
         if now - before < SILENT_SECONDS:
@@ -159,13 +139,13 @@ class Heartbeat:
 
     def nodes_due(self) -> list[int]:
         """Nodes that need a heartbeat now; marks it as sent."""
-        now, found = boot_clock(), []
+        now, due = boot_clock(), []
         for node, peer in self._peers.items():
-            rest = HEARTBEAT_SECONDS if now - peer.last_received < SLOW_HEARTBEAT_SECONDS else SLOW_HEARTBEAT_SECONDS
-            if now - peer.last_sent >= rest:
+            is_silent = now - peer.last_received >= SLOW_HEARTBEAT_SECONDS
+            if now - peer.last_sent >= (SLOW_HEARTBEAT_SECONDS if is_silent else HEARTBEAT_SECONDS):
                 peer.last_sent = now
-                found.append(node)
-        return found
+                due.append(node)
+        return due
 
     def silent_nodes(self) -> dict[int, float]:
         """Silent nodes -> seconds of silence."""
@@ -175,18 +155,24 @@ class Heartbeat:
 
     def silences_to_report(self) -> dict[int, float]:
         """Silent nodes for which a warning is due now -> seconds; marks them as warned."""
-        found = {node: seconds for node, seconds in self.silent_nodes().items()
-                 if seconds >= max(SILENCE_WARNING_SECONDS, 2 * self._peers[node].warned_at_seconds)}
-        for node, seconds in found.items():
+        due = {node: seconds for node, seconds in self.silent_nodes().items()
+               if seconds >= max(SILENCE_WARNING_SECONDS, 2 * self._peers[node].warned_at_seconds)}
+        for node, seconds in due.items():
             self._peers[node].warned_at_seconds = seconds
-        return found
+        return due
 
 
-WARNING, OWN_FAILURE, VICTIM_FAILURE, LEFT = "warning", "a failure of its own", "a victim", "left"
-SILENT = "silent"
-SILENCE_REPORT_SECONDS = 0.5
-"""Seconds by which node 0 reports a silent node before the other launchers give up waiting."""
+FAILURE, LEFT_EARLY, SILENT_SECONDS_KEY = "failure", "left_early", "silent_seconds"  # keys of messages
+SILENCE_REPORT_SECONDS = 0.5  # seconds by which node 0 reports a silent node before the other launchers give up waiting
 RESTART_ADVICE = "start the same command on every node to resume from the last checkpoint"
+
+
+class Failure(IntEnum):
+    """The worst failure among the ranks of a node, or of several."""
+
+    NONE = 0
+    VICTIM = 1  # a rank failed because of another rank
+    CULPRIT = 2  # a rank failed by itself
 
 
 @dataclass(frozen=True)
@@ -195,14 +181,12 @@ class NodeInfo:
 
     node: int
     nodes: int
-    ranks: int
-    """Ranks per node."""
+    ranks: int  # ranks per node
     host: str
 
     @property
     def description(self) -> str:
-        first = self.node * self.ranks
-        ranks = f"rank {first}" if self.ranks == 1 else f"ranks {first}-{first + self.ranks - 1}"
+        ranks = format_ranks(range(self.node * self.ranks, (self.node + 1) * self.ranks))
         return f"node {self.node} ({self.host}, {ranks})"
 
 
@@ -212,15 +196,13 @@ class NodeExit:
 
     node_info: NodeInfo
     code: int
-    error_line: str = ""
-    """Empty if the node was lost."""
+    error_line: str = ""  # empty if the node was lost
     is_victim: bool = False
-    silent_seconds: float = 0.0
-    """Seconds of silence if the node was given up; `error_line` then holds what other nodes know."""
+    silent_seconds: float = 0.0  # if the node was given up; `error_line` then says what other nodes know
 
     @property
-    def failed(self) -> bool:
-        return self.code != EXIT_OK
+    def failure(self) -> Failure:
+        return Failure.NONE if self.code == EXIT_OK else Failure.VICTIM if self.is_victim else Failure.CULPRIT
 
     def describe(self) -> str:
         if self.silent_seconds:
@@ -237,18 +219,15 @@ class NodeMonitor:
     def __init__(self, own: NodeInfo, connections: Mapping[int, JsonConnection] | None = None,
                  other_nodes: Mapping[int, NodeInfo] | None = None,
                  print_line: Callable[[str], None] = lambda line: None) -> None:
-        """`connections`: node 0 has one per other node, every other node one to node 0. `print_line` writes to the
-        user."""
+        """`connections`: node 0 has one per other node, every other node has one to node 0."""
         self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
+        # seconds that the other nodes missed this one before they ended the job; 0.0: they did not
         self._given_up_after_seconds = 0.0
-        """Seconds that the other nodes missed this one before they ended the job; 0.0: they did not."""
         self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
-        self._exits: dict[int, NodeExit] = {}
-        """Exits of other nodes in order of arrival."""
-        self.others_are_failing = self.others_have_culprit = False
-        """Ranks of other nodes fail; one of them is a culprit, not a victim."""
+        self._exits: dict[int, NodeExit] = {}  # exits of other nodes in order of arrival
         self._left_early: set[int] = set()
-        self._announced_failure = ""
+        self.others_failure = Failure.NONE  # of all other nodes together
+        self._announced_failure = Failure.NONE
         self._selector = selectors.DefaultSelector()
         for node, link in self._connections.items():
             self._selector.register(link, selectors.EVENT_READ, node)
@@ -292,28 +271,28 @@ class NodeMonitor:
                     self._process_message({"node": node, "code": EXIT_PEER}, node)
 
     def _process_message(self, message: Mapping[str, Any], source: int) -> None:
-        node, silent = message.get("node"), message.get(SILENT)
+        node, silent = message.get("node"), message.get(SILENT_SECONDS_KEY)
         if node == self._own.node and isinstance(silent, float):
-            self._given_up_after_seconds, self.others_are_failing = max(silent, self._heartbeat.recent_pause), True
+            self._given_up_after_seconds = max(silent, self._heartbeat.recent_pause)
+            self.others_failure = max(self.others_failure, Failure.VICTIM)
         if node not in self._nodes or node in self._exits:
             return
-        if message.get(LEFT) is True:
+        if message.get(LEFT_EARLY) is True:
             self._left_early.add(node)
-        elif WARNING in message:
-            self.others_are_failing, self.others_have_culprit = True, self.others_have_culprit \
-                or message[WARNING] == OWN_FAILURE
+        elif FAILURE in message:
+            is_culprit = message[FAILURE] == Failure.CULPRIT
+            self.others_failure = max(self.others_failure, Failure.CULPRIT if is_culprit else Failure.VICTIM)
         else:
-            code, said = message.get("code"), message.get("said")
+            code, error_line = message.get("code"), message.get("error_line")
             end = NodeExit(self._nodes[node], code if isinstance(code, int) else EXIT_PEER,
-                           said if isinstance(said, str) else "", message.get("is_victim") is True,
+                           error_line if isinstance(error_line, str) else "", message.get("is_victim") is True,
                            silent if isinstance(silent, float) else 0.0)
             self._exits[node] = end
-            if not end.error_line and not end.silent_seconds and end.failed \
+            if not end.error_line and not end.silent_seconds and end.failure \
                     and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
                 # the other side closed the connection during the pause
                 self._given_up_after_seconds = self._heartbeat.recent_pause
-            self.others_are_failing, self.others_have_culprit = (
-                self.others_are_failing or end.failed, self.others_have_culprit or end.failed and not end.is_victim)
+            self.others_failure = max(self.others_failure, end.failure)
         for other, link in self._connections.items():
             if other != source:
                 link.send(dict(message))
@@ -326,7 +305,7 @@ class NodeMonitor:
     @property
     def failed_nodes(self) -> list[NodeExit]:
         """Failed nodes in order of arrival."""
-        return [end for end in self._exits.values() if end.failed]
+        return [end for end in self._exits.values() if end.failure]
 
     @property
     def was_given_up(self) -> bool:
@@ -350,36 +329,32 @@ class NodeMonitor:
                     return end
             left = until - time.monotonic()
             if left <= 0 or not self._connections:
-                return self._report_silent_node(where)
+                break
             self.receive(min(left, 0.5))
-
-    def _report_silent_node(self, where: str) -> NodeExit | None:
-        """Announce every silent node to all launchers (it reads that when it resumes); returns the one silent for
-        longest."""
-        found = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
-        for node, seconds in found:
-            self._process_message({"node": node, "code": EXIT_PEER, "said": where, SILENT: seconds}, self._own.node)
-        return self._exits.get(found[0][0]) if found else None
+        # announce every silent node to all launchers (it reads that when it resumes), the one silent for longest first
+        silent = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
+        for node, seconds in silent:
+            self._process_message({"node": node, "code": EXIT_PEER, "error_line": where, SILENT_SECONDS_KEY: seconds},
+                                  self._own.node)
+        return self._exits.get(silent[0][0]) if silent else None
 
     def announce_failure(self, *, is_victim: bool) -> None:
-        """Announce that a rank of this node fails; the other launchers then check which rank theirs may have waited
-        for."""
-        kind = VICTIM_FAILURE if is_victim else OWN_FAILURE
-        if self._announced_failure not in (kind, OWN_FAILURE):
-            self._announced_failure = kind
-            for link in self._connections.values():
-                link.send({"node": self._own.node, WARNING: kind})
+        """Announce that a rank of this node fails; the other launchers then check their own ranks."""
+        failure = Failure.VICTIM if is_victim else Failure.CULPRIT
+        if failure > self._announced_failure:
+            self._announced_failure = failure
+            self._announce({FAILURE: failure})
 
     def announce_early_exit(self) -> None:
-        for link in self._connections.values():
-            link.send({"node": self._own.node, LEFT: True})
+        self._announce({LEFT_EARLY: True})
 
     def announce_exit(self, code: int, error_line: str = "", *, is_victim: bool = False) -> None:
-        """Announce how this node ended. The line is shortened: a launcher whose message is refused as too long looks
-        lost."""
-        message = {"node": self._own.node, "code": code, "said": shorten_error_text(error_line), "is_victim": is_victim}
+        """Announce how this node ended. A message that is too long would be refused, and the node seem lost."""
+        self._announce({"code": code, "error_line": shorten_error_text(error_line), "is_victim": is_victim})
+
+    def _announce(self, message: dict[str, Any]) -> None:
         for link in self._connections.values():
-            link.send(message)
+            link.send({"node": self._own.node, **message})
 
     def close(self) -> None:
         for link in self._connections.values():

@@ -7,7 +7,6 @@ program on the port, a node that does not arrive. Standard library only.
 from __future__ import annotations
 
 import errno
-import resource
 import selectors
 import socket
 import time
@@ -17,19 +16,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, final
 
+from megatron.distributed.process_group import raise_open_file_limit, try_connect
 from megatron.distributed.rank_text import format_ranks
 from megatron.errors import EXIT_CONFIG, ConfigError, PeerError, TrainerError
 from megatron.launch.node_monitor import JsonConnection, JsonConnectionClosed, NodeInfo, NodeMonitor, shorten_error_text
 
-GREETING = "megatron.launch 1"
-GREETING_SECONDS = 10.0
-"""Seconds for a new connection to send its greeting."""
-RETRY_SECONDS = 0.5
-"""Seconds between polls or connection attempts."""
-LINGER_SECONDS = 5.0
-"""Seconds in which every node can connect and read why the job does not start."""
-WAIT_NOTE_SECONDS = 10.0
-"""Seconds before the first line that names missing nodes; each further one comes after twice as long."""
+GREETING = "megatron.launch 2"
+GREETING_SECONDS = 10.0  # seconds for a new connection to send its greeting
+RETRY_SECONDS = 0.5  # seconds between polls or connection attempts
+LINGER_SECONDS = 5.0  # seconds in which every node can connect and read why the job does not start
+WAIT_NOTE_SECONDS = 10.0  # before the first line that names missing nodes; each further one comes after twice as long
 
 PrintLine = Callable[[str], None]
 
@@ -51,21 +47,18 @@ def open_listener(address: str, port: int, print_line: PrintLine) -> socket.sock
         raise ConfigError(f"launcher: --master-addr {address}: {error.strerror}; give the address of node 0, which is "
                           "this machine") from error
     is_loopback = str(bare[0]).startswith("127.") or bare[0] == "::1"
-    # a name that resolves to another address on other machines
     if is_loopback and address not in ("localhost", bare[0]):
-        bare = ("", port)
+        bare = ("", port)  # a name that resolves to another address on other machines
     listener = _bind(family, bare, where)
     if listener is None:
         print_line(
             f"warning: --master-addr {address} is no address of this machine, which is node 0 by its --node-rank")
         bare, listener = ("", port), _bind(family, ("", port), where)
     if bare[0] == "" or not is_loopback:
-        print_line(f"warning: the nodes meet at {where}, a port open to whoever reaches "
+        print_line(f"warning: the nodes meet at {where}, a port open to everything that reaches "
                    f"{'this machine' if bare[0] == '' else 'that address'}; use a private network")
     assert listener is not None  # the wildcard address can always be bound
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS reports a limit that it does not grant
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per node
+    raise_open_file_limit()
     listener.listen(1024)
     return listener
 
@@ -107,12 +100,10 @@ class RendezvousServer:
                  print_line: PrintLine) -> None:
         self._own, self._listener, self._where, self._seconds, self._print_line = (
             own, listener, where, seconds, print_line)
-        self._unidentified: dict[JsonConnection, float] = {}
-        """Connections without a greeting -> deadline."""
+        self._unidentified: dict[JsonConnection, float] = {}  # connections without a greeting -> deadline
         self._connections: dict[int, JsonConnection] = {}
         self._nodes = {own.node: own}
-        self._refusal: dict[str, Any] | None = None
-        """Reply to every further node once the job cannot start."""
+        self._refusal: dict[str, Any] | None = None  # reply to every further node once the job cannot start
         self._refused_count = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -130,7 +121,13 @@ class RendezvousServer:
                 wait_notes.print_if_due(f"waiting at {self._where} for {which} of {self._own.nodes}")
                 self._handle_events(min(RETRY_SECONDS, until - time.monotonic()))
         except TrainerError as error:
-            self._refuse_all_nodes(error, min(until, time.monotonic() + LINGER_SECONDS))
+            # also for nodes that connect within the next seconds and would otherwise wait in vain
+            self._refusal = _refusal_message(error)
+            self._broadcast(self._refusal)
+            self._refused_count += len(self._connections)
+            until = min(until, time.monotonic() + LINGER_SECONDS)
+            while self._refused_count < self._own.nodes - 1 and time.monotonic() < until:
+                self._handle_events(min(RETRY_SECONDS, until - time.monotonic()))
             raise
         finally:
             self._selector.close()
@@ -140,54 +137,42 @@ class RendezvousServer:
         return NodeMonitor(self._own, self._connections, {node: self._nodes[node]
                                                           for node in self._connections}, self._print_line)
 
-    def _refuse_all_nodes(self, error: TrainerError, until: float) -> None:
-        """Send the error to all nodes, including those that connect within the next seconds and would otherwise wait in
-        vain."""
-        self._refusal = _refusal_message(error)
-        self._broadcast(self._refusal)
-        self._refused_count += len(self._connections)
-        while self._refused_count < self._own.nodes - 1 and time.monotonic() < until:
-            self._handle_events(min(RETRY_SECONDS, until - time.monotonic()))
-
     def _handle_events(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
             if isinstance(key.fileobj, JsonConnection):
-                self._receive(key.fileobj)
-            else:
-                self._accept()
+                try:
+                    for message in key.fileobj.receive():
+                        self._handle_message(key.fileobj, message)
+                except JsonConnectionClosed:
+                    self._disconnect(key.fileobj)
+                continue
+            with suppress(OSError):  # the peer has disconnected already
+                link = JsonConnection(self._listener.accept()[0])
+                self._unidentified[link] = time.monotonic() + GREETING_SECONDS
+                self._selector.register(link, selectors.EVENT_READ)
         for link, until in list(self._unidentified.items()):
             if time.monotonic() >= until:
                 self._disconnect(link)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the peer has disconnected already
-            return
-        link = JsonConnection(connection)
-        self._unidentified[link] = time.monotonic() + GREETING_SECONDS
-        self._selector.register(link, selectors.EVENT_READ)
-
-    def _receive(self, connection: JsonConnection) -> None:
-        try:
-            for message in connection.receive():
-                self._handle_message(connection, message)
-        except JsonConnectionClosed:
-            self._disconnect(connection)
-
     def _handle_message(self, connection: JsonConnection, message: dict[str, Any]) -> None:
-        node_info = node_info_from_greeting(message)
-        if connection not in self._unidentified or node_info is None:
+        if connection not in self._unidentified or message.get("greeting") != GREETING:
             raise JsonConnectionClosed
+        try:
+            node_info = node_info_from_json(message)
+        except (KeyError, TypeError, ValueError) as error:
+            raise JsonConnectionClosed from error
         if self._refusal is not None:
             connection.send(self._refusal)
             self._refused_count += 1
             raise JsonConnectionClosed
         if (node_info.nodes, node_info.ranks) != (self._own.nodes, self._own.ranks):
-            error = _mismatch_error(self._own, node_info)
-            connection.send(_refusal_message(error))
+            options = (f"--nnodes {one.nodes} --nproc-per-node {one.ranks} on node {one.node} ({one.host})"
+                       for one in (self._own, node_info))
+            mismatch = ConfigError(f"launcher: the nodes were started differently: {', '.join(options)}; give all "
+                                   "the same")
+            connection.send(_refusal_message(mismatch))
             self._refused_count += 1
-            raise error
+            raise mismatch
         known = self._nodes.get(node_info.node)
         if known is not None:
             connection.send(_refusal_message(ConfigError(
@@ -210,12 +195,6 @@ class RendezvousServer:
     def _broadcast(self, message: dict[str, Any]) -> None:
         for link in self._connections.values():
             link.send(message)
-
-
-def _mismatch_error(*nodes: NodeInfo) -> ConfigError:
-    said = (f"--nnodes {place.nodes} --nproc-per-node {place.ranks} on node {place.node} ({place.host})"
-            for place in nodes)
-    return ConfigError(f"launcher: the nodes were started differently: {', '.join(said)}; give all the same")
 
 
 def _refusal_message(error: TrainerError) -> dict[str, Any]:
@@ -245,13 +224,12 @@ class RendezvousClient:
                     "another program, or a job that has begun already; see what runs there, and give all nodes one "
                     "--master-port that is free on node 0") from error
             try:
-                places = self._wait_for_message(link, self._until + GREETING_SECONDS, "begin")["begin"]
+                begin = self._wait_for_message(link, self._until + GREETING_SECONDS, "begin")["begin"]
             except JsonConnectionClosed as error:
                 raise PeerError(f"launcher: node 0 at {self._where} left before the job began; its output says why"
                                 ) from error
-            found = {place.node: place for place in map(node_info_from_json, places)}
-            return NodeMonitor(self._own, {0: link}, {node: found[node] for node in found if node != self._own.node},
-                               self._print_line)
+            others = {info.node: info for info in map(node_info_from_json, begin) if info.node != self._own.node}
+            return NodeMonitor(self._own, {0: link}, others, self._print_line)
         except BaseException:
             link.close()
             raise
@@ -259,24 +237,18 @@ class RendezvousClient:
     def _connect(self) -> JsonConnection:
         while True:
             left = self._until - time.monotonic()
-            try:
-                connection = socket.create_connection((self._address, self._port), timeout=max(0.1, min(5.0, left)))
-                if connection.getsockname() != connection.getpeername():
-                    return JsonConnection(connection)
-                connection.close()  # a self-connect: the kernel chose the target port as source port
-                reason = "nobody listens there"
-            except OSError as error:
-                reason = error.strerror or str(error)
+            connection = try_connect(self._address, self._port, left)
+            if isinstance(connection, socket.socket):
+                return JsonConnection(connection)
             if left <= 0:
                 raise PeerError(f"launcher: node 0 did not answer at {self._where} within {self._seconds:g} s "
-                                f"({reason}); start the same command there with --node-rank 0, or wait longer with "
+                                f"({connection}); start the same command there with --node-rank 0, or wait longer with "
                                 "--meeting-timeout-seconds")
-            self._wait_notes.print_if_due(f"waiting for node 0 at {self._where} ({reason})")
+            self._wait_notes.print_if_due(f"waiting for node 0 at {self._where} ({connection})")
             time.sleep(min(RETRY_SECONDS, left))
 
     def _wait_for_message(self, connection: JsonConnection, until: float, expected: str) -> dict[str, Any]:
-        """The next message, which must contain `expected`. Raises node 0's error if it refused, JsonConnectionClosed
-        otherwise."""
+        """The next message, which must contain `expected`. Raises node 0's refusal, or JsonConnectionClosed."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not self._inbox:
@@ -293,16 +265,6 @@ class RendezvousClient:
         if expected not in message:
             raise JsonConnectionClosed
         return message
-
-
-def node_info_from_greeting(message: dict[str, Any]) -> NodeInfo | None:
-    """The NodeInfo in a greeting; None if it is not a valid one."""
-    if message.get("greeting") != GREETING:
-        return None
-    try:
-        return node_info_from_json({name: message[name] for name in ("node", "nodes", "ranks", "host")})
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def node_info_from_json(fields: dict[str, Any]) -> NodeInfo:

@@ -13,9 +13,8 @@ from typing import final
 from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, FAILED, RUNNING, StatusFile,
                                               StatusSnapshot)
 
-STRAGGLER_SECONDS = 2.0
-"""Seconds without a collective before a rank counts as a straggler."""
-COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))
+STRAGGLER_SECONDS = 2.0  # seconds without a collective before a rank counts as a straggler
+COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))  # bytes
 RESUME_ADVICE = "start the same command to resume from the last checkpoint"
 
 
@@ -58,6 +57,6 @@ class StragglerMonitor:
         """The `running` local ranks that the others wait for now, the one without progress for longest first."""
         self.update()
         now = time.monotonic()
-        found = [Straggler(local, self.status_of(local), now - self._unchanged_since[local]) for local in running]
-        return sorted((one for one in found if not one.status.is_waiting and one.seconds >= STRAGGLER_SECONDS),
+        ranks = [Straggler(local, self.status_of(local), now - self._unchanged_since[local]) for local in running]
+        return sorted((one for one in ranks if not one.status.is_waiting and one.seconds >= STRAGGLER_SECONDS),
                       key=lambda one: -one.seconds)

@@ -1,10 +1,9 @@
 """Run the ranks of one node as child processes, forward their signals and errors, and end them together.
 
 The *culprit* is the rank whose failure ended the job; its *victims* failed because of it (exit code 5, or SIGABRT from
-NCCL's watchdog). One `error:` line reaches the user: the culprit's.
-Not here: a rank's environment (launcher.py), how an exception becomes an exit code
-(megatron/distributed/exit_codes.py). Standard library only: the launcher must start in milliseconds and must not die of
-what kills its ranks.
+NCCL's watchdog). One `error:` line reaches the user: the culprit's. Standard library only: the launcher must start in
+milliseconds and must not die of what kills its ranks.
+Not here: a rank's environment (launcher.py), how an exception becomes an exit code (distributed/exit_codes.py).
 """
 
 from __future__ import annotations
@@ -19,30 +18,40 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
 
 from megatron.distributed.rank_status import DONE, UNKNOWN, StatusSnapshot
 from megatron.distributed.signals import (SIGNAL_INTERRUPTS_OWNED_BY_RANK0, STOP_SIGNALS, STOPPING_LINE,
                                           is_handled_signal, write_lines, write_stderr)
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed_error
-from megatron.launch.node_monitor import NodeMonitor
+from megatron.launch.node_monitor import Failure, NodeMonitor
 from megatron.launch.stragglers import RESUME_ADVICE, Straggler, StragglerMonitor
 
 TICK_SECONDS = 0.2
-STOP_PATIENCE_SECONDS = 1.0
-"""Seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure."""
-GRACE_SECONDS = 2.5
-"""Seconds from the first failure to SIGTERM, in which victims notice and the culprit exits."""
-TERM_SECONDS = 1.0
-"""Seconds from SIGTERM to SIGKILL. Both together keep the promise that no rank lives 5 seconds after a kill."""
-SIGNAL_DELAY_SECONDS = 1.0
-"""Seconds after the start before stop signals are forwarded: earlier they would end Python itself, with a traceback."""
-OTHER_NODES_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
-"""Seconds for the launchers of other nodes to find their culprit."""
+STOP_PATIENCE_SECONDS = 1.0  # seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure
+GRACE_SECONDS = 2.5  # seconds from the first failure to SIGTERM, in which victims notice and the culprit exits
+TERM_SECONDS = 1.0  # from SIGTERM to SIGKILL; with GRACE_SECONDS no rank lives 5 seconds after a kill
+SIGNAL_DELAY_SECONDS = 1.0  # from the start until stop signals are forwarded: earlier they would end Python itself
+OTHER_NODES_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0  # for other launchers to find their culprit
 MAX_HELD_LINES = 16
 PASSED_ON_EXIT_CODES = frozenset({*range(2, 8), EXIT_INTERRUPTED})
 PR_SET_PDEATHSIG = 1
 INTERRUPTED_TWICE_LINE = b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n"
-RESUME_REMEDY = RESUME_ADVICE
+
+
+class JobState(Enum):
+    RUNNING = auto()
+    FAILING = auto()  # a rank failed, here or on another node; the others have GRACE_SECONDS to notice
+    TERMINATING = auto()  # the remaining ranks were signalled
+
+
+class StopRequest(IntEnum):
+    """What the user or a batch system asked for, in increasing order of urgency."""
+
+    NONE = 0
+    SIGNAL = 1  # a stop signal other than Ctrl-C
+    INTERRUPT = 2
+    SECOND_INTERRUPT = 3  # the ranks are killed
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,7 @@ class RankExit:
     code: int | None = None
     signal: int | None = None
     was_stopped: bool = False
-    stop_was_requested: bool = False
-    """The launcher or this rank received a stop signal before the exit."""
+    stop_was_requested: bool = False  # the launcher or this rank received a stop signal before the exit
     status: StatusSnapshot = StatusSnapshot()
 
     @property
@@ -66,11 +74,6 @@ class RankExit:
     def exited_early(self) -> bool:
         """Exit code 0 in the middle of an operation."""
         return self.code == EXIT_OK and self.status.is_mid_operation
-
-    @property
-    def exited_unannounced(self) -> bool:
-        """Exit code 0 without the DONE status that our programs set."""
-        return self.code == EXIT_OK and self.status.state != DONE
 
     @property
     def is_victim(self) -> bool:
@@ -85,27 +88,24 @@ class RankExit:
     def describe(self, others: Sequence[int] = ()) -> str:
         """The job's error line for a rank that did not print its own. Any of `others` that failed alike may have been
         first, since foreign programs may exit slowly."""
-        who, at = f"error: {self.rank_name}", "" if self.status.state == UNKNOWN else f" at {self.status}"
+        who = f"error: {describe_rank(self.rank, self.pid)}"
+        at = "" if self.status.state == UNKNOWN else f" at {self.status}"
         if self.code == EXIT_OK:
             return (
-                f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_REMEDY}")
+                f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_ADVICE}")
         if self.signal is None:
             so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
             also = so_did if others else ""
             return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
         if self.was_stopped:
-            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME_REMEDY}"
+            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME_ADVICE}"
         if self.stop_was_requested:
-            return f"{who} ended by {name}{at} before it could save; {RESUME_REMEDY}"
+            return f"{who} ended by {name}{at} before it could save; {RESUME_ADVICE}"
         if self.signal == signal.SIGKILL:
             return (f"{who} ended by {name}{at}: killed from outside, often by the kernel for lack of memory; "
                     "start the same command to resume, with a smaller --batch-size if memory was short")
-        return f"{who} ended by {name}{at}; {RESUME_REMEDY}"
-
-    @property
-    def rank_name(self) -> str:
-        return describe_rank(self.rank, self.pid)
+        return f"{who} ended by {name}{at}; {RESUME_ADVICE}"
 
 
 def describe_rank(rank: int, pid: int) -> str:
@@ -113,16 +113,14 @@ def describe_rank(rank: int, pid: int) -> str:
 
 
 class ErrorRelay:
-    """Forwards a rank's stderr by line; holds back lines that begin with `error:`, with the errors listed below them.
-    """
+    """Forwards a rank's stderr by line; holds back lines that begin with `error:` and the errors listed below them."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.held_errors: list[bytes] = []
         self._partial = b""
-        self._in_error = False
-        """The previous line belongs to an error."""
+        self._in_error = False  # the previous line belongs to an error
 
     def relay_available(self) -> bool:
         """Forward the available data; False at the end of the stream."""
@@ -139,8 +137,7 @@ class ErrorRelay:
             self._relay(lines)
 
     def relay_rest(self) -> None:
-        """Forward the rest after the rank exited. Does not wait for end of file: a stray grandchild may hold the pipe
-        open."""
+        """Forward the rest after the rank exited; a stray grandchild may hold the pipe open, so do not wait."""
         self.relay_available()
         self._relay([self._partial + b"\n"] if self._partial else [])
         self._partial = b""
@@ -161,8 +158,6 @@ class ErrorRelay:
 
 @dataclass
 class RankProcess:
-    """A child process and what is known about it."""
-
     rank: int
     local_rank: int
     process: subprocess.Popen[bytes]
@@ -177,26 +172,22 @@ class Supervisor:
 
     command: list[str]
     environments: list[dict[str, str]]
-    nodes: NodeMonitor
-    """The other nodes of the job."""
+    nodes: NodeMonitor  # the other nodes of the job
     straggler_monitor: StragglerMonitor
     _ranks: list[RankProcess] = field(default_factory=list)
     _running: list[RankProcess] = field(default_factory=list)
     _exits: list[RankExit] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _interrupts: int = 0
-    _stop_was_requested: bool = False
+    _stop_request: StopRequest = StopRequest.NONE
     _rank0_owns_interrupts: bool = False
-    _pending_signals: list[int] = field(default_factory=list)
-    """Signals not forwarded yet."""
+    _pending_signals: list[int] = field(default_factory=list)  # signals not forwarded yet
     _started_at: float = field(default_factory=time.monotonic)
-    _failed_at: float | None = None
-    _early_exit_at: float | None = None
-    """When the first rank exited early (`RankExit.exited_early`)."""
+    _state: JobState = JobState.RUNNING
+    _failed_at: float = 0.0  # when the state became FAILING
+    _early_exit_at: float | None = None  # when the first rank exited early (`RankExit.exited_early`)
+    # found when the first rank failed
     _stragglers: list[Straggler] = field(default_factory=list)
     _unannounced_exits: list[RankExit] = field(default_factory=list)
-    """Ranks that had exited unannounced when the first rank failed."""
-    _terminated: bool = False
 
     def run(self) -> int:
         with self._signals_as_bytes():
@@ -204,12 +195,20 @@ class Supervisor:
             try:
                 for environment in self.environments:
                     self._start_rank(environment)
-                while self._running and self._interrupts < 2:
+                while self._running and self._stop_request is not StopRequest.SECOND_INTERRUPT:
                     self._tick()
-                if self._early_exit_at is not None and self._failed_at is None:
-                    self._check_early_exit(self._early_exit_at)
+                if self._early_exit_at is not None and self._state is JobState.RUNNING:
+                    # all local ranks have exited, one of them early: a failure if other nodes are still running
+                    self.nodes.announce_early_exit()
+                    while self.nodes.others_are_running and not self.nodes.others_failure \
+                            and time.monotonic() - self._early_exit_at < GRACE_SECONDS:
+                        self.nodes.receive(TICK_SECONDS)
+                    if self.nodes.others_are_running or self.nodes.others_failure:
+                        self.nodes.announce_failure(is_victim=False)
+                        self._start_teardown(self._early_exit_at)
             finally:
-                self._signal_all_ranks(signal.SIGKILL)
+                for rank in self._running:
+                    kill_group(rank, signal.SIGKILL)
                 for rank in self._running:
                     rank.process.wait()
         return self._report_outcome()
@@ -232,7 +231,9 @@ class Supervisor:
                 if not key.data.relay_available():
                     self._selector.unregister(key.fileobj)
             elif isinstance(key.data, NodeMonitor):
-                self._receive_from_nodes()
+                self.nodes.receive()
+                if self.nodes.others_failure:
+                    self._start_teardown(time.monotonic())
             else:
                 for number in key.data.recv(256):
                     self._on_signal(number)
@@ -243,28 +244,14 @@ class Supervisor:
             self._poll_rank(rank)
         self._enforce_deadlines()
 
-    def _receive_from_nodes(self) -> None:
-        self.nodes.receive()
-        if self.nodes.others_are_failing:
-            self._start_teardown(time.monotonic())
-
-    def _check_early_exit(self, since: float) -> None:
-        """All local ranks have exited, one of them early. That is a failure if other nodes are still running."""
-        self.nodes.announce_early_exit()
-        while self.nodes.others_are_running and not self.nodes.others_are_failing \
-                and time.monotonic() - since < GRACE_SECONDS:
-            self.nodes.receive(TICK_SECONDS)
-        if self.nodes.others_are_running or self.nodes.others_are_failing:
-            self.nodes.announce_failure(is_victim=False)
-            self._start_teardown(since)
-
     def _start_teardown(self, since: float) -> None:
         """A rank failed, here or on another node: record stragglers now, before the deadlines end the ranks."""
-        if self._failed_at is None:
-            self._failed_at = since
+        if self._state is JobState.RUNNING:
+            self._state, self._failed_at = JobState.FAILING, since
             self._stragglers = self.straggler_monitor.stragglers(
                 [rank.local_rank for rank in self._running if rank.exit is None])
-            self._unannounced_exits = [ending for ending in self._exits if ending.exited_unannounced]
+            # exit code 0 without the DONE status that our programs set
+            self._unannounced_exits = [end for end in self._exits if end.code == EXIT_OK and end.status.state != DONE]
 
     def _on_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
@@ -273,11 +260,13 @@ class Supervisor:
         if number == signal.SIGINT and self._rank0_owns_interrupts:
             signal_rank(self._ranks[0], number)
             return
-        self._stop_was_requested = True
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts == 1:
-                write_lines(STOPPING_LINE)
+        if number != signal.SIGINT:
+            self._stop_request = max(self._stop_request, StopRequest.SIGNAL)
+        elif self._stop_request < StopRequest.INTERRUPT:
+            self._stop_request = StopRequest.INTERRUPT
+            write_lines(STOPPING_LINE)
+        else:
+            self._stop_request = StopRequest.SECOND_INTERRUPT
         self._pending_signals.append(number)
 
     def _forward_signals(self) -> None:
@@ -290,8 +279,7 @@ class Supervisor:
     def _poll_rank(self, rank: RankProcess) -> None:
         """Record whether a rank has exited or has been stopped for too long."""
         # WNOWAIT keeps the zombie, and so its process group id, until the group is killed.
-        options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        status = os.waitid(os.P_PID, rank.process.pid, options)
+        status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             rank.stopped_since = None
         elif status.si_code == os.CLD_STOPPED:
@@ -306,10 +294,12 @@ class Supervisor:
             rank.relay.relay_rest()
             self._running.remove(rank)
             code, number = (result, None) if result >= 0 else (None, -result)
-            asked = self._stop_was_requested or not self._terminated and number in STOP_SIGNALS
-            is_ended_here = self._terminated and (number is not None or code == EXIT_INTERRUPTED and not asked)
-            if rank.exit is None and not is_ended_here:
-                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, code, number, stop_was_requested=asked,
+            is_terminating = self._state is JobState.TERMINATING
+            requested = self._stop_request is not StopRequest.NONE or not is_terminating and number in STOP_SIGNALS
+            ended_by_us = is_terminating and (number is not None or code == EXIT_INTERRUPTED and not requested)
+            if rank.exit is None and not ended_by_us:
+                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, code, number,
+                                                 stop_was_requested=requested,
                                                  status=self.straggler_monitor.status_of(rank.local_rank)))
 
     def _record_exit(self, rank: RankProcess, rank_exit: RankExit) -> None:
@@ -325,35 +315,34 @@ class Supervisor:
         if self._early_exit_at is not None and time.monotonic() - self._early_exit_at >= GRACE_SECONDS:
             self._start_teardown(self._early_exit_at)  # the other ranks have not exited
             self.nodes.announce_failure(is_victim=False)
-        if self._failed_at is None:
-            return
-        waited = time.monotonic() - self._failed_at
-        if waited >= GRACE_SECONDS + TERM_SECONDS:
-            self._signal_all_ranks(signal.SIGKILL)
-        elif waited >= GRACE_SECONDS and not self._terminated:
-            self._signal_all_ranks(signal.SIGTERM)
-
-    def _signal_all_ranks(self, number: signal.Signals) -> None:
-        self._terminated = True
-        for rank in self._running:
-            kill_group(rank, number)
+        waited = 0.0 if self._state is JobState.RUNNING else time.monotonic() - self._failed_at
+        if waited >= GRACE_SECONDS + TERM_SECONDS or waited >= GRACE_SECONDS and self._state is JobState.FAILING:
+            self._state = JobState.TERMINATING
+            for rank in self._running:
+                kill_group(rank, signal.SIGKILL if waited >= GRACE_SECONDS + TERM_SECONDS else signal.SIGTERM)
 
     def _report_outcome(self) -> int:
-        if self._interrupts >= 2:
+        if self._stop_request is StopRequest.SECOND_INTERRUPT:
             return self._finish_job(EXIT_INTERRUPTED, INTERRUPTED_TWICE_LINE)
-        if self.nodes.was_given_up and not any(
-                self._is_own_failure(end) and not end.was_stopped for end in self._exits):
-            return self._finish_job(EXIT_PEER, self._absence_line(), is_victim=True)
-        failures = [ending for ending in self._exits if ending.failed]
-        culprit: RankExit | Straggler | None = next((end for end in self._exits if self._is_own_failure(end)), None)
-        if culprit is None and not self.nodes.others_have_culprit:
+        # ranks that failed, and not because of another rank
+        own_failures = [end for end in self._exits if end.failed and not end.is_victim
+                        or end.exited_early and self._state is not JobState.RUNNING]
+        if self.nodes.was_given_up and all(end.was_stopped for end in own_failures):
+            status = self.straggler_monitor.status_of(0)
+            absence = self.nodes.describe_absence("" if status.state == UNKNOWN else f" at {status}")
+            return self._finish_job(EXIT_PEER, f"{absence}\n".encode(), is_victim=True)
+        failures = [end for end in self._exits if end.failed]
+        culprit: RankExit | Straggler | None = next(iter(own_failures), None)
+        if culprit is None and self.nodes.others_failure is not Failure.CULPRIT:
             culprit = self._find_missing_rank()
         if isinstance(culprit, Straggler):
             rank = self._ranks[culprit.local_rank]
             return self._finish_job(EXIT_PEER,
                                     culprit.describe(describe_rank(rank.rank, rank.process.pid)).encode() + b"\n")
-        if culprit is None and (failures or self.nodes.others_are_failing):
-            other = self.nodes.wait_for_culprit(OTHER_NODES_SECONDS, self._waiting_text())
+        if culprit is None and (failures or self.nodes.others_failure):
+            victim = next((end for end in self._exits if end.is_victim and end.status.state != UNKNOWN), None)
+            waited = "" if victim is None else f", while rank {victim.rank} waited at {victim.status}"
+            other = self.nodes.wait_for_culprit(OTHER_NODES_SECONDS, waited)
             if other is None and not failures and self.nodes.failed_nodes:
                 other = self.nodes.failed_nodes[0]
             if other is not None:
@@ -362,34 +351,19 @@ class Supervisor:
         culprit = culprit or (failures[0] if failures else None)
         if culprit is None:
             return self._finish_job(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held_errors))
-        held = self._held_errors_of(culprit)
-        others = [ending.rank for ending in failures
-                  if ending is not culprit and not ending.is_victim and not self._held_errors_of(ending)]
-        return self._finish_job(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
+        held_errors = {rank.rank: rank.relay.held_errors for rank in self._ranks}
+        silent = [end.rank for end in failures
+                  if end is not culprit and not end.is_victim and not held_errors[end.rank]]
+        held = held_errors[culprit.rank]
+        return self._finish_job(culprit.job_exit_code, held[0] if held else culprit.describe(silent).encode() + b"\n",
                                 is_victim=culprit.is_victim)
-
-    def _waiting_text(self) -> str:
-        waited = next((ending for ending in self._exits if ending.is_victim and ending.status.state != UNKNOWN), None)
-        return "" if waited is None else f", while rank {waited.rank} waited at {waited.status}"
-
-    def _absence_line(self) -> bytes:
-        place = self.straggler_monitor.status_of(0)
-        return (self.nodes.describe_absence("" if place.state == UNKNOWN else f" at {place}") + "\n").encode()
-
-    def _is_own_failure(self, rank_exit: RankExit) -> bool:
-        """Whether the rank failed, and not because of another rank."""
-        return rank_exit.failed and not rank_exit.is_victim or rank_exit.exited_early and self._failed_at is not None
 
     def _find_missing_rank(self) -> RankExit | Straggler | None:
         """The local rank that the victims waited for: one that exited with code 0, or a straggler."""
-        ended = {self._local_rank_of(ending) for ending in self._exits if not ending.was_stopped}
-        found: list[RankExit | Straggler] = [ending for ending in self._unannounced_exits
-                                             if ending.status.state != UNKNOWN]
-        found += [one for one in self._stragglers if one.local_rank not in ended]
-        return next(iter([*found, *self._unannounced_exits]), None)
-
-    def _local_rank_of(self, rank_exit: RankExit) -> int:
-        return next(rank.local_rank for rank in self._ranks if rank.rank == rank_exit.rank)
+        ended = {end.rank for end in self._exits if not end.was_stopped}
+        missing: list[RankExit | Straggler] = [end for end in self._unannounced_exits if end.status.state != UNKNOWN]
+        missing += [one for one in self._stragglers if self._ranks[one.local_rank].rank not in ended]
+        return next(iter([*missing, *self._unannounced_exits]), None)
 
     def _finish_job(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
         """Print the job's final line and announce the exit to the other launchers."""
@@ -398,9 +372,6 @@ class Supervisor:
                                  is_victim=is_victim)
         self.nodes.close()
         return code
-
-    def _held_errors_of(self, rank_exit: RankExit) -> list[bytes]:
-        return next(rank.relay.held_errors for rank in self._ranks if rank.rank == rank_exit.rank)
 
     @contextlib.contextmanager
     def _signals_as_bytes(self) -> Iterator[None]:
@@ -425,16 +396,14 @@ class Supervisor:
 
 
 def signal_rank(rank: RankProcess, number: int) -> None:
-    """Signal the rank's process only. Popen.send_signal could reap a rank that just exited, and `_poll_rank` would miss
-    it."""
+    """Signal the rank's process only. Popen.send_signal could reap a rank, and `_poll_rank` would miss it."""
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(rank.process.pid, number)
 
 
 def kill_group(rank: RankProcess, number: signal.Signals) -> None:
-    """Signal a rank and its children. Call it only before the rank is reaped, while its process group id is not reused.
-    """
+    """Signal a rank and its children; only before the rank is reaped, while its process group id is not reused."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, number)
 

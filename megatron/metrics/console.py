@@ -19,7 +19,6 @@ from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 MIN_LINES = 10
 """Minimum number of lines if --log-interval is not given (or one for each step of a shorter run)."""
-
 ERASE_LINE = "\r\x1b[K"
 ECHO_COLUMNS = 8
 """Free columns right of the bar, so that the terminal's ^C does not start a new line."""
@@ -28,15 +27,6 @@ ECHO_COLUMNS = 8
 def default_interval(steps: int) -> int:
     """The largest round interval that gives a run of `steps` steps at least MIN_LINES lines."""
     return next((interval for interval in ROUND_INTERVALS if interval * MIN_LINES <= steps), 1)
-
-
-def no_lines_note(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
-    """A note if the given interval leaves the run without a line."""
-    if not interval or start >= train_iters or train_iters // interval > start // interval:
-        return ()
-    usual = format_count(default_interval(train_iters - start), "step")
-    return (f" note: no losses are printed: --log-interval is {interval}, and this run ends with step {train_iters}; "
-            f"make it smaller, or leave it out for a line every {usual}",)
 
 
 class _ProgressBar(tqdm):  # type: ignore[misc]
@@ -65,16 +55,24 @@ class Console:
         self.write_error: OSError | None = None
         self._survives_closed_stdout = survives_closed_stdout
         self._writes, self._extra_line, self._train_iters = writes, extra_line, train_iters
-        self._interval = default_interval(train_iters - start) if interval is None else interval
+        usual_interval = default_interval(train_iters - start)
+        self._interval = usual_interval if interval is None else interval
         self._prints_last_step = interval is None
-        self.notes = () if interval is None else no_lines_note(interval, start, train_iters)
+        self.notes: tuple[str, ...] = ()
+        if interval and start < train_iters and train_iters // interval == start // interval:
+            self.notes = (
+                f" note: no losses are printed: --log-interval is {interval}, and this run ends with step "
+                f"{train_iters}; make it smaller, or leave it out for a line every "
+                f"{format_count(usual_interval, 'step')}",)
         self._window: list[StepMetrics] = []
         width = shutil.get_terminal_size().columns - ECHO_COLUMNS
         self._bar: Any = _ProgressBar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,
                                       ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
 
     def log_step(self, metrics: StepMetrics) -> None:
-        self._advance_bar()
+        if self.write_error is None:
+            with self._catch_write_errors():
+                self._bar.update()
         if not self._writes or not self._interval:
             return
         self._window.append(metrics)
@@ -96,14 +94,8 @@ class Console:
             with self._catch_write_errors():
                 self._bar.close()
 
-    def _advance_bar(self) -> None:
-        if self.write_error is None:
-            with self._catch_write_errors():
-                self._bar.update()
-
     @contextmanager
     def _catch_write_errors(self) -> Iterator[None]:
-        """Handle write errors of the block."""
         try:
             yield
         except OSError as error:  # the reader of stdout is gone
@@ -123,6 +115,9 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         return sum(rate * m.step_ms for rate, m in zip(rates, window, strict=True)) / 1e3 / seconds
 
     mfus = [m.mfu for m in window if m.mfu is not None]
+    drops = [m.dropping for m in window if m.dropping is not None]
+    drives = [m.drive for m in window if m.drive is not None]
+    skipped = sum(m.skipped for m in window)
     parts = [
         f" iteration {last.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {seconds * 1e3 / count:.1f}",
@@ -131,17 +126,11 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"loss scale {last.loss_scale:.1f}",
         f"grad norm {last.grad_norm:.3f}",
         f"tokens/s {over_time(m.tokens_per_s for m in window):.0f}",
-        f"TFLOP/s {over_time(m.tflops for m in window):.2f}", *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
-        f"memory {last.max_memory_bytes / 2**30:.2f} GiB", *_layer_drop_text(window), *_nvme_text(window),
-        *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else [])]
-    return " | ".join(parts)
-
-
-def _layer_drop_text(window: Sequence[StepMetrics]) -> list[str]:
-    told = [m.dropping for m in window if m.dropping is not None]
-    return [f"theta {told[-1].theta:.3f}, {sum(one.blocks for one in told) / len(told):.1f} blocks"] if told else []
-
-
-def _nvme_text(window: Sequence[StepMetrics]) -> list[str]:
-    used = [m.drive for m in window if m.drive is not None]
-    return [sum(used, NvmeStats()).format_per_step(len(used))] if used else []
+        f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
+        *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
+        f"memory {last.max_memory_bytes / 2**30:.2f} GiB"]
+    if drops:
+        parts.append(f"theta {drops[-1].theta:.3f}, {sum(drop.blocks for drop in drops) / len(drops):.1f} blocks")
+    if drives:
+        parts.append(sum(drives, NvmeStats()).format_per_step(len(drives)))
+    return " | ".join([*parts, f"skipped {skipped}"] if skipped else parts)

@@ -8,7 +8,6 @@ set WANDB_RUN_ID and WANDB_RESUME=allow.
 from __future__ import annotations
 
 import csv
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -47,12 +46,11 @@ class TensorboardLogger:
         values = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
         rows = "\n".join(f"| {name} | {escape_to_one_line(value).replace('|', '&#124;')} |"
                          for name, value in values.items())
-        text = f"{run_header}\n\n| | |\n|---|---|\n{rows}"
-        given = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
-                 for name, value in values.items() if value is not None}
+        settings = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+                    for name, value in values.items() if value is not None}
         with self._writer.storage_errors():
-            self._writer.writer.add_text("configuration", text, iteration)
-            for summary in hparams(given, {"train/lm_loss": 0, "validation/lm_loss": 0}):
+            self._writer.writer.add_text("configuration", f"{run_header}\n\n| | |\n|---|---|\n{rows}", iteration)
+            for summary in hparams(settings, {"train/lm_loss": 0, "validation/lm_loss": 0}):
                 self._writer.events.add_summary(summary)
 
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
@@ -99,7 +97,7 @@ STEP_COLUMNS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scal
                 "drive_written_bytes", "pld_theta", "pld_blocks")
 EVALUATION_COLUMNS = ("iteration", "split", "lm_loss", "bits_per_byte")
 MAX_HEADER_CHARS = 4096
-"""Of the first line that is read to compare headers."""
+"""Limit for the first line of an existing table."""
 
 
 class CsvLogger:
@@ -134,16 +132,18 @@ class _CsvTable:
     """A CSV file; its header is written with the first row."""
 
     def __init__(self, path: str, columns: tuple[str, ...], warn: Callable[[str], object]) -> None:
-        self._columns, head = columns, format_csv_row(columns)
+        self._columns, header = columns, format_csv_row(columns)
         with storage_errors("--csv-dir", path):
-            if os.path.exists(path) and not _has_header(head, path):
-                raise StorageError(f"--csv-dir: {path} is another table, whose first line is not {head.strip()}; name "
-                                   "another folder")
-        self._lines = AppendOnlyFile("--csv-dir", path, warn, header=head, drops_partial_line=True)
+            if os.path.exists(path) and not _has_header(header, path):
+                raise StorageError(f"--csv-dir: {path} is another table, whose first line is not {header.strip()}; "
+                                   "name another folder")
+        self._lines = AppendOnlyFile("--csv-dir", path, warn, header=header, drops_partial_line=True)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write a row; unknown values and NaN are empty."""
-        self._lines.append(format_csv_row(tuple(_csv_value(values.get(column)) for column in self._columns)))
+        """Write a row: bool as 0 or 1, unknown values and NaN as empty."""
+        row = [values.get(column) for column in self._columns]
+        self._lines.append(format_csv_row(  # only NaN differs from itself
+            int(value) if isinstance(value, bool) else None if value != value else value for value in row))
 
     def close(self) -> None:
         self._lines.close()
@@ -153,12 +153,7 @@ def _has_header(header: str, path: str) -> bool:
     """Whether the file starts with the header or, after a kill, a part of it. A spreadsheet may have changed line ends
     and quotes."""
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        found = file.readline(MAX_HEADER_CHARS)
-    if not found.endswith("\n"):
-        return header.startswith(found)
-    return next(csv.reader([found])) == next(csv.reader([header]))
-
-
-def _csv_value(value: Any) -> Any:
-    """bool as 0 or 1, NaN as empty."""
-    return int(value) if isinstance(value, bool) else None if isinstance(value, float) and math.isnan(value) else value
+        first_line = file.readline(MAX_HEADER_CHARS)
+    if not first_line.endswith("\n"):
+        return header.startswith(first_line)
+    return next(csv.reader([first_line])) == next(csv.reader([header]))

@@ -163,7 +163,6 @@ class AppendOnlyFile:
         return b""
 
     def close_without_sync(self) -> None:
-        """Close; the system writes the lines to disk later."""
         with storage_errors(self._flag, self._path):
             with suppress(OSError):  # a forked process may keep the descriptor, and so the lock
                 fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -188,7 +187,6 @@ def _close_quietly(file: FileIO) -> None:
 
 
 def format_csv_row(values: Iterable[Any]) -> str:
-    """With its line end."""
     text = io.StringIO()
     csv.writer(text).writerow(values)
     return text.getvalue()
@@ -212,8 +210,8 @@ def _end_of_last_full_line(file: BinaryIO) -> int:
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = file.seek(max(0, end - READ_BLOCK_BYTES))
-        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found + 1
+        if (line_end := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + line_end + 1
         end = begin
     return 0
 

@@ -38,8 +38,6 @@ class NvmeStats:
 
 
 class LayerDropMetrics(NamedTuple):
-    """Progressive layer drop in one step."""
-
     theta: float
     blocks: int
     """Blocks that ran."""

@@ -7,6 +7,7 @@ So a tensor parallel run starts from the same values as one process, and a rank 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import nn
 
@@ -28,23 +29,21 @@ class GPT2Init:
         return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std, self._deferred)
 
     def residual_weight(self, name: str) -> CounterRNGInit:
-        return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std / math.sqrt(2.0 * self._layers),
-                              self._deferred)
+        return replace(self.weight(name), std=self._std / math.sqrt(2.0 * self._layers))
 
     def layer_norm(self, size: int, eps: float) -> nn.LayerNorm:
         """A LayerNorm with weight 1 and bias 0."""
         layer_norm = nn.LayerNorm(size, eps=eps)
-        set_initializer(layer_norm.weight, ConstantInitializer(1.0),
-                        deferred=True)  # torch has already filled in these values
-        set_initializer(layer_norm.bias, ConstantInitializer(0.0), deferred=True)
+        for parameter, value in ((layer_norm.weight, 1.0), (layer_norm.bias, 0.0)):
+            set_initializer(parameter, ConstantInitializer(value), deferred=True)  # torch has already filled it
         return layer_norm
 
     def embedding(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is replicated over tensor parallel."""
         draw, values = self.weight(name), allocate_weight((rows, width), self._deferred)
         source = NormalInitializer(draw.key, draw.std, strided_segments_of((rows, width), None, 0, 1))
-        set_initializer(values, source,
-                        draw.deferred)  # before the module is built, because zero.Init then shards its parameters
+        # before the module is built, because zero.Init then shards its parameters
+        set_initializer(values, source, draw.deferred)
         embedding = nn.Embedding(rows, width, _weight=values)
         set_initializer(embedding.weight, source, deferred=True)
         return embedding

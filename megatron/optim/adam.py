@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import repeat
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optim.rule import AllReducedRule, StepScalars, UpdateSegment
+from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
@@ -35,7 +36,7 @@ KernelBatch = tuple[list[Tensor], ...]
 
 
 @dataclass
-class AdamW(AllReducedRule):
+class AdamW(UpdateRule):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
     tile: int = MAX_TILE_NUMEL
@@ -72,8 +73,8 @@ class AdamW(AllReducedRule):
                              decoupled=self.decoupled):
                 return True
         in_cache = not on_accelerator(segments[0].master)
-        self._step_with_torch(
-            self._cache_sized_batches(segments) if in_cache else self._large_batches(segments), hyper, scalars)
+        batches = self._cache_sized_batches(segments) if in_cache else self._large_batches(segments)
+        self._step_with_torch(batches, hyper, scalars)
         return in_cache
 
     def _step_with_torch(self, batches: Iterator[KernelBatch], hyper: Mapping[str, Any], scalars: StepScalars) -> None:
@@ -89,44 +90,44 @@ class AdamW(AllReducedRule):
     def _cache_sized_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
         """One tile at a time; its 16-bit weights are written when the next tile is requested."""
         size = min(self.tile, CACHE_TILE_NUMEL * torch.get_num_threads())
-        staged = torch.empty(max(min(size, _numel_to_widen(span)) for span in segments))
-        for span in segments:
-            averages, squares = span.states["exp_avg"], span.states["exp_avg_sq"]
-            if span.lp_out is None and not _numel_to_widen(span):
-                yield [span.master], [span.grad], [averages], [squares]
+        staged = torch.empty(max(min(size, _numel_to_widen(segment)) for segment in segments))
+        for segment in segments:
+            averages, squares = segment.states["exp_avg"], segment.states["exp_avg_sq"]
+            if segment.lp_out is None and not _numel_to_widen(segment):
+                yield [segment.master], [segment.grad], [averages], [squares]
                 continue
-            narrows = repeat(None) if span.lp_out is None else span.lp_out.split(size)
-            tiles = zip(*(flat.split(size) for flat in (span.master, span.grad, averages, squares)))
-            for (master, grad, average, square), narrow in zip(tiles, narrows):
-                wide = staged[:len(grad)].copy_(grad) if _numel_to_widen(span) else grad
+            outputs = repeat(None) if segment.lp_out is None else segment.lp_out.split(size)
+            tiles = zip(*(flat.split(size) for flat in (segment.master, segment.grad, averages, squares)))
+            for (master, grad, average, square), lp_out in zip(tiles, outputs):
+                wide = staged[:len(grad)].copy_(grad) if _numel_to_widen(segment) else grad
                 yield [master], [wide], [average], [square]
-                if narrow is not None:
-                    narrow.copy_(master)
+                if lp_out is not None:
+                    lp_out.copy_(master)
 
     def _large_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
         """As few batches as possible: all fp32 gradients at once, the others by tiles."""
-        wide = [span for span in segments if span.grad.dtype == torch.float32]
+        wide = [segment for segment in segments if segment.grad.dtype == torch.float32]
         if wide:
-            yield ([span.master for span in wide], [span.grad for span in wide],
-                   [span.states["exp_avg"] for span in wide], [span.states["exp_avg_sq"] for span in wide])
-        for tiles in self._tiles([span for span in segments if span.grad.dtype != torch.float32]):
-            narrow = [span.grad[part] for span, part in tiles]
-            staged = torch.empty(sum(map(len, narrow)), dtype=torch.float32, device=narrow[0].device)
-            grads = list(staged.split([len(grad) for grad in narrow]))
-            torch._foreach_copy_(grads, narrow)
-            yield ([span.master[part] for span, part in tiles], grads,
-                   [span.states["exp_avg"][part] for span, part in tiles],
-                   [span.states["exp_avg_sq"][part] for span, part in tiles])
+            yield ([segment.master for segment in wide], [segment.grad for segment in wide],
+                   [segment.states["exp_avg"] for segment in wide], [segment.states["exp_avg_sq"] for segment in wide])
+        for tiles in self._tiles([segment for segment in segments if segment.grad.dtype != torch.float32]):
+            lp_grads = [segment.grad[part] for segment, part in tiles]
+            staged = torch.empty(sum(map(len, lp_grads)), dtype=torch.float32, device=lp_grads[0].device)
+            grads = list(staged.split([len(grad) for grad in lp_grads]))
+            torch._foreach_copy_(grads, lp_grads)
+            yield ([segment.master[part] for segment, part in tiles], grads,
+                   [segment.states["exp_avg"][part] for segment, part in tiles],
+                   [segment.states["exp_avg_sq"][part] for segment, part in tiles])
 
     def _tiles(self, segments: Sequence[UpdateSegment]) -> Iterator[list[tuple[UpdateSegment, slice]]]:
         """Segments split and packed into batches of at most `tile` elements."""
         tiles: list[tuple[UpdateSegment, slice]] = []
         numel_left = self.tile
-        for span in segments:
+        for segment in segments:
             start = 0
-            while start < len(span.grad):
-                stop = min(len(span.grad), start + numel_left)
-                tiles.append((span, slice(start, stop)))
+            while start < len(segment.grad):
+                stop = min(len(segment.grad), start + numel_left)
+                tiles.append((segment, slice(start, stop)))
                 numel_left -= stop - start
                 start = stop
                 if not numel_left:
@@ -142,8 +143,5 @@ def _numel_to_widen(segment: UpdateSegment) -> int:
 
 
 def _load_kernel(device: torch.device) -> ModuleType | None:
-    def load() -> ModuleType:
-        from megatron.optim import adam_kernel
-        return adam_kernel
-
-    return load_kernels(load, device, "no fused kernel for the update, which moves half as many bytes again without it")
+    return load_kernels(lambda: import_module("megatron.optim.adam_kernel"), device,
+                        "no fused kernel for the update, which moves half as many bytes again without it")

@@ -1,17 +1,12 @@
 """AdamW over flat segments as a Triton kernel: all segments of a call in one launch, including the 16-bit weights.
 
-    reads    the gradient, the fp32 master and both moments
-    writes   master and moments, and the 16-bit copy of the master if there is one
-
-That is 28 bytes per weight with 16-bit gradients and weights. Otherwise it computes what torch's fused kernel does: the
-same formula, `divisor` for the gradient, `skip` on the device; all in fp32, except the bias corrections, one per
-program, in fp64.
+It reads the gradient, the fp32 master and both moments, and writes master, moments and the 16-bit copy of the master if
+there is one: 28 bytes per weight with 16-bit gradients and weights. The formula is that of torch's fused kernel, with
+`divisor` for the gradient and `skip` on the device; all in fp32, except the bias corrections, one per program, in fp64.
 
 A program updates one *block* of one segment. Two tables on the device (`SegmentTable`) map each block to the number of
 its segment, and each segment to a *row* of addresses and lengths. Segments begin at multiples of 16 bytes, so a thread
-moves four weights at once: 16 bytes in fp32, 8 in 16 bits.
-
-Importing this file needs Triton, which comes with torch for CUDA; adam.py checks whether it is installed.
+moves four weights at once. Importing this file needs Triton; adam.py checks whether it is installed.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ def _correction(count, log_beta):
 
 @triton.jit
 def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest1, log1, beta2, rest2, log2,
-                 GRAD: tl.constexpr, NARROW: tl.constexpr, DECOUPLED: tl.constexpr, LENGTH: tl.constexpr,
+                 GRAD: tl.constexpr, LP_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, LENGTH: tl.constexpr,
                  FIRST: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     row = rows + tl.load(row_of + block) * ROW
@@ -87,8 +82,8 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
     tl.store(masters, weight, mask=here)
     tl.store(averages, average, mask=here)
     tl.store(squares, square, mask=here)
-    if NARROW is not None:
-        tl.store(_load_pointer(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
+    if LP_DTYPE is not None:
+        tl.store(_load_pointer(row, 4, LP_DTYPE) + at, weight.to(LP_DTYPE), mask=here)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
@@ -102,9 +97,9 @@ def runs_on(device: torch.device) -> bool:
 def try_out(device: torch.device) -> None:
     """Run the smallest case, so that a kernel that does not work on this system raises here."""
     master, grad, *states = torch.zeros(4, 16, device=device)
-    span = UpdateSegment(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
+    segment = UpdateSegment(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
     hyper = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1.0, "weight_decay": 0.0}
-    update([span], SegmentTable(), hyper, StepScalars.for_applied_step(0.5, 0, device), bias_correction=True,
+    update([segment], SegmentTable(), hyper, StepScalars.for_applied_step(0.5, 0, device), bias_correction=True,
            decoupled=True)
 
 
@@ -120,20 +115,18 @@ class SegmentTable:
 
     def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
         """Point the tables at these segments; False if they are not aligned."""
-        found = [[*_addresses(span), len(span.master)] for span in segments]
-        if found != self._current_rows:
-            if any(number % _ALIGNED for row in found for number in row):
-                return False
-            self._build(found, segments[0].master.device)
-        return True
-
-    def _build(self, rows: list[list[int]], device: torch.device) -> None:
-        blocks = [-(-length // _BLOCK) for *_, length in rows]
+        rows = [[*_addresses(segment), len(segment.master)] for segment in segments]
+        if rows == self._current_rows:
+            return True
+        if any(number % _ALIGNED for row in rows for number in row):
+            return False
+        device, blocks = segments[0].master.device, [-(-length // _BLOCK) for *_, length in rows]
         if blocks != self._blocks_per_row:
             self.row_of_block = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
         firsts = accumulate(blocks[:-1], initial=0)
         self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=True)]))
         self._current_rows, self._blocks_per_row = rows, blocks
+        return True
 
 
 def _addresses(segment: UpdateSegment) -> list[int]:
@@ -148,16 +141,16 @@ def _to(device: torch.device, numbers: Tensor) -> Tensor:
 def update(segments: Sequence[UpdateSegment], table: SegmentTable, hyper: Mapping[str, Any], scalars: StepScalars, *,
            bias_correction: bool, decoupled: bool) -> bool:
     """One step of all segments in one launch. False, without effect, if they are not aligned or differ in dtypes."""
-    if len({(span.grad.dtype, span.lp_out is None or span.lp_out.dtype) for span in segments}) > 1:
+    if len({(segment.grad.dtype, segment.lp_out is None or segment.lp_out.dtype) for segment in segments}) > 1:
         return False
     if not table.refresh(segments):
         return False
     betas = [number for beta in hyper["betas"] for number in _beta_constants(beta, bias_correction)]
-    narrow = segments[0].lp_out
+    lp_out = segments[0].lp_out
     update_block[(len(table.row_of_block),)](
         table.rows, table.row_of_block, scalars.count, scalars.divisor, scalars.skip, float(hyper["lr"]),
         float(hyper["weight_decay"]), float(hyper["eps"]), *betas, GRAD=TRITON_DTYPES[segments[0].grad.dtype],
-        NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
+        LP_DTYPE=None if lp_out is None else TRITON_DTYPES[lp_out.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
         FIRST=_FIRST, ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
     return True
 

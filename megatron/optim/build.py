@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +27,9 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any
     """The rule, and the default hyper-parameters of a param group except the learning rate, which is the schedule's.
     Raises ConfigError if torch's optimizer refuses them."""
     hyper = optim.hyper_parameters()
-    if optim.optimizer == "lamb":
-        return Lamb(tile), hyper
-    if optim.optimizer == "lion":
-        return Lion(tile), hyper
-    if optim.optimizer == "muon":
-        return Muon(tile), hyper
+    native: dict[str, Callable[[int], UpdateRule]] = {"lamb": Lamb, "lion": Lion, "muon": Muon}
+    if optim.optimizer in native:
+        return native[optim.optimizer](tile), hyper
     hyper.pop("freeze_step", None)  # passed from `optim` below
     if optim.optimizer == "onebit_lamb":
         return OneBitLamb(optim.freeze_step, tile), hyper

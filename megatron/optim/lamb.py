@@ -3,12 +3,10 @@
     u = m^ / (sqrt(v^) + eps) + decay w;   ratio = |w| / |u| within [min_coeff, max_coeff], 1 if either norm is 0
     w <- w - lr ratio u
 
-This is algorithm 2 of You et al. 2019 (https://arxiv.org/abs/1904.00962) with the limits and switches of DeepSpeed's
-FusedLamb: `bias_correction` corrects the moments themselves, `eps_inside_sqrt` puts eps under the root. Norms are of
-full parameters, summed in fp64 over all ranks that hold a segment of one.
-
-Two passes over a segment: the first updates the moments and sums squares, the second recomputes the update and applies
-it, so that no temporary of the segment's size is needed.
+Algorithm 2 of You et al. 2019 (https://arxiv.org/abs/1904.00962) with the limits and switches of DeepSpeed's FusedLamb:
+`bias_correction` corrects the moments, `eps_inside_sqrt` puts eps under the root. Norms are of full parameters, summed
+in fp64 over all ranks. The first pass updates the moments and sums squares, the second recomputes the update and
+applies it, so that no temporary of the segment's size is needed.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.rule import SegmentwiseRule, UpdateSegment
+from megatron.optim.rule import UpdateRule, UpdateSegment
 from mpu.grads import sum_of_squares
 
 
 @dataclass(frozen=True)
-class Lamb(SegmentwiseRule):
+class Lamb(UpdateRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
 
@@ -51,8 +49,9 @@ class Lamb(SegmentwiseRule):
             segment.states["exp_avg_sq"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             weight_norms[slot] += sum_of_squares(segment.master[tile])
             update_norms[slot] += sum_of_squares(_unscaled_update(segment, tile, hyper, corrections_of_moments))
-        ratios = _trust_ratios(segment.sum_over_shards(weight_norms).sqrt(),
-                               segment.sum_over_shards(update_norms).sqrt(), hyper)
+        weights, updates = (segment.sum_over_shards(norms).sqrt() for norms in (weight_norms, update_norms))
+        ratios = torch.where((weights > 0) & (updates > 0),
+                             (weights / updates).clamp(hyper["min_coeff"], hyper["max_coeff"]), 1.0)
         for slot, tile in iter_tiles(segment, self.tile):
             segment.master[tile].sub_(
                 _unscaled_update(segment, tile, hyper, corrections_of_moments).mul_(ratios[slot] * hyper["lr"]))
@@ -86,8 +85,3 @@ def _unscaled_update(segment: UpdateSegment, tile: slice, hyper: Mapping[str, An
     size = denominator(segment.states["exp_avg_sq"][tile], corrections[1], hyper)
     update = (segment.states["exp_avg"][tile] / corrections[0]).div_(size)
     return update.add_(segment.master[tile], alpha=hyper["weight_decay"])
-
-
-def _trust_ratios(weights: Tensor, updates: Tensor, hyper: Mapping[str, Any]) -> Tensor:
-    ratios = (weights / updates).clamp(hyper["min_coeff"], hyper["max_coeff"])
-    return torch.where((weights > 0) & (updates > 0), ratios, 1.0)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.rule import SegmentwiseRule, UpdateSegment
+from megatron.optim.rule import UpdateRule, UpdateSegment
 
 
 @dataclass(frozen=True)
-class Lion(SegmentwiseRule):
+class Lion(UpdateRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
 

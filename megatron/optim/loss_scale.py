@@ -27,21 +27,17 @@ class LossScaleRule:
     def next_state(self, state: LossScaleState, overflow: bool) -> LossScaleState:
         if not self.dynamic:
             return state
-        return self._after_overflow(state) if overflow else self._after_clean_step(state)
+        if overflow and state.hysteresis_left > 1:
+            return replace(state, clean_steps=0, hysteresis_left=state.hysteresis_left - 1)
+        if overflow:
+            return replace(state, clean_steps=0, scale=max(state.scale / 2, self.minimum))
+        if state.clean_steps + 1 < self.window:
+            return replace(state, clean_steps=state.clean_steps + 1)
+        return LossScaleState(state.scale * 2, 0, self.hysteresis)
 
     def is_exhausted(self, state: LossScaleState) -> bool:
         """Another overflow could not reduce the scale."""
         return not self.dynamic or (state.scale <= self.minimum and state.hysteresis_left <= 1)
-
-    def _after_overflow(self, state: LossScaleState) -> LossScaleState:
-        if state.hysteresis_left > 1:
-            return replace(state, clean_steps=0, hysteresis_left=state.hysteresis_left - 1)
-        return replace(state, clean_steps=0, scale=max(state.scale / 2, self.minimum))
-
-    def _after_clean_step(self, state: LossScaleState) -> LossScaleState:
-        if state.clean_steps + 1 < self.window:
-            return replace(state, clean_steps=state.clean_steps + 1)
-        return LossScaleState(state.scale * 2, 0, self.hysteresis)
 
 
 @dataclass(frozen=True)

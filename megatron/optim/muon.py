@@ -5,10 +5,9 @@ momentum for hidden matrices, and AdamW for all other parameters.
     w <- (1 - lr decay) w - lr scale orthogonal(u)
 
 The full logical matrix is orthogonalized, so the result does not depend on ZeRO or tensor parallelism. u is gathered in
-the dtype of the products: bf16, or fp32 on a CPU without bf16 instructions. A checkpoint records the dtype, and a run
-resumed on that kind of device keeps it. q, k and v of a fused projection are three matrices. Param groups mark hidden
-matrices by `use_muon` (zero/units.py). Both kinds of parameter have two states, as all parameters of a bucket must have
-the same; the second of a matrix stays 0.
+the dtype of the products: bf16, or fp32 on a CPU without bf16 instructions; a run resumed on that kind of device keeps
+it. Param groups mark hidden matrices by `use_muon` (zero/units.py). All parameters of a bucket have the same two
+states; the second of a matrix stays 0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.rule import SegmentwiseRule, UpdateSegment
+from megatron.optim.rule import UpdateRule, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
@@ -34,7 +33,7 @@ NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @final
 @dataclass
-class Muon(SegmentwiseRule):
+class Muon(UpdateRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
     _adam: AdamW = field(init=False)
@@ -64,17 +63,18 @@ class Muon(SegmentwiseRule):
             self._adam.step(segment, {**hyper, "lr": lr}, factor=factor, steps_taken=steps_taken)
 
     def _step_matrices(self, segment: UpdateSegment, hyper: Mapping[str, Any], lr: float, factor: float) -> None:
-        directions = self._update_directions(segment, hyper, factor)
+        directions = self._update_momentum(segment, hyper, factor)
         segment.master.mul_(1 - lr * hyper["weight_decay"])
         for full_param in segment.gather_full_params(directions):
-            matrices = full_param.tensors if hyper["split_qkv"] else (full_param.values,)
+            matrices = full_param.values.chunk(full_param.num_fused if hyper["split_qkv"] else 1, full_param.dim)
             for matrix in matrices:
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
             scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])
             segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-lr * scale)
 
-    def _update_directions(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
-        """Update the momentum; returns u of the segment's elements in the dtype of the products."""
+    def _update_momentum(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
+        """Update the momentum; returns u of the segment's elements in the dtype of the products. A function, so that
+        the last tile's temporaries are freed before the full parameters are gathered."""
         decay = hyper["momentum"]
         directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])
         for start in range(0, len(segment.master), self.tile):

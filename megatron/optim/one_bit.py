@@ -6,8 +6,7 @@ https://arxiv.org/abs/2104.06069).
                  per element with error feedback (mpu/compressed_all_reduce.py), and the received mean is the new m
 
 The warm-up ends after `freeze_step` steps, or when the sum of v changes by less than 4 % in 1 / (1 - beta2) steps
-without a rise of the learning rate. Lamb scales its frozen update by a moving average of trust ratios and a factor from
-a fresh variance (`_FrozenVarianceUpdate`). Differences from the papers: docs/methods.md.
+without a rise of the learning rate. Differences from the papers: docs/methods.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
 from megatron.optim.lamb import Lamb, bias_corrections, denominator, iter_tiles
-from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateSegment
+from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateRule, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
 from mpu.groups import Group
@@ -31,8 +30,8 @@ STABLE_VARIANCE_RATIO = 0.96
 
 
 @dataclass
-class OneBitRule:
-    """Mixin for rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first."""
+class OneBitRule(UpdateRule):
+    """Base of rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first."""
 
     freeze_step: int | None
     """Steps of the warm-up; None: until v is stable."""
@@ -47,7 +46,6 @@ class OneBitRule:
 
     supports_compression = True
     compression_mask_state = "exp_avg_sq"
-
     compression_note = "the variance is frozen and the momentum travels at one bit a number"
 
     @property
@@ -117,33 +115,19 @@ class OneBitAdam(OneBitRule):
         if self.frozen_at is None:
             self._adam.step(segment, hyper, factor=factor, steps_taken=steps_taken)
             return
-        size = self.tile if on_accelerator(segment.master) else min(self.tile, CACHE_TILE_NUMEL *
-                                                                    torch.get_num_threads())
-        for start in range(0, len(segment.master), size):
-            self._step_tile(segment, slice(start, start + size), hyper, factor, steps_taken)
-
-    def _step_tile(self, segment: UpdateSegment, tile: slice, hyper: Mapping[str, Any], factor: float,
-                   steps_taken: int) -> None:
         m_correction, v_correction = 1.0, 1.0
         if self.bias_correction:
             beta1, beta2 = hyper["betas"]
-            assert self.frozen_at is not None
             m_correction, v_correction = 1 - beta1 ** (steps_taken + 1), 1 - beta2 ** self.frozen_at
-        momentum = segment.states["exp_avg"][tile].copy_(segment.grad[tile]).mul_(factor)
-        denominator = (segment.states["exp_avg_sq"][tile] / v_correction).sqrt_().add_(hyper["eps"])
-        weights = segment.master[tile]
-        weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
-        weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / m_correction)
-
-
-@dataclass
-class _TrustState:
-    """Of the parameters of a bucket: [slots] in fp64, equal on all ranks that hold segments of them."""
-
-    average: Tensor
-    """Moving average of the trust ratios; 0 before the first."""
-    factor: Tensor
-    """The last one."""
+        size = self.tile if on_accelerator(segment.master) else min(self.tile, CACHE_TILE_NUMEL *
+                                                                    torch.get_num_threads())
+        for start in range(0, len(segment.master), size):
+            tile = slice(start, start + size)
+            momentum = segment.states["exp_avg"][tile].copy_(segment.grad[tile]).mul_(factor)
+            rms = (segment.states["exp_avg_sq"][tile] / v_correction).sqrt_().add_(hyper["eps"])
+            weights = segment.master[tile]
+            weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+            weights.addcdiv_(momentum, rms, value=-hyper["lr"] / m_correction)
 
 
 @final
@@ -151,51 +135,46 @@ class _TrustState:
 class OneBitLamb(OneBitRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""
-    _trust: dict[tuple[str, ...], _TrustState] = field(default_factory=dict, init=False)
-    """By the names of a bucket's parameters."""
+    _trust: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    """Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:
+    [slots] in fp64, equal on all ranks that hold segments of them."""
     _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
     """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
     name = "OneBitLamb"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
     elementwise = False
-    needs_host_scalars = True
 
     def __post_init__(self) -> None:
         self._lamb = Lamb(self.tile)
 
-    def bind_device(self, device: torch.device, world: Group) -> None:
-        """No choice to make."""
-
-    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
-        raise AssertionError("1-bit Lamb steps one span at a time, by numbers on the host")
-
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        trust = self._trust_of(segment)
+        names = tuple(segment.param_names)
+        if names not in self._trust:
+            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
+                                 device=segment.master.device).view(-1, 2)
+            self._trust[names] = known[:, 0], known[:, 1]
+        average, last_factor = self._trust[names]
         if self.frozen_at is None:
             ratios = self._lamb.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
-            after = trust.average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
-            trust.average = torch.where(ratios == 1, trust.average, after)
+            after = average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
+            self._trust[names] = torch.where(ratios == 1, average, after), last_factor
             return
         if steps_taken == self.frozen_at:
             segment.states["exp_avg_sq_fresh"].copy_(segment.states["exp_avg_sq"])
         update = _FrozenVarianceUpdate(segment, hyper, self.frozen_at, steps_taken, self.tile)
-        trust.factor = _next_factors(trust.factor, *update.measure(factor), hyper)
-        update.apply(torch.where(trust.average == 0, 1.0, trust.average) * trust.factor)
-
-    def _trust_of(self, segment: UpdateSegment) -> _TrustState:
-        names = tuple(segment.param_names)
-        if names not in self._trust:
-            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
-                                 device=segment.master.device)
-            self._trust[names] = _TrustState(*known.view(-1, 2).unbind(1))
-        return self._trust[names]
+        largest, share = update.measure(factor)
+        blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
+        low, high = (last_factor * (1 + change) for change in (-hyper["factor_threshold"], hyper["factor_threshold"]))
+        new_factor = torch.where(largest > 0, blended.clamp(low, high), last_factor)
+        self._trust[names] = average, new_factor
+        update.apply(torch.where(average == 0, 1.0, average) * new_factor)
 
     def scalars(self) -> dict[str, Any]:
         """Of all parameters, as every rank knows them."""
         known = dict(self._restored_trust)
-        for names, trust in self._trust.items():
-            known |= zip(names, map(list, zip(trust.average.tolist(), trust.factor.tolist())))
+        for names, (averages, factors) in self._trust.items():
+            known |= zip(names, map(list, zip(averages.tolist(), factors.tolist())))
         return {**super().scalars(), "trust": known}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
@@ -216,50 +195,34 @@ class _FrozenVarianceUpdate:
     def measure(self, factor: float) -> tuple[Tensor, Tensor]:
         """Update the moments; returns [slots] the largest ratio of denominators (0 if all v are 0), and [slots] the
         norm of the update without decay relative to that with it."""
-        segment = self._segment
+        segment, states = self._segment, self._segment.states
+        beta1, beta2 = self._hyper["betas"]
         norms_without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
         with_decay, largest = torch.zeros_like(norms_without_decay), torch.zeros_like(norms_without_decay)
         for slot, tile in self._tiles:
-            self._update_moments(tile, factor)
+            momentum = segment.grad[tile].to(torch.float32).mul_(factor)
+            # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
+            grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
+            fresh = states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            grad.copy_(momentum)  # the new exp_avg
             update = self._update_without_decay(tile)
             norms_without_decay[slot] += sum_of_squares(update)
-            with_decay[slot] += sum_of_squares(self._add_decay(update, tile))
-            largest[slot] = torch.maximum(largest[slot], self._denominator_ratios(tile).max())
+            with_decay[slot] += sum_of_squares(update.add_(segment.master[tile], alpha=self._hyper["weight_decay"]))
+            frozen = states["exp_avg_sq"][tile]
+            ratios = denominator(frozen, self._v_correction, self._hyper).div_(
+                denominator(fresh, self._fresh_v_correction, self._hyper)).masked_fill_(frozen == 0, 0.0)
+            largest[slot] = torch.maximum(largest[slot], ratios.max())
         share = (segment.sum_over_shards(norms_without_decay) / segment.sum_over_shards(with_decay)).sqrt()
         return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)
-
-    def _update_moments(self, tile: slice, factor: float) -> None:
-        beta1, beta2 = self._hyper["betas"]
-        states = self._segment.states
-        momentum = self._segment.grad[tile].to(torch.float32).mul_(factor)
-        # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
-        grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
-        states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        grad.copy_(momentum)
 
     def _update_without_decay(self, tile: slice) -> Tensor:
         states = self._segment.states
         return (states["exp_avg"][tile] / self._m_correction).div_(
             denominator(states["exp_avg_sq"][tile], self._v_correction, self._hyper))
 
-    def _add_decay(self, update: Tensor, tile: slice) -> Tensor:
-        return update.add_(self._segment.master[tile], alpha=self._hyper["weight_decay"])
-
-    def _denominator_ratios(self, tile: slice) -> Tensor:
-        frozen, fresh = self._segment.states["exp_avg_sq"][tile], self._segment.states["exp_avg_sq_fresh"][tile]
-        ratios = denominator(frozen, self._v_correction,
-                             self._hyper).div_(denominator(fresh, self._fresh_v_correction, self._hyper))
-        return ratios.masked_fill_(frozen == 0, 0.0)
-
     def apply(self, coefficients: Tensor) -> None:
         """Update the weights."""
         for slot, tile in self._tiles:
-            update = self._add_decay(self._update_without_decay(tile), tile)
-            self._segment.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
-
-
-def _next_factors(before: Tensor, largest: Tensor, share: Tensor, hyper: Mapping[str, Any]) -> Tensor:
-    """All arguments and the result are [slots]."""
-    blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
-    threshold = hyper["factor_threshold"]
-    return torch.where(largest > 0, blended.clamp(before * (1 - threshold), before * (1 + threshold)), before)
+            weights = self._segment.master[tile]
+            update = self._update_without_decay(tile).add_(weights, alpha=self._hyper["weight_decay"])
+            weights.sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))

@@ -14,7 +14,6 @@ are counted as integer multiples of a power of two (`MagnitudeUnit`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,29 +24,17 @@ TERNARY_THRESHOLD = 0.7
 """Threshold of the ternary quantizer, in units of mean|w|."""
 
 
-class Quantizer(Protocol):
-    """Of the groups of one matrix: level k of a group is the value k * scale."""
-
-    @property
-    def scale(self) -> Tensor:
-        """[groups]"""
-
-    def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
-        """k of each element of x [rows, columns] in fp32; row i belongs to `group[i]`."""
-
-    @property
-    def fits_int8(self) -> bool:
-        """All levels fit int8."""
-
-
 @dataclass(frozen=True)
 class UniformQuantizer:
+    """Level k of a group is the value k * scale."""
+
     scale: Tensor
     """[groups], as are low and high."""
     low: Tensor
     high: Tensor
 
     def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+        """k of each element of x [rows, columns] in fp32; row i belongs to `group[i]`."""
         scale, low, high = (numbers[group].unsqueeze(1) for numbers in (self.scale, self.low, self.high))
         steps = x / torch.where(scale != 0, scale, torch.inf)
         steps = steps.round_() if noise is None else steps.add_(noise).floor_()
@@ -69,6 +56,9 @@ class SignQuantizer:
 
     def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
         return x.sign().mul_(x.abs() > self.threshold[group].unsqueeze(1))
+
+
+Quantizer = UniformQuantizer | SignQuantizer
 
 
 def quantize_to_levels(quantizer: Quantizer, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:

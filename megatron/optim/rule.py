@@ -3,9 +3,9 @@
 An `UpdateSegment` is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (a torch
 param group without "params"). Masters and states are fp32; the gradient may be 16-bit, and the rule may overwrite it.
 `factor` is what the gradient is multiplied by: unscaling, averaging and clipping in one number. A rule that takes the
-step's scalars as device tensors (`StepScalars`) never waits for the device; `SegmentwiseRule` needs host numbers. Lamb
-finds parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`. A 1-bit
-rule replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer
+step's scalars as device tensors (`StepScalars`) never waits for the device; the others need host numbers. Lamb finds
+parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`. A 1-bit rule
+replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer
 (`add_compression_input`), and `step` gets the mean over ranks as the gradient.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ from mpu.groups import Group
 
 ParamGroup = dict[str, Any]
 """As in torch.optim: "params" and the hyper-parameters they share, such as "lr"."""
-
-
-def _identity(of_parts: Tensor) -> Tensor:
-    return of_parts
 
 
 @dataclass(frozen=True)
@@ -49,20 +45,12 @@ class FullParam:
     num_fused: int
     """Number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection."""
     dim: int
-    _read_local_values: Callable[[], Tensor]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The concatenated tensors, as views of `values`."""
-        return self.values.chunk(self.num_fused, self.dim)
-
-    def local_values(self) -> Tensor:
-        """The segment's part of the current values, on the segment's device."""
-        return self._read_local_values()
+    local_values: Callable[[], Tensor]
+    """The segment's part of the current values, on the segment's device."""
 
 
 def _no_full_params(values: Tensor) -> Iterator[FullParam]:
-    raise AssertionError("a span that nobody can bring together")
+    raise AssertionError("the parameters of this segment cannot be gathered")
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class UpdateSegment:
     """[slots] sums over this rank's elements -> sums over full parameters. Collective."""
     lp_out: Tensor | None = None
     """16-bit output for the new weights, if it is on the same device. Only `step_many` may write it."""
-    max_over_shards: Callable[[Tensor], Tensor] = _identity
+    max_over_shards: Callable[[Tensor], Tensor] = lambda maxima: maxima
     """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
     param_names: Sequence[str] = ()
     """Of the bucket's parameters, for rules that need full ones."""
@@ -122,39 +110,32 @@ class CompressionInput:
     """The first of the rule's states, in fp32. May gather it; read-only."""
 
 
-class UpdateRule(Protocol):
-    """An optimizer as the engine sees it. `states` names the tensors stored for each weight."""
+class UpdateRule:
+    """An optimizer as the engine sees it. By default the gradients are all-reduced in every step, and segments are
+    updated one at a time, with the step's scalars on the host."""
 
-    @property
-    def name(self) -> str:
-        """Kind of optimizer. States are not interchangeable between kinds."""
-
-    @property
-    def states(self) -> tuple[str, ...]: ...
-
-    @property
-    def elementwise(self) -> bool:
-        """Segments may be split anywhere, and empty ones skipped."""
+    name: str
+    """Kind of optimizer. States are not interchangeable between kinds."""
+    states: tuple[str, ...]
+    """Names of the tensors stored for each weight."""
+    elementwise: bool
+    """Segments may be split anywhere, and empty ones skipped."""
+    supports_compression = False
+    """The rule may later replace the all-reduce by compression; its states must be on the device."""
+    compression_note = ""
+    """What is sent now, and why; for the user."""
+    compression_mask_state = ""
+    """The state that is 0 where there never was a gradient; nothing is sent for those elements."""
 
     @property
     def needs_host_scalars(self) -> bool:
         """The rule needs the step's scalars on the host; `step_many` raises."""
-
-    @property
-    def supports_compression(self) -> bool:
-        """The rule may later replace the all-reduce by compression; its states must be on the device."""
+        return True
 
     @property
     def is_compressed(self) -> bool:
         """From this step on, compressed messages of each rank replace the all-reduce of gradients."""
-
-    @property
-    def compression_note(self) -> str:
-        """What is sent now, and why; for the user."""
-
-    @property
-    def compression_mask_state(self) -> str:
-        """The state that is 0 where there never was a gradient; nothing is sent for those elements."""
+        return False
 
     def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         """Before each step, after `steps_taken` steps: decide what is sent. `sum_of_state(name)` sums a state over the
@@ -162,6 +143,7 @@ class UpdateRule(Protocol):
 
     def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add this rank's message to the error buffer. `factor` scales `target.grad`."""
+        raise AssertionError(f"the gradients of {type(self).__name__} are summed")
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         """Choose the implementation for segments on `device`. It must be the same on all ranks, or replicas would
@@ -169,43 +151,16 @@ class UpdateRule(Protocol):
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         """Update the segment; `steps_taken` does not include this step."""
+        raise NotImplementedError
 
     def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         """Update at least one segment of one hyper-parameter group, in as few kernels as possible. True if it also
         wrote `lp_out`; otherwise the caller copies the weights there."""
+        raise AssertionError(f"{type(self).__name__} steps one segment at a time, by numbers on the host")
 
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values for `restore`."""
-
-    def restore(self, scalars: Mapping[str, Any]) -> None: ...
-
-
-class AllReducedRule:
-    """Mixin for rules whose gradients are all-reduced in every step."""
-
-    supports_compression = is_compressed = False
-    compression_mask_state = compression_note = ""
-
-    def scalars(self) -> dict[str, Any]:
         return {}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
-
-    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
-        """Nothing changes."""
-
-    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
-        raise AssertionError(f"the gradients of {type(self).__name__} are summed")
-
-
-class SegmentwiseRule(AllReducedRule):
-    """Mixin for rules that step one segment at a time, with host scalars."""
-
-    needs_host_scalars = True
-
-    def bind_device(self, device: torch.device, world: Group) -> None:
-        """No choice to make."""
-
-    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
-        raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")
+        """Restore what `scalars` returned."""

@@ -79,18 +79,6 @@ def warmup_fraction(kind: str, step: int, steps: int) -> float:
     return min(1.0, math.log(step + 1) / math.log(max(2, steps)))
 
 
-def _constant_lr(s: LRSchedule, step: int) -> float:
-    return s.peak
-
-
-def _linear_lr(s: LRSchedule, step: int) -> float:
-    return s.peak + (s.floor - s.peak) * s.progress(step)
-
-
-def _cosine_lr(s: LRSchedule, step: int) -> float:
-    return s.floor + (s.peak - s.floor) * 0.5 * (1.0 + math.cos(math.pi * s.progress(step)))
-
-
 def _exponential_lr(s: LRSchedule, step: int) -> float:
     floor = s.floor or s.peak * EXPONENTIAL_FLOOR_RATIO
     return s.peak * (floor / s.peak) ** s.progress(step) if s.peak else 0.0
@@ -119,21 +107,17 @@ def _one_cycle_lr(s: LRSchedule, step: int) -> float:
     return (s.floor + (s.peak - s.floor) * _cycle_height(s, step)) / (1 + s.tail * after)
 
 
-def _range_test_lr(s: LRSchedule, step: int) -> float:
-    return s.floor * (1 + s.tail * (step / s.decay_steps))
-
-
-def _range_test_staircase_lr(s: LRSchedule, step: int) -> float:
-    return s.floor * (1 + s.tail * (step // s.decay_steps))
-
-
 LR_STYLES: dict[str, Callable[[LRSchedule, int], float]] = {
-    "constant": _constant_lr, "linear": _linear_lr, "cosine": _cosine_lr, "exponential": _exponential_lr,
-    "inverse-square-root": _inverse_square_root_lr, "WSD": _wsd_lr, "one-cycle": _one_cycle_lr,
-    "range-test": _range_test_lr, "range-test-stairs": _range_test_staircase_lr}
-WSD_DECAYS: dict[str, Callable[[float], float]] = {"exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
-                                                   "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
-                                                   "minus_sqrt": lambda t: 1 - math.sqrt(t)}
+    "constant": lambda s, step: s.peak,
+    "linear": lambda s, step: s.peak + (s.floor - s.peak) * s.progress(step),
+    "cosine": lambda s, step: s.floor + (s.peak - s.floor) * 0.5 * (1.0 + math.cos(math.pi * s.progress(step))),
+    "exponential": _exponential_lr, "inverse-square-root": _inverse_square_root_lr, "WSD": _wsd_lr,
+    "one-cycle": _one_cycle_lr,
+    "range-test": lambda s, step: s.floor * (1 + s.tail * (step / s.decay_steps)),
+    "range-test-stairs": lambda s, step: s.floor * (1 + s.tail * (step // s.decay_steps))}
+WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    "exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)), "minus_sqrt": lambda t: 1 - math.sqrt(t)}
 """Style of the WSD decay -> the fraction of the peak, from 1 at t = 0 to 0 at t = 1."""
 STYLES_WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
 """Styles that define the rate of every step themselves."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.rule import SegmentwiseRule, UpdateRule, UpdateSegment
+from megatron.optim.rule import UpdateRule, UpdateSegment
 
 
 @final
@@ -61,12 +61,6 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
                               "to zero.initialize")
         return super().step(closure)
 
-    def as_torch(self) -> torch.optim.Adam:
-        """A torch.optim.Adam with the same groups and state."""
-        plain = torch.optim.Adam(self.param_groups, decoupled_weight_decay=self.adam_w_mode)
-        plain.state = self.state
-        return plain
-
 
 ParamState = dict[str, Any]
 """What torch.optim stores for one parameter, or the scalars among it."""
@@ -80,7 +74,11 @@ def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
         if ours is not None:
             _initial_state(optimizer)  # raises if it has taken steps
             return ours
-        return _tested_rule(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
+        if not isinstance(optimizer, DeepSpeedCPUAdam):
+            return _tested_rule(optimizer, tile)
+        plain = torch.optim.Adam(optimizer.param_groups, decoupled_weight_decay=optimizer.adam_w_mode)
+        plain.state = optimizer.state
+        return _tested_rule(plain, tile)
     except ConfigError:
         raise
     except Exception as error:  # the optimizer may fail on 1-dimensional parameters
@@ -88,7 +86,7 @@ def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
 
 
 @final
-class TorchRule(SegmentwiseRule):
+class TorchRule(UpdateRule):
     elementwise = True
 
     def __init__(self, optimizer: Optimizer, states: Iterable[str], tile: int) -> None:
@@ -111,7 +109,13 @@ class TorchRule(SegmentwiseRule):
             for name, state_tile in flat_states.items():
                 if state.get(name, state_tile) is not state_tile:
                     state_tile.copy_(state[name])
-            self._store_scalars(segment, state, steps_taken)
+            numbers, known = self._scalars_in(state), self._scalars_by_group.get(segment.group, {})
+            if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
+                self._scalars_by_group[segment.group] = {
+                    **{steps: known[steps] for steps in known if steps == steps_taken},
+                    steps_taken + 1: {name: value.item() if isinstance(value, Tensor) else value
+                                      for name, value in numbers.items()}}
+                self._scalar_templates[segment.group, segment.master.device] = numbers
 
     def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
         """The group's scalars after `steps_taken` steps, in the optimizer's types. Raises CheckpointError if they are
@@ -122,22 +126,15 @@ class TorchRule(SegmentwiseRule):
             state = self._optimizer.initial_state(seed)
             self._optimizer.step(seed, torch.zeros_like(seed), state, hyper)
             self._scalar_templates[place] = self._scalars_in(state)
-        kinds, known = self._scalar_templates[place], self._scalars_by_group.get(segment.group, {}).get(steps_taken, {})
-        missing = [name for name in kinds if name not in known]
+        templates = self._scalar_templates[place]
+        known = self._scalars_by_group.get(segment.group, {}).get(steps_taken, {})
+        missing = [name for name in templates if name not in known]
         if missing:
             raise CheckpointError(
                 f"{', '.join(missing)} of parameter group {segment.group} after {steps_taken} steps is not known: the "
                 "checkpoint is of another optimizer; go on without its optimizer state (--no-load-optim)")
-        return {name: _to_type_of(kind, known[name]) for name, kind in kinds.items()}
-
-    def _store_scalars(self, segment: UpdateSegment, state: ParamState, steps_taken: int) -> None:
-        known = self._scalars_by_group.get(segment.group, {})
-        numbers = self._scalars_in(state)
-        if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
-            self._scalars_by_group[segment.group] = {steps: known[steps] for steps in known if steps == steps_taken}
-            self._scalars_by_group[segment.group][steps_taken + 1] = {name: _to_python_number(value)
-                                                                      for name, value in numbers.items()}
-            self._scalar_templates[segment.group, segment.master.device] = numbers
+        return {name: torch.full_like(template, known[name]) if isinstance(template, Tensor)
+                else type(template)(known[name]) for name, template in templates.items()}
 
     def _scalars_in(self, state: ParamState) -> ParamState:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}
@@ -156,17 +153,13 @@ class TorchRule(SegmentwiseRule):
 
 def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
     """The equivalent native rule, as a configuration would select it (build.py), or None."""
-    if _has_extras(optimizer):
+    if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
         return None
     if isinstance(optimizer, DeepSpeedCPUAdam):
         if not optimizer.bias_correction:
             return AdamW(tile, bias_correction=False, decoupled=optimizer.adam_w_mode)
         return AdamW(tile) if optimizer.adam_w_mode else None
     return AdamW(tile) if type(optimizer) is torch.optim.AdamW else None
-
-
-def _has_extras(optimizer: Optimizer) -> bool:
-    return any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
 
 
 @final
@@ -223,19 +216,26 @@ TRIAL_STEPS = 8
 
 
 def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
-    groups = [_trial_hyper_parameters(group) for group in optimizer.param_groups]
-    unsplit = [_step_unsplit(_ParameterlessOptimizer(optimizer), hyper) for hyper in groups]
+    # with a nonzero learning rate: warm-ups start at 0
+    groups = [{**{key: value for key, value in group.items() if key != "params"},
+               "lr": float(group.get("lr", 0)) or 1e-3} for group in optimizer.param_groups]
+    unsplit: list[tuple[Tensor, ParamState]] = []
+    for hyper in groups:
+        trial, (weights, grads) = _ParameterlessOptimizer(optimizer), _random_matrices()
+        state = trial.initial_state(weights)
+        for grad in grads:
+            trial.step(weights, grad, state, hyper)
+        unsplit.append((weights, state))
     states = dict.fromkeys(name for _, state in unsplit for name in _elementwise_state_names(optimizer, state))
     for hyper, (weights, state) in zip(groups, unsplit, strict=True):
-        if not _is_bitwise_equal(_step_in_halves(TorchRule(optimizer, states, tile), hyper), {**state, "": weights}):
+        halves = _step_in_halves(TorchRule(optimizer, states, tile), hyper)
+        # exact: an elementwise update rounds the same way in halves
+        if not all(torch.allclose(torch.as_tensor(halves[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0,
+                                  atol=0, equal_nan=True)
+                   for name, value in {**state, "": weights}.items() if value is not None):
             raise _unsupported(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
                                "becomes another one, and ranks hold cut parameters")
     return TorchRule(optimizer, states, tile)
-
-
-def _trial_hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's hyper-parameters, with a nonzero learning rate: warm-ups start at 0."""
-    return {**{key: value for key, value in group.items() if key != "params"}, "lr": float(group.get("lr", 0)) or 1e-3}
 
 
 def _random_matrices() -> tuple[Tensor, Tensor]:
@@ -245,31 +245,17 @@ def _random_matrices() -> tuple[Tensor, Tensor]:
             torch.randn((TRIAL_STEPS, *TRIAL_SHAPE), generator=generator))
 
 
-def _step_unsplit(optimizer: _ParameterlessOptimizer, hyper: Mapping[str, Any]) -> tuple[Tensor, ParamState]:
-    weights, grads = _random_matrices()
-    state = optimizer.initial_state(weights)
-    for grad in grads:
-        optimizer.step(weights, grad, state, hyper)
-    return weights, state
-
-
 def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
-    """The same steps in two flat segments: states and scalars by name, and the weights under ""."""
+    """The trial's steps in two flat segments: states and scalars by name, and the weights under ""."""
     weights, grads = _random_matrices()
     flats = {"": weights.view(-1), **{name: torch.zeros(weights.numel()) for name in rule.states}}
     middle = weights.numel() // 2
     for steps_taken, grad in enumerate(grads):
         for half in (slice(0, middle), slice(middle, None)):
-            span = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
-                                 {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
-            rule.step(span, hyper, factor=1.0, steps_taken=steps_taken)
+            segment = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
+                                    {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
+            rule.step(segment, hyper, factor=1.0, steps_taken=steps_taken)
     return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
-
-
-def _is_bitwise_equal(flat: ParamState, unsplit: ParamState) -> bool:
-    """Exact: an elementwise update rounds the same way in halves."""
-    return all(torch.allclose(torch.as_tensor(flat[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0, atol=0,
-                              equal_nan=True) for name, value in unsplit.items() if value is not None)
 
 
 def _elementwise_state_names(optimizer: Optimizer, state: ParamState) -> list[str]:
@@ -288,16 +274,5 @@ def _unsupported(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(f"the optimizer {type(optimizer).__name__} cannot be used here: {why}")
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 def _clone_scalars(scalars: ParamState) -> ParamState:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
-
-
-def _to_python_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _to_type_of(template: Any, number: Any) -> Any:
-    return torch.full_like(template, number) if isinstance(template, Tensor) else type(template)(number)

@@ -85,8 +85,8 @@ class Activations:
 
     @property
     def block_backward(self) -> int:
-        """The most that the backward of a block holds beside what its forward saved: gradients on their way."""
-        # of the residual stream; of GELU's output, while that of its input is made
+        """Peak of a block's backward beyond its saved tensors: gradients of activations."""
+        # of the residual stream; of GELU's output, while that of its input is computed
         mlp = self.residual_bytes + self.mlp_bytes
         if not self._attends_unfused:
             return mlp
@@ -95,7 +95,7 @@ class Activations:
 
     @property
     def before_blocks(self) -> int:
-        """The tokens, their targets and weights, and what the embeddings save."""
+        """The tokens, their targets and weights, and tensors saved by the embeddings."""
         split_lookup = self.tokens * (8 + 1 + 1) if self.tp > 1 else 0
         return self.tokens * (8 + 8 + FP32) + split_lookup + self.dropout_mask
 
@@ -108,7 +108,7 @@ class Activations:
 
     @property
     def chunk_input(self) -> int:
-        """The input of one chunk while it waits for its backward."""
+        """The saved input of one chunk."""
         parts = self.tp if self.recompute.partition_activations else 1
         return -(-self.tokens * self.model.hidden_size // parts) * self.param_bytes
 
@@ -118,7 +118,7 @@ class Activations:
 
     @property
     def input_buffer_rows(self) -> int:
-        """Rows of the buffer that inputs wait in, whether one is there or not; 0: there is no buffer."""
+        """Rows of the contiguous buffer of saved inputs; 0: there is no buffer."""
         if self.chunk is None or not self.recompute.contiguous_memory_optimization:
             return 0
         return self.recompute.number_checkpoints or self.chunks
@@ -126,39 +126,36 @@ class Activations:
     @property
     def host_input_bytes(self) -> int:
         """Bytes on the host at the end of the forward."""
-        return max(self.chunks,
-                   self.input_buffer_rows) * self.chunk_input if self.inputs_are_on_host and self.chunk else 0
+        rows = max(self.chunks, self.input_buffer_rows)
+        return rows * self.chunk_input if self.inputs_are_on_host and self.chunk else 0
 
     @property
     def input_buffer_bytes(self) -> int:
-        """The buffer on the device: made in the first forward, and there ever after."""
+        """The buffer on the device: allocated in the first forward, and kept."""
         return 0 if self.inputs_are_on_host else self.input_buffer_rows * self.chunk_input
 
     @property
     def chunks(self) -> int:
         return -(-self.model.num_layers // (self.chunk or 1))
 
-    @property
-    def _inputs_are_copies(self) -> bool:
-        """What waits is a copy, so that the whole input comes beside it when it is wanted again."""
-        splits = self.recompute.partition_activations and self.tp > 1
-        return splits or self.inputs_are_on_host or self.input_buffer_rows > 0
-
     def _device_input_bytes(self, chunks: int) -> int:
-        """So many inputs on the device, beside the buffer."""
+        """Inputs of that many chunks on the device, outside the buffer."""
         return 0 if self.inputs_are_on_host or self.input_buffer_rows else chunks * self.chunk_input
 
     def alive_at_block(self, block: int) -> int:
-        """Alive when the backward of block number `block` begins: the blocks up to it, or, recomputing some blocks at a
-        time, the inputs of the chunks up to its own and what its own chunk has just made again."""
+        """Alive when the backward of block number `block` begins: the blocks up to it, or with recomputation the inputs
+        of the chunks up to its own, and the recomputed blocks of its own chunk."""
         if self.chunk is None:
             return (block + 1) * self.block
         number, inside = divmod(block, self.chunk)
-        again = (inside + 1) * self.block
-        # on its way back while this one is at work
-        ahead = self.residual_bytes if self.inputs_are_on_host and number else 0
-        return self._device_input_bytes(number + self._inputs_are_copies) + again + ahead
+        recomputed = (inside + 1) * self.block
+        # the full input exists beside a saved copy of it
+        is_copy = (self.recompute.partition_activations and self.tp > 1 or self.inputs_are_on_host
+                   or self.input_buffer_rows > 0)
+        # the next chunk's input is copied to the device meanwhile
+        prefetched = self.residual_bytes if self.inputs_are_on_host and number else 0
+        return self._device_input_bytes(number + is_copy) + recomputed + prefetched
 
     def alive_at_loss(self) -> int:
-        """Alive when all blocks are done: all of them, or the input of each chunk."""
+        """Alive at the end of the forward: all blocks, or the input of each chunk."""
         return self.model.num_layers * self.block if self.chunk is None else self._device_input_bytes(self.chunks)

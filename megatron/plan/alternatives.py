@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from megatron.config.config_errors import error_sentences
-from megatron.config.tree import Config, RecomputeConfig
+from megatron.config.tree import Config, RecomputeConfig, flag_name
 from megatron.errors import ConfigError
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import PhaseMemory, peak_memory
@@ -24,9 +24,14 @@ PLACEHOLDER_FOLDER = "DIR"
 
 
 def with_changes(run: PlannedRun, placement: StatePlacement | None = None, **sections: Any) -> PlannedRun:
-    """The run with these sections of its configuration, and these homes; ConfigError says what forbids it."""
+    """The run with these sections of its configuration and this placement; ConfigError if that is not allowed."""
     changed = replace(run, config=replace(run.config, **sections), placement=placement or run.placement)
-    _check_legal(changed)
+    offload, placement = changed.config.offload, changed.placement
+    # checks the placement too, which a plan keeps apart from the configuration (footprint.py)
+    replace(changed.config, offload=replace(
+        offload, offload_optimizer_device=placement.optimizer, offload_param_device=placement.params,
+        offload_optimizer_nvme_path=offload.offload_optimizer_nvme_path or PLACEHOLDER_FOLDER,
+        offload_param_nvme_path=offload.offload_param_nvme_path or PLACEHOLDER_FOLDER))
     return changed
 
 
@@ -35,48 +40,28 @@ def with_stage(run: PlannedRun, stage: int, placement: StatePlacement | None = N
 
 
 def if_legal(make_run: Callable[[], PlannedRun]) -> Iterator[PlannedRun]:
-    """The run that this makes, where nothing forbids it."""
+    """`make_run()`, or nothing if that raises a ConfigError."""
     with suppress(ConfigError):
         yield make_run()
 
 
-def why_illegal(run: PlannedRun, stage: int, placement: StatePlacement) -> str:
-    """What forbids this way, in short; "" where nothing does."""
-    try:
-        with_stage(run, stage, placement)
-    except ConfigError as error:
-        return run.config.translate(error_sentences(error)[0]).partition(": ")[0]
-    return ""
-
-
-def _check_legal(run: PlannedRun) -> Config:
-    """Its homes are beside the configuration in a plan (footprint.py); here they are in it again."""
-    offload, placement = run.config.offload, run.placement
-    return replace(run.config, offload=replace(
-        offload, offload_optimizer_device=placement.optimizer, offload_param_device=placement.params,
-        offload_optimizer_nvme_path=offload.offload_optimizer_nvme_path or PLACEHOLDER_FOLDER,
-        offload_param_nvme_path=offload.offload_param_nvme_path or PLACEHOLDER_FOLDER))
-
-
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
               StatePlacement("nvme", "nvme"))
-"""Those worth a row of their own."""
+"""Placements that get a row in the table."""
 STAGE_3_PLACEMENTS = PLACEMENTS[2:]
-"""NVMe is for models that need every part split; below stage 3 only who asks for it gets a row."""
+"""NVMe is for models that need every part split: below stage 3 it gets a row only if the run has it."""
 
 STAGE_COST = {0: 0, 1: 1, 2: 2, 3: 10}
 RECOMPUTE_COST, PARTITION_COST, CPU_CHECKPOINTING_COST = 33, 5, 10
 OFFLOAD_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params", "cpu"): 60, ("params", "nvme"): 200}
-"""Percent of a step, beside what it takes without."""
+"""Slowdown in percent of a step."""
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """One way to run it."""
-
     run: PlannedRun
     device_bytes: int
-    """Bytes of the device at the fullest moment."""
+    """Peak memory of the device."""
     slowdown_percent: int
 
     @property
@@ -93,47 +78,44 @@ class PlanChoice:
 
 
 def plan_rows(requested: PlannedRun) -> list[PlannedRun]:
-    """The run at every stage, with its state in the homes that are of use there, and as it was asked for."""
-    found = [run for stage, homes in _stage_placements(requested)
-             for run in if_legal(partial(with_stage, requested, stage, homes))]
-    return found if requested in found else sorted([*found, requested], key=lambda run: run.config.zero.zero_stage)
+    """The run at every stage with every placement that is useful there, and as requested."""
+    rows = [run for stage, placement in _stage_placements(requested)
+            for run in if_legal(partial(with_stage, requested, stage, placement))]
+    return rows if requested in rows else sorted([*rows, requested], key=lambda run: run.config.zero.zero_stage)
 
 
-def forbidden_rows(requested: PlannedRun) -> list[tuple[int, StatePlacement, str]]:
-    """(stage, homes, why) of the rows that the configuration forbids."""
-    return [(stage, homes, why)
-            for stage, homes in _stage_placements(requested) if (why := why_illegal(requested, stage, homes))]
+def forbidden_rows(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement, str]]:
+    """(stage, placement, why) of the rows that the configuration does not allow."""
+    for stage, placement in _stage_placements(requested):
+        try:
+            with_stage(requested, stage, placement)
+        except ConfigError as error:
+            yield stage, placement, requested.config.translate(error_sentences(error)[0]).partition(": ")[0]
 
 
 def _stage_placements(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement]]:
-    for stage, homes in product(range(4), PLACEMENTS):
-        if stage >= homes.min_stage and (stage == 3 or homes not in STAGE_3_PLACEMENTS) and \
-                (homes == ALL_ON_DEVICE or requested.device == "cuda"):
-            yield stage, homes
+    for stage, placement in product(range(4), PLACEMENTS):
+        if stage >= placement.min_stage and (stage == 3 or placement not in STAGE_3_PLACEMENTS) and \
+                (placement == ALL_ON_DEVICE or requested.device == "cuda"):
+            yield stage, placement
 
 
 def all_choices(requested: PlannedRun) -> list[PlanChoice]:
     """Every combination, the cheapest first; among equals the smallest."""
-    found = []
-    for run in plan_rows(requested):
-        for recompute in _recompute_configs(run):
-            found += [PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed))
-                      for changed in if_legal(partial(with_changes, run, recompute=recompute))]
-    return sorted(found, key=lambda choice: (choice.slowdown_percent, choice.device_bytes))
+    choices = []
+    for run, (on, split, on_host) in product(plan_rows(requested), (
+            (False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True))):
+        if (run.tp > 1 or not split) and (run.device == "cuda" or not on_host):  # the others change nothing
+            recompute = RecomputeConfig(checkpoint_activations=on, partition_activations=split,
+                                        cpu_checkpointing=on_host,
+                                        checkpoint_num_layers=run.config.recompute.checkpoint_num_layers)
+            choices += [PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed))
+                        for changed in if_legal(partial(with_changes, run, recompute=recompute))]
+    return sorted(choices, key=lambda choice: (choice.slowdown_percent, choice.device_bytes))
 
 
 def cheapest_fit(choices: list[PlanChoice], capacity: float) -> PlanChoice | None:
-    """The first that fits."""
     return next((choice for choice in choices if choice.device_bytes <= capacity), None)
-
-
-def _recompute_configs(run: PlannedRun) -> Iterator[RecomputeConfig]:
-    """None, chunks kept as they are, and where it makes a difference: split, on the host, or both."""
-    for on, split, on_host in ((False, False, False), (True, False, False), (True, True, False), (True, False, True),
-                               (True, True, True)):
-        if (run.tp > 1 or not split) and (run.device == "cuda" or not on_host):
-            yield RecomputeConfig(checkpoint_activations=on, partition_activations=split, cpu_checkpointing=on_host,
-                                  checkpoint_num_layers=run.config.recompute.checkpoint_num_layers)
 
 
 def _slowdown_percent(run: PlannedRun) -> int:
@@ -147,7 +129,8 @@ def _slowdown_percent(run: PlannedRun) -> int:
 
 
 MIN_SAVED_SHARE = 0.05
-"""A change that saves a smaller share of the memory does not count as a remedy."""
+"""A change that saves a smaller share of the memory is not suggested."""
+MAX_SUGGESTIONS = 2
 
 LARGEST_MICRO_BATCH = 1 << 16
 
@@ -158,12 +141,20 @@ class PlanSuggestion:
     saved_bytes: int
     """Bytes of the device."""
 
+    def __str__(self) -> str:
+        return f"{self.flags} (saves {format_bytes(self.saved_bytes)})"
+
 
 def suggest_changes(run: PlannedRun) -> list[PlanSuggestion]:
     """The changes that help this run, the cheapest first."""
     now = peak_memory(run).total
-    found = [PlanSuggestion(flags, now - peak_memory(changed).total) for flags, changed in _candidate_changes(run)]
-    return [remedy for remedy in found if remedy.saved_bytes >= MIN_SAVED_SHARE * now]
+    changes = [PlanSuggestion(flags, now - peak_memory(changed).total) for flags, changed in _candidate_changes(run)]
+    return [change for change in changes if change.saved_bytes >= MIN_SAVED_SHARE * now]
+
+
+def describe_suggestions(run: PlannedRun) -> str:
+    """The two cheapest changes that help, as text; "" if there are none."""
+    return " or ".join(map(str, suggest_changes(run)[:MAX_SUGGESTIONS]))
 
 
 def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
@@ -173,8 +164,14 @@ def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
         smaller = max(size for size in range(1, batch) if batch % size == 0)
         yield (f"--batch-size {smaller} --global-batch-size {total}",
                replace(run, config=with_batch(config, smaller, total)))
-    for flags, recompute in next_recompute_configs(run):
-        yield from ((flags, changed) for changed in if_legal(partial(with_changes, run, recompute=recompute)))
+    switches = ["checkpoint_activations"]
+    if config.recompute.checkpoint_activations:
+        switches = ["partition_activations"] * (run.tp > 1) + ["cpu_checkpointing"] * (run.device == "cuda")
+    for switch in switches:
+        if not getattr(config.recompute, switch):
+            recompute = replace(config.recompute, **{switch: True})
+            yield from ((flag_name(switch), changed)
+                        for changed in if_legal(partial(with_changes, run, recompute=recompute)))
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield from ((f"--zero-stage {stage}", changed) for changed in if_legal(partial(with_stage, run, stage)))
     placement = StatePlacement(optimizer="cpu")
@@ -191,45 +188,30 @@ def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
         yield f"--model-parallel-size {tp}", changed
 
 
-def next_recompute_configs(run: PlannedRun) -> Iterator[tuple[str, RecomputeConfig]]:
-    """One switch more of activation checkpointing."""
-    now = run.config.recompute
-    if not now.checkpoint_activations:
-        yield "--checkpoint-activations", replace(now, checkpoint_activations=True)
-        return
-    if run.tp > 1 and not now.partition_activations:
-        yield "--partition-activations", replace(now, partition_activations=True)
-    if run.device == "cuda" and not now.cpu_checkpointing:
-        yield "--cpu-checkpointing", replace(now, cpu_checkpointing=True)
-
-
 def with_batch(config: Config, batch: int, total: int) -> Config:
     return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
 
 
 def largest_micro_batches(run: PlannedRun, capacities: Iterable[float]) -> list[int]:
-    """The largest --batch-size whose peak is at most so many bytes, with as many micro-batches a step; 0: none."""
-    steps = run.accumulation
-
+    """For each capacity in bytes: the largest --batch-size whose peak fits, with the same number of micro-batches a
+    step; 0: none."""
     @cache
     def needs(batch: int) -> int:
-        return peak_memory(replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))).total
+        return peak_memory(replace(run, config=with_batch(run.config, batch, batch * run.dp * run.accumulation))).total
 
-    return [_largest_fitting(lambda batch: needs(batch) <= capacity) for capacity in capacities]
-
-
-def _largest_fitting(fits: Callable[[int], bool]) -> int:
-    low, high = 0, 1
-    while high <= LARGEST_MICRO_BATCH and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    largest = list[int]()
+    for capacity in capacities:
+        low, high = 0, 1  # a batch that fits, and one that does not
+        while high <= LARGEST_MICRO_BATCH and needs(high) <= capacity:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if needs(middle) <= capacity else (low, middle)
+        largest.append(low)
+    return largest
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 

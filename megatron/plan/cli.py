@@ -60,8 +60,7 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
     placement = configured_placement(config)
     require(config.zero.zero_stage >= placement.min_stage,
             f"{placement.flags()} needs --zero-stage {placement.min_stage} or higher, not {config.zero.zero_stage}")
-    offload = replace(config.offload, offload_optimizer_device="none",
-                      offload_param_device="none")  # from now on in homes
+    offload = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # in `placement`
     return options, PlannedRun(replace(with_vocabulary(config), offload=offload), options.ranks, options.device,
                                placement)
 
@@ -81,47 +80,51 @@ def _parser(ranks: int) -> CommandArgumentParser:
                         help="TFLOP/s of a rank, as training reports them: adds the time of a step and of the run")
     parser.add_argument("--time", action="store_true",
                         help="predict the time of a step from measured rates of this machine; they are measured once")
-    parser.add_argument("--probe", action="store_true", help="the same, and measure the rates anew")
+    parser.add_argument("--probe", action="store_true", help="the same, and measure the rates again")
     parser.add_argument("--rates", metavar="FILE", help="the same from rates that were measured elsewhere")
     parser.add_argument("--json", action="store_true", help="print the same numbers and more as JSON, in bytes")
     return parser
 
 
 def with_vocabulary(config: Config) -> Config:
-    """The size of the vocabulary is the tokenizer's; one that is known needs no file."""
-    kind = config.data.tokenizer_type or "GPT2BPETokenizer"
-    if config.model.vocab_size is None and config.data.vocab_file is None and kind in VOCABULARIES:
-        return replace(config, model=replace(config.model, vocab_size=VOCABULARIES[kind]))
+    """The config with vocab_size set, from the tokenizer if it is not given."""
     if config.model.vocab_size is not None:
         return config
-    from megatron.train import build
+    kind = config.data.tokenizer_type or "GPT2BPETokenizer"
+    if config.data.vocab_file is None and kind in VOCABULARIES:
+        return replace(config, model=replace(config.model, vocab_size=VOCABULARIES[kind]))
+    from megatron.train import build  # imports torch
 
     return build.with_vocab_size(config, build.tokenizer(config))
 
 
 def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *,
                summary: bool = False) -> int:
-    """The plan of these flags on stdout; the options among them win over the other arguments. `summary`: what the run
-    that was asked for needs, before all others; the metrics file is then one that it would write."""
+    """Print the plan of these flags; options among them take precedence over the other arguments. `summary` starts with
+    the needs of the requested run, and ignores its metrics file, which does not exist yet."""
     options, requested = parse(argv, ranks, summary=summary)
     on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
-    metrics = None if summary else requested.config.log.metrics_file
-    rates = None
+    metrics, rates = None if summary else requested.config.log.metrics_file, None
     if metrics:
-        next(iter(MetricsFileReader(Path(metrics))), None)  # it can be read, before a minute of measuring
+        next(iter(MetricsFileReader(Path(metrics))), None)  # raises if it cannot be read, before a minute of measuring
     if options.time or options.probe or options.rates or metrics:
         rates = cached_or_measured_rates(requested, ranks_per_node=on_node, remeasure=options.probe, path=options.rates)
     machine = TargetMachine(options.card_gb, on_node, options.tflops, rates)
-    found = build_report(requested, machine)
+    report = build_report(requested, machine)
     measured_run = read_measured_run(metrics, requested, rates) if metrics and rates else None
     if options.json:
-        more = {"notes": forecast_notes(requested, rates, measured_run)} if rates else {}
-        print(json.dumps(found | more | ({} if measured_run is None else {"measured": asdict(measured_run)}), indent=1))
+        if rates:
+            report["notes"] = forecast_notes(requested, rates, measured_run)
+        if measured_run:
+            report["measured"] = asdict(measured_run)
+        print(json.dumps(report, indent=1))
         return 0
-    print("\n".join(
-        [*(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, found),
-         *(format_forecast(requested, rates, found["rows"], measured_run) if rates
-           else ()), *([f"note: {metrics} has no step yet"] if metrics and measured_run is None else ())]))
+    lines = [*(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, report)]
+    if rates:
+        lines += format_forecast(requested, rates, report["rows"], measured_run)
+    if metrics and measured_run is None:
+        lines.append(f"note: {metrics} has no step yet")
+    print("\n".join(lines))
     return 0
 
 

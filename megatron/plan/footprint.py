@@ -14,7 +14,7 @@ from shlex import quote
 from typing import Literal
 
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
-from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
+from megatron.config.tree import Config, OffloadConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.layout import FlatLayout, Slot, align
@@ -27,17 +27,17 @@ from mpu.split import pad_vocab
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
-"""Numbers that AdamW keeps beside each weight."""
+"""AdamW's moments per weight."""
 EMBEDDING_NAMES = ("wte.weight", "wpe.weight")
 MUON_WIRE_BYTES = 2
-"""Bytes of a number of a matrix that is brought together."""
+"""Bytes per element of a matrix that is gathered for Muon."""
 MAX_TILE = 2**24
-"""Elements of an optimizer step at a time, at most."""
+"""Largest tile of an optimizer step, in elements."""
 
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where a rank's share of the state is between its uses: on the device ("none"), on the host, on an NVMe drive."""
+    """Where a rank's shards are between uses: on the device ("none"), on the host, on an NVMe drive."""
 
     optimizer: OffloadTarget = "none"
     params: OffloadTarget = "none"
@@ -49,31 +49,28 @@ class StatePlacement:
 
     @property
     def min_stage(self) -> int:
-        """The ZeRO stage from which there is such a share."""
+        """The lowest ZeRO stage that allows this placement."""
         return 3 if self.params != "none" else 1 if self.optimizer != "none" else 0
 
     def flags(self, offload: OffloadConfig = OffloadConfig()) -> str:
-        """With the folders that the configuration has; one that has none for a kind of state has it with the other."""
+        """With the configured NVMe folders; a kind of state without one uses the other's."""
         folders = offload.offload_optimizer_nvme_path, offload.offload_param_nvme_path
-        known = quote(folders[0] or folders[1] or "DIR")
-        given = [("optimizer", self.optimizer, folders[0]), ("param", self.params, folders[1])]
+        default = folders[0] or folders[1] or "DIR"
+        kinds = [("optimizer", self.optimizer, folders[0]), ("param", self.params, folders[1])]
         return " ".join(f"--offload-{kind}-device {place}"
-                        + f" --offload-{kind}-nvme-path {quote(folder) if folder else known}" * (place == "nvme")
-                        for kind, place, folder in given if place != "none")
+                        + f" --offload-{kind}-nvme-path {quote(folder or default)}" * (place == "nvme")
+                        for kind, place, folder in kinds if place != "none")
 
 
 ALL_ON_DEVICE = StatePlacement()
 
 
 def configured_placement(config: Config) -> StatePlacement:
-    """As the configuration has them."""
     return StatePlacement(config.offload.offload_optimizer_device, config.offload.offload_param_device)
 
 
 @dataclass(frozen=True)
 class OffloadedBytes:
-    """Bytes of one rank that are not on its device."""
-
     host: int
     nvme: int
 
@@ -85,28 +82,28 @@ class TrafficBytes:
     gradients: int
     parameters: int
     matrices: int = 0
-    """Those that an optimizer needs whole."""
+    """Matrices gathered for the optimizer (Muon)."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration on so many ranks of one kind of device."""
+    """A configuration on a number of ranks of one device type."""
 
     config: Config
     ranks: int = 1
     device: Device = "cuda"
     placement: StatePlacement = ALL_ON_DEVICE
-    """What counts, so that one configuration can be planned with every storage; its own section says the sizes only."""
+    """Replaces the devices in config.offload, so that one configuration can be planned with every placement."""
 
     @cached_property
     def offload_placement(self) -> StatePlacement:
-        """Storage that is not on the device: a CPU is its own host."""
+        """The placement as it works on this device: a CPU is its own host."""
         if self.device == "cuda":
             return self.placement
         return StatePlacement(*("none" if place == "cpu" else place
                                 for place in (self.placement.optimizer, self.placement.params)))
 
-    # ---- the sizes that everything follows from -----------------------------------------------------------------
+    # ---- sizes ----------------------------------------------------------------------------------------------------
 
     @property
     def tp(self) -> int:
@@ -134,32 +131,32 @@ class PlannedRun:
 
     @cached_property
     def mean_active_blocks(self) -> float:
-        """Blocks that a step runs, on average over the run: fewer than there are, where some are left out."""
+        """Blocks that a step runs, on average over the run: fewer than num_layers with progressive layer drop."""
         schedule = self.config.layer_drop.schedule
         theta = 1.0 if schedule is None else schedule.mean(self.config.train.train_iters)
         return expected_blocks(self.num_layers, theta)
 
     @cached_property
     def param_bytes(self) -> int:
-        """Bytes of a weight at work."""
+        """Bytes of a working weight."""
         return FP32 if self.config.precision.name == "fp32" else 2
 
     @cached_property
     def grad_sum_bytes(self) -> int:
-        """Bytes of a gradient as it is added up: over micro-batches, or over ranks where asked for, in fp32."""
+        """Bytes of an accumulated gradient: fp32 over micro-batches, or over ranks if configured."""
         precision = self.config.precision
         wide = self.accumulation > 1 or precision.communication not in (None, precision.name)
         return FP32 if wide else self.param_bytes
 
     @cached_property
     def grad_bytes(self) -> int:
-        """Bytes of a gradient as backward leaves it."""
+        """Bytes of a gradient after backward."""
         in_place = self.config.precision.communication == "fp32" or not self.policy.grads_are_sharded
         return self.grad_sum_bytes if in_place else self.param_bytes
 
     @property
     def wire_grad_bytes(self) -> int:
-        """Bytes of a gradient on the wire: an accelerator's adds up in fp32, unless another precision is asked for."""
+        """Bytes of a gradient on the wire: accelerators reduce in fp32 unless configured otherwise."""
         if self.device == "cpu":
             return self.grad_bytes
         return 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
@@ -173,33 +170,45 @@ class PlannedRun:
     @cached_property
     def root(self) -> FlatLayout:
         """The bucket of the embeddings and the last LayerNorm."""
-        return FlatLayout([slot for slot in self.root_parameters if not _is_persistent(slot, self.config.zero)],
-                          self.num_shards)
+        return FlatLayout([slot for slot in self.root_parameters if not self._is_persistent(slot)], self.num_shards)
 
     @cached_property
     def block(self) -> FlatLayout:
         """The bucket of one transformer block."""
-        return FlatLayout([slot for slot in self.block_parameters if not _is_persistent(slot, self.config.zero)],
-                          self.num_shards)
+        return FlatLayout([slot for slot in self.block_parameters if not self._is_persistent(slot)], self.num_shards)
 
     @cached_property
     def persistent(self) -> FlatLayout:
-        """The bucket of parameters too small to be split."""
+        """The bucket of parameters too small to be sharded."""
         slots = [*self.root_parameters, *self.block_parameters * self.num_layers]
-        return FlatLayout([slot for slot in slots if _is_persistent(slot, self.config.zero)], self.num_shards)
+        return FlatLayout([slot for slot in slots if self._is_persistent(slot)], self.num_shards)
+
+    def _is_persistent(self, slot: Slot) -> bool:
+        """Whether the parameter stays gathered on every rank at stage 3."""
+        return self.policy.params_are_sharded and slot.numel < self.config.zero.stage3_param_persistence_threshold
 
     @property
     def num_sharded_units(self) -> int:
-        """Of the root and the blocks, those that have parameters to collect."""
+        """Of the root and the blocks, those with sharded parameters."""
         return bool(self.root.numel) + self.num_layers * bool(self.block.numel) if self.policy.params_are_sharded else 0
 
     @cached_property
     def root_parameters(self) -> list[Slot]:
-        return root_slots(self.config.model, self.vocab_columns)
+        """The parameters outside the blocks (megatron/model/gpt2.py)."""
+        model, h = self.config.model, self.config.model.hidden_size
+        return [Slot("wte.weight", (self.vocab_columns, h)), Slot("wpe.weight", (model.max_position_embeddings, h)),
+                Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
 
     @cached_property
     def block_parameters(self) -> list[Slot]:
-        return block_slots(self.config.model, self.tp)
+        """The parameters of one transformer block on one tensor parallel rank (megatron/model/transformer.py)."""
+        h, ffn, tp = self.config.model.hidden_size, self.config.model.ffn_size, self.tp
+        matrices = {"attn.qkv.weight": (3 * h // tp, h), "attn.proj.weight": (h, h // tp),
+                    "mlp.fc.weight": (ffn // tp, h), "mlp.proj.weight": (h, ffn // tp)}
+        vectors = {"ln_1.weight": h, "ln_1.bias": h, "attn.qkv.bias": 3 * h // tp, "attn.proj.bias": h,
+                   "ln_2.weight": h, "ln_2.bias": h, "mlp.fc.bias": ffn // tp, "mlp.proj.bias": h}
+        return [*(Slot(name, shape) for name, shape in matrices.items()),
+                *(Slot(name, (size,), group=1) for name, size in vectors.items())]
 
     @cached_property
     def activations(self) -> Activations:
@@ -208,43 +217,34 @@ class PlannedRun:
                            self.param_bytes, self.device, data.reset_attention_mask, self.config.recompute)
 
     @property
-    def chunk(self) -> int | None:
-        """Blocks recomputed at a time."""
-        return self.activations.chunk
-
-    @property
-    def chunks(self) -> int:
-        return self.activations.chunks
-
-    @property
     def num_skipped_products(self) -> int:
-        """Chunks whose last product, and sum, is not run again: nobody asks for their output but a dropout."""
-        return self.chunks if self.chunk is not None and not self.config.model.hidden_dropout else 0
+        """Chunks whose last product, and sum, is not recomputed: only a dropout behind it would need the output."""
+        acts = self.activations
+        return acts.chunks if acts.chunk is not None and not self.config.model.hidden_dropout else 0
 
-    # ---- what lasts ---------------------------------------------------------------------------------------------
+    # ---- persistent memory ----------------------------------------------------------------------------------------
 
     @cached_property
     def shard_numel(self) -> int:
         """Parameters whose optimizer state is on this rank."""
-        return self.root.shard_numel + self.persistent.shard_numel + self.num_layers * self.block.shard_numel
+        return self._sharded_numel + self.persistent.shard_numel
 
     @cached_property
     def params_device_bytes(self) -> int:
-        """Bytes of the weights at work between steps."""
+        """Bytes of the working weights between steps."""
         if self.offload_placement.params != "none":
             return self.persistent.numel * self.param_bytes
         if self.policy.params_are_sharded:
-            return (self.root.shard_numel + self.num_layers * self.block.shard_numel +
-                    self.persistent.numel) * self.param_bytes
+            return (self._sharded_numel + self.persistent.numel) * self.param_bytes
         return (self.root.numel + self.num_layers * self.block.numel) * self.param_bytes
 
     @cached_property
     def bucket_offload(self) -> Sequence[tuple[FlatLayout, bool]]:
-        """Each bucket, and whether its optimizer state leaves the device."""
-        share = OffloadRatio(0.0 if self.offload_placement.optimizer ==
-                             "none" else self.config.offload.offload_optimizer_ratio)
+        """Each bucket, and whether its optimizer state is offloaded."""
+        is_offloaded = self.offload_placement.optimizer != "none"
+        ratio = OffloadRatio(self.config.offload.offload_optimizer_ratio if is_offloaded else 0.0)
         buckets = [self.root, *[self.persistent] * bool(self.persistent.numel), *[self.block] * self.num_layers]
-        return [(layout, share.offloads_next(layout.shard_numel)) for layout in buckets]
+        return [(layout, ratio.offloads_next(layout.shard_numel)) for layout in buckets]
 
     @cached_property
     def offloaded_numel(self) -> int:
@@ -257,29 +257,22 @@ class PlannedRun:
         return self.offloaded_numel * FP32 * (1 + MOMENTS_PER_WEIGHT)
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of them all."""
-        return self.device_optimizer_bytes + self.offloaded_optimizer_bytes
-
-    @property
     def keeps_masters(self) -> bool:
-        """The device has fp32 masters of the state that stays, apart from the weights at work."""
+        """Whether the device has fp32 masters apart from the working weights."""
         return (self.param_bytes < FP32 or self.offload_placement.params != "none"
                 or self.config.quantize.quantize_training)
 
     @cached_property
     def device_optimizer_bytes(self) -> int:
-        """Bytes of those that are."""
-        kept = MOMENTS_PER_WEIGHT + (self.config.optim.optimizer == "onebit_lamb") + self.keeps_masters
-        return (self.shard_numel - self.offloaded_numel) * FP32 * kept + self.error_feedback_bytes
-
-    @property
-    def error_feedback_bytes(self) -> int:
-        """Bytes of what a rank with a 1-bit optimizer owes to others after the warm-up, and of what was said last."""
-        if self.config.optim.optimizer not in ONE_BIT_OPTIMIZERS:
-            return 0
-        numel = self.root.numel + self.num_layers * self.block.numel
-        return numel * FP32 + numel * FP32 // self.dp + numel * 2 // 8  # signs of the numbers, and which are silent
+        """Bytes of this rank's masters, moments and error feedback on the device."""
+        optimizer = self.config.optim.optimizer
+        per_weight = MOMENTS_PER_WEIGHT + (optimizer == "onebit_lamb") + self.keeps_masters
+        error_feedback = 0
+        if optimizer in ONE_BIT_OPTIMIZERS:
+            numel = self.root.numel + self.num_layers * self.block.numel
+            # worker and server errors, and two bits per element: its sign, and whether it is 0
+            error_feedback = numel * FP32 + numel * FP32 // self.dp + numel * 2 // 8
+        return (self.shard_numel - self.offloaded_numel) * FP32 * per_weight + error_feedback
 
     @property
     def tile_numel(self) -> int:
@@ -288,7 +281,7 @@ class PlannedRun:
 
     @property
     def offloaded_bytes(self) -> OffloadedBytes:
-        """What is offloaded, and inputs that wait on the host for their recomputation."""
+        """Offloaded state, and activation checkpoints on the host."""
         on_host = self.host_bytes + self.activations.host_input_bytes
         # a CPU is its own host
         return OffloadedBytes(on_host if self.device == "cuda" else 0, sum(self.nvme_by_kind.values()))
@@ -306,78 +299,78 @@ class PlannedRun:
 
     @cached_property
     def host_by_kind(self) -> dict[str, int]:
-        """Bytes of what is offloaded, and of the buffers in front of a drive."""
-        offload = self.config.offload
-        found = {"parameters": 0, "gradients": self.offloaded_numel * self.grad_sum_bytes
-                 if self.gradients_are_offloaded else 0, "optimizer": self.offloaded_optimizer_bytes
-                 if self.offload_placement.optimizer == "cpu" else 0, "buffers": 0}
-        if self.offload_placement.optimizer == "nvme":
-            found["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_swap_part * FP32
-        if self.gradients_are_offloaded and self.offload_placement.optimizer == "cpu" and offload.delayed_param_update:
-            found["gradients"] *= 2  # of the update under way, and of the next one
-            found["buffers"] += self.shard_numel * self.param_bytes
-        elif self.gradients_are_offloaded and self.offload_placement.params == "none":
-            found["buffers"] += 2 * self.max_swap_part * self.param_bytes  # new weights on their way up
-        if self.offload_placement.params == "cpu":
-            found["parameters"] = self._sharded_numel * self.param_bytes
-        elif self.offload_placement.params == "nvme":
+        """Bytes of offloaded state, and of the buffers in front of a drive."""
+        offload, placement = self.config.offload, self.offload_placement
+        by_kind = {"parameters": 0,
+                   "gradients": self.offloaded_numel * self.grad_sum_bytes if self.gradients_are_offloaded else 0,
+                   "optimizer": self.offloaded_optimizer_bytes if placement.optimizer == "cpu" else 0, "buffers": 0}
+        if placement.optimizer == "nvme":
+            by_kind["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_offload_chunk_numel * FP32
+        if self.gradients_are_offloaded and placement.optimizer == "cpu" and offload.delayed_param_update:
+            by_kind["gradients"] *= 2  # of the running update, and of the next one
+            by_kind["buffers"] += self.shard_numel * self.param_bytes
+        elif self.gradients_are_offloaded and placement.params == "none":
+            by_kind["buffers"] += 2 * self.max_offload_chunk_numel * self.param_bytes  # new weights, leaving
+        if placement.params == "cpu":
+            by_kind["parameters"] = self._sharded_numel * self.param_bytes
+        elif placement.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._nvme_buckets
-            of_step = self._swap_part_numel if self.offload_placement.optimizer != "none" else None
-            part = param_chunk_numel(size, of_step)
-            parts = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, part, of_step)]
-            sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, part), len(parts))
-            found["parameters"] = (self._sharded_numel - sum(layout.shard_numel
-                                                             for layout in on_drive)) * self.param_bytes
-            found["buffers"] += sets * largest_chunk(parts) * self.param_bytes
-        return found
+            of_step = self._offload_chunk_numel if placement.optimizer != "none" else None
+            chunk = param_chunk_numel(size, of_step)
+            chunks = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, chunk, of_step)]
+            sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, chunk), len(chunks))
+            numel_on_drive = sum(layout.shard_numel for layout in on_drive)
+            by_kind["parameters"] = (self._sharded_numel - numel_on_drive) * self.param_bytes
+            by_kind["buffers"] += sets * largest_chunk(chunks) * self.param_bytes
+        return by_kind
 
     @property
-    def _swap_part_numel(self) -> int:
-        """Of state that is not on the device."""
+    def _offload_chunk_numel(self) -> int:
+        """Largest chunk of offloaded optimizer state, in elements."""
         if self.offload_placement.optimizer == "cpu":
             return min(HOST_CHUNK_NUMEL, self.tile_numel)
         return step_chunk_numel(self.tile_numel, self.config.offload.offload_optimizer_buffer_count,
                                 1 + MOMENTS_PER_WEIGHT)
 
     @property
-    def max_swap_part(self) -> int:
-        """The largest of them."""
-        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._swap_part_numel)) if layout.shard_numel
+    def max_offload_chunk_numel(self) -> int:
+        """The largest chunk that occurs, in elements."""
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._offload_chunk_numel)) if layout.shard_numel
                    else 0 for layout in (self.root, self.persistent, self.block))
 
     @property
     def state_is_updated_on_device(self) -> bool:
-        """State comes to the device for its update, a part at a time, and goes back to the host."""
+        """Optimizer state is copied to the device for its update, a chunk at a time, and back to the host."""
         return self.device == "cuda" and self.offload_placement.optimizer == "cpu" and \
             self.config.offload.offload_update == "device"
 
     @property
     def _sharded_numel(self) -> int:
-        """Weights of this rank that come and go."""
+        """Elements of this rank's parameter shards, without the persistent ones."""
         return self.root.shard_numel + self.num_layers * self.block.shard_numel
 
     @cached_property
     def _nvme_buckets(self) -> list[FlatLayout]:
-        """Buckets whose weights are on a drive: those that the host has no room for, in their order."""
-        room, found = self.config.offload.offload_param_max_in_cpu, []
+        """Buckets whose weights are on a drive: those beyond --offload-param-max-in-cpu, in their order."""
+        left, on_drive = self.config.offload.offload_param_max_in_cpu, []
         for layout in [self.root, *[self.block] * self.num_layers]:
-            if layout.shard_numel <= room:
-                room -= layout.shard_numel
+            if layout.shard_numel <= left:
+                left -= layout.shard_numel
             else:
-                found.append(layout)
-        return found
+                on_drive.append(layout)
+        return on_drive
 
     @property
     def gradients_are_offloaded(self) -> bool:
-        """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much
-        room.)"""
+        """The device does not keep the gradient sums of offloaded state. (`auto` keeps them only if there is much free
+        memory.)"""
         return (self.device == "cuda" and self.offload_placement.optimizer != "none"
                 and not self.state_is_updated_on_device)
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
     def traffic(self) -> TrafficBytes:
-        """By rings: all that is not a rank's own part goes out once in a reduce-scatter, and once in an all-gather."""
+        """By ring collectives: a rank sends all but its own shard, once per reduce-scatter and once per all-gather."""
         peers = self.dp - 1
         blocks = self.num_layers * self.block.numel
         numel = self.root.numel + self.persistent.numel + blocks
@@ -396,34 +389,8 @@ class PlannedRun:
         return TrafficBytes(gradients, gathered * self.param_bytes * peers // self.dp, matrices)
 
     def matrices_numel(self, layout: FlatLayout) -> int:
-        """Elements of a bucket's hidden matrices that a rank has, at most; 0 where no optimizer needs them whole."""
+        """Upper bound on a rank's elements of a bucket's hidden matrices; 0 unless Muon gathers them."""
         if self.config.optim.optimizer != "muon":
             return 0
         hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name not in EMBEDDING_NAMES)
         return min(layout.shard_numel, sum(align(slot.numel) for slot in hidden))
-
-
-# ---- parameters ---------------------------------------------------------------------------------------------------
-
-
-def block_slots(model: ModelConfig, tp: int) -> list[Slot]:
-    """The parameters of one transformer block on one tensor parallel rank (megatron/model/transformer.py)."""
-    h, ffn = model.hidden_size, model.ffn_size
-    matrices = {"attn.qkv.weight": (3 * h // tp, h), "attn.proj.weight": (h, h // tp),
-                "mlp.fc.weight": (ffn // tp, h), "mlp.proj.weight": (h, ffn // tp)}
-    vectors = {"ln_1.weight": h, "ln_1.bias": h, "attn.qkv.bias": 3 * h // tp, "attn.proj.bias": h,
-               "ln_2.weight": h, "ln_2.bias": h, "mlp.fc.bias": ffn // tp, "mlp.proj.bias": h}
-    return [*(Slot(name, shape) for name, shape in matrices.items()),
-            *(Slot(name, (size,), group=1) for name, size in vectors.items())]
-
-
-def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
-    """The parameters outside the blocks (megatron/model/gpt2.py)."""
-    h = model.hidden_size
-    return [Slot("wte.weight", (columns, h)), Slot("wpe.weight", (model.max_position_embeddings, h)),
-            Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
-
-
-def _is_persistent(slot: Slot, zero: ZeroConfig) -> bool:
-    """The parameter is whole on every rank at stage 3, too: the engine keeps small ones in a bucket of their own."""
-    return stage_policy(zero.zero_stage).params_are_sharded and slot.numel < zero.stage3_param_persistence_threshold

@@ -1,12 +1,10 @@
-"""The GPUs of this machine that a process may use, without importing torch: the driver's list filtered by
-CUDA_VISIBLE_DEVICES.
-"""
+"""The GPUs that this process may use, without torch: the driver's list filtered by CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +12,9 @@ from megatron.errors import ConfigError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DRIVER_SECONDS = 60.0
-"""How long the driver's tool may take: some seconds a GPU where nothing else keeps the driver awake."""
+"""Timeout of nvidia-smi, which takes some seconds a GPU if no process keeps the driver loaded."""
 MIG = "MIG-"
-"""How the name of a part of a GPU begins; a process sees one of them at most."""
+"""Prefix of MIG instances; a process sees at most one."""
 
 
 class Gpu(NamedTuple):
@@ -29,58 +27,41 @@ def visible_gpus() -> list[Gpu]:
 
 
 def apply_visible_devices(listed: Sequence[Gpu], variable: str | None) -> list[Gpu]:
-    """As CUDA reads the variable: numbers, or beginnings of identifiers, up to the first that names nothing. (Its
-    numbers may be in another order than the driver's where models differ.)"""
+    """As CUDA reads the variable: numbers, or prefixes of UUIDs, up to the first without a match. (CUDA may number
+    GPUs of different models in another order than the driver.)"""
     if variable is None:
         return list(listed)
-    found = list[Gpu]()
+    gpus = list[Gpu]()
     for word in map(str.strip, variable.split(",")):
-        gpu = _find_gpu(word, listed)
-        if gpu is None:
-            break
-        found.append(gpu)
         if word.startswith(MIG):
+            return [*gpus, Gpu(word, word)] if listed else gpus
+        matches = [gpu for number, gpu in enumerate(listed)
+                   if (int(word) == number if word.isdecimal() else
+                       word.startswith("GPU-") and gpu.uuid.startswith(word))]
+        if not matches:
             break
-    return found
-
-
-def _find_gpu(word: str, listed: Sequence[Gpu]) -> Gpu | None:
-    if word.isdecimal():
-        return listed[int(word)] if int(word) < len(listed) else None
-    if word.startswith(MIG) and listed:
-        return Gpu(word, word)
-    return next((gpu for gpu in listed if word.startswith("GPU-") and gpu.uuid.startswith(word)), None)
+        gpus.append(matches[0])
+    return gpus
 
 
 def _gpus_from_proc() -> list[Gpu]:
     """In the order of the bus."""
-    return [_parse_information(file.read_text(encoding="utf-8", errors="replace"))
-            for file in sorted(DRIVER.glob("*/information"))]
-
-
-def _parse_information(text: str) -> Gpu:
-    lines = (line.partition(":") for line in text.splitlines())
-    facts = {name.strip(): value.strip() for name, _, value in lines}
-    return Gpu(facts.get("Model", ""), facts.get("GPU UUID", ""))
+    gpus = list[Gpu]()
+    for file in sorted(DRIVER.glob("*/information")):
+        lines = (line.partition(":") for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
+        fields = {name.strip(): value.strip() for name, _, value in lines}
+        gpus.append(Gpu(fields.get("Model", ""), fields.get("GPU UUID", "")))
+    return gpus
 
 
 def _gpus_from_nvidia_smi() -> list[Gpu]:
-    """Where the driver shows no files: some containers, and Linux inside of Windows."""
-    return list(_parse_csv(_run_nvidia_smi()))
-
-
-def _run_nvidia_smi() -> str:
+    """For drivers without files in /proc: some containers, and Linux inside of Windows."""
     try:
-        return subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
-                              capture_output=True, timeout=DRIVER_SECONDS).stdout
+        rows = subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
+                              capture_output=True, timeout=DRIVER_SECONDS).stdout.splitlines()
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"nvidia-smi has not answered in {DRIVER_SECONDS:g} s: the driver of the GPUs hangs "
                           "(--device cpu does without)") from error
     except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def _parse_csv(text: str) -> Iterator[Gpu]:
-    for line in text.splitlines():
-        model, _, uuid = line.partition(",")
-        yield Gpu(model.strip(), uuid.strip())
+        return []
+    return [Gpu(model.strip(), uuid.strip()) for model, _, uuid in (row.partition(",") for row in rows)]

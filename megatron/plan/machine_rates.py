@@ -1,6 +1,4 @@
-"""Measured rates of a machine, stored as JSON: curves of seconds by size and surfaces of FLOP/s, interpolated log-log.
-Pure.
-"""
+"""Measured rates of a machine, as JSON: curves of seconds by size and surfaces of FLOP/s, interpolated log-log."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class Curve:
     """(size, seconds), in order of size, all above 0."""
 
     def __call__(self, size: float) -> float:
-        """Nothing takes no time. Less than the smallest takes as long as that; more than the largest, in proportion."""
+        """Constant below the smallest point (0 at size 0), proportional above the largest."""
         if size <= 0 or not self.points:
             return 0.0
         (first, least), (last, most) = self.points[0], self.points[-1]
@@ -36,12 +34,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Surface:
-    """A rate by two sizes, measured at every pair of `rows` and `widths`; beyond them as at the border."""
+    """A rate by two sizes, measured at every pair of `rows` and `widths`; constant beyond them."""
 
     rows: tuple[float, ...]
     widths: tuple[float, ...]
     rates: tuple[tuple[float, ...], ...]
-    """A line for each of `rows`."""
+    """[rows][widths]"""
 
     def __call__(self, rows: float, width: float) -> float:
         across = [math.log(x) for x in self.widths]
@@ -50,7 +48,7 @@ class Surface:
 
 
 def _interpolate(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """The broken line through these points; level beyond them."""
+    """Piecewise linear; constant beyond the first and last point."""
     index = bisect_right(places, at)
     if index == 0 or index == len(places):
         return values[max(index - 1, 0)]
@@ -60,16 +58,16 @@ def _interpolate(places: Sequence[float], values: Sequence[float], at: float) ->
 
 @dataclass(frozen=True)
 class Where:
-    """What rates belong to: other ones hold anywhere else."""
+    """The circumstances that rates are valid for."""
 
     machine: str
     torch: str
     device: str
     precision: str
     ranks: int
-    """Of this machine, all at work at the same time."""
+    """Ranks of this machine, measured at the same time."""
     threads: int
-    """Of a rank."""
+    """Threads per rank."""
 
     def __str__(self) -> str:
         return (f"{self.ranks} rank{'s' * (self.ranks > 1)} in {self.precision} on {self.machine} ({self.device}, "
@@ -78,66 +76,64 @@ class Where:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Of one rank, while the others work as well."""
+    """Rates of one rank, while the others work as well."""
 
     where: Where
     seconds: float
-    """What the probe took."""
+    """Duration of the probe."""
     forward: Surface
     """FLOP/s of [rows, width] x [width, width]."""
     backward: Surface
-    """Of the two products that give its gradients."""
+    """FLOP/s of the two products of its gradients."""
     attention_forward: Curve
-    """Of one head, 64 wide, of one sample, by the length of the sequence."""
+    """One head of width 64, one sample, by sequence length."""
     attention_backward: Curve
     dropping_forward: Curve
-    """The same with dropout, which on a CPU is written out in products."""
+    """The same with dropout, which is unfused on a CPU."""
     dropping_backward: Curve
     block_forward: Curve
-    """What a block does beside products and attention, by the elements of its input; the work of the host included."""
+    """A block without products and attention, but with the host's work, by the elements of its input."""
     block_backward: Curve
     replay: float
-    """Seconds that a recomputed block takes besides its forward, whatever its size."""
+    """Fixed seconds of recomputing a block, beside its forward."""
     dropout_forward: Curve
     """By elements."""
     dropout_backward: Curve
     loss: Curve
-    """Forward and backward beside products, by the number of logits."""
+    """Forward and backward without products, by the number of logits."""
     update: Curve
     """Norm, optimizer and new weights, by the parameters that a rank updates."""
     a_pass: float
-    """Seconds of a micro-batch, whatever its size."""
+    """Fixed seconds of a micro-batch."""
     a_step: float
-    """Seconds of a step of training besides: batches, and numbers to report."""
+    """Fixed seconds of a training step: batches, and metrics."""
     split_unit: float
-    """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
+    """Seconds that a sharded unit takes in a pass, beside its collectives."""
     meetings: tuple[float, ...]
-    """By ZeRO stage, and last at stage 3 where all parameters stay whole: seconds that ranks take for a collective,
-    beside the wire itself."""
+    """Fixed seconds of a data parallel collective, by ZeRO stage; the last is for stage 3 with unsharded parameters."""
     inner_sum: float
-    """The same, of tensor parallel ranks inside of layers."""
+    """Fixed seconds of a tensor parallel collective."""
     all_reduce: Curve
-    """By bytes of the whole tensor, as it travels."""
+    """By bytes of the full tensor on the wire."""
     reduce_scatter: Curve
     all_gather: Curve
     hides: float
-    """Share of an exchange that costs the computation beside it nothing."""
+    """Share of a collective that does not slow down the computation beside it."""
     link: float
-    """Bytes a second between host and device, one way at a time; 0: they are one."""
+    """Bytes per second between host and device, one way at a time; 0 on a CPU."""
     host_update: Curve
-    """`update`, by the host; where host and device are one, the same."""
+    """`update` on the host; on a CPU the same."""
     spread: float = 1.0
-    """How far its sweeps are apart: more than a little where the machine was busy."""
+    """Ratio of its sweeps' times: large if the machine was busy."""
     taken: str = ""
-    """The day of the probe; "": a file of before it was kept."""
+    """Date of the probe; "" in old files."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> MachineRates:
-        """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else, or what no
-        probe finds."""
+        """From the JSON of `as_dict`; raises KeyError, TypeError or ValueError for anything that no probe writes."""
         made: dict[str, Any] = {item.name: _MAKERS[str(item.type)](record[item.name])
                                 for item in fields(MachineRates) if item.name in record or item.default is MISSING}
         rates = MachineRates(**made)
@@ -148,10 +144,10 @@ class MachineRates:
 
 
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather"}
-"""Curves that one rank has no points of."""
+"""Curves that are empty on a single rank."""
 NUM_COLLECTIVE_COSTS = 5
 QUIET_SPREAD = 1.2
-"""Spread of a probe that nobody disturbed, at most."""
+"""Maximum spread of a probe on an idle machine."""
 
 
 def _check(holds: bool, why: str) -> None:
@@ -166,7 +162,7 @@ def _number(value: Any) -> float:
 
 
 def _numbers(values: Any, *, rise: bool = False) -> tuple[float, ...]:
-    """`rise`: every one above 0, and above the one before it."""
+    """`rise`: require positive, increasing values."""
     numbers = tuple(map(_number, values))
     _check(not rise or all(one < other for one, other in pairwise((0.0, *numbers))), "sizes do not rise")
     return numbers

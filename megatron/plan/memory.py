@@ -1,7 +1,6 @@
 """Peak memory of a run, from its configuration alone: pure arithmetic, for any number of ranks.
 
-Memory is computed at each phase (init, loss, backward of each block, reduction, update); a device must hold the
-largest:
+Memory is computed at each phase (init, loss, backward of each block, reduction, update); the peak is the largest:
     parameters    16-bit or fp32 working values: full, or this rank's shards
     gradients     full gradients or shards that last from block to block
     optimizer     fp32 masters (unless they are the parameters) and moments
@@ -35,7 +34,7 @@ INIT_BYTES_PER_ELEMENT = 22  # bytes of an initial weight while it is drawn
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What a device holds at one moment, in bytes."""
+    """Memory of a device in one phase, in bytes."""
 
     name: str
     parameters: int = 0
@@ -50,7 +49,7 @@ class PhaseMemory:
 
 
 def peak_memory(run: PlannedRun) -> PhaseMemory:
-    return max(all_phases(run), key=lambda moment: moment.total)
+    return max(all_phases(run), key=lambda phase: phase.total)
 
 
 def all_phases(run: PlannedRun) -> Iterator[PhaseMemory]:
@@ -59,7 +58,7 @@ def all_phases(run: PlannedRun) -> Iterator[PhaseMemory]:
 
 
 def step_phases(run: PlannedRun) -> Iterator[PhaseMemory]:
-    """Those of one optimizer step: its first micro-batch, its last one, the update."""
+    """Phases of one optimizer step: its first micro-batch, its last one, the update."""
     for first, last in {(True, run.accumulation == 1), (run.accumulation == 1, True)}:
         yield _loss_phase(run, first)
         for block in _extreme_blocks(run):
@@ -70,17 +69,16 @@ def step_phases(run: PlannedRun) -> Iterator[PhaseMemory]:
 
 
 def _extreme_blocks(run: PlannedRun) -> Iterator[int]:
-    """From block to block everything grows or shrinks by equal amounts, and from chunk to chunk: the largest sum is
-    at one of the ends. Two at each, as the exchange overlaps by one."""
-    layers, chunk = run.num_layers, run.chunk or 1
+    """Memory changes linearly from block to block, and from chunk to chunk, so the peak is at one of the ends. Two
+    blocks at each, as communication overlaps by one."""
+    layers, chunk = run.num_layers, run.activations.chunk or 1
     last_chunk = (layers - 1) // chunk * chunk
     ends = {0, 1, chunk - 1, chunk, last_chunk - 2, last_chunk - 1, layers - 2, layers - 1}
     return (block for block in range(layers) if block in ends)
 
 
 def persistent_memory(run: PlannedRun) -> PhaseMemory:
-    """What is there from step to step, with the gradients of the whole model as far as they are kept: what the tables
-    of the ZeRO papers count."""
+    """Memory between steps, with all gradients that are kept: what the tables of the ZeRO papers count."""
     if run.policy.grads_are_sharded:
         gradients = (run.shard_numel - run.offloaded_numel * run.gradients_are_offloaded) * run.grad_sum_bytes
     else:
@@ -89,43 +87,37 @@ def persistent_memory(run: PlannedRun) -> PhaseMemory:
 
 
 def _step_phase(run: PlannedRun, name: str, gradients: int, activations: int, buffers: int) -> PhaseMemory:
-    """A moment of a step; shards of gradients that have their home on the host go there as they are made."""
-    held = persistent_memory(run)
+    """A phase of a step; offloaded gradient shards leave the device as soon as they are reduced."""
+    lasting = persistent_memory(run)
     host = run.host_bytes if run.device == "cpu" else 0
-    return PhaseMemory(name, held.parameters, min(gradients, held.gradients), held.optimizer, activations,
+    return PhaseMemory(name, lasting.parameters, min(gradients, lasting.gradients), lasting.optimizer, activations,
                        buffers + host + run.activations.input_buffer_bytes)
 
 
 def _init_phase(run: PlannedRun) -> PhaseMemory:
-    """Bucket by bucket each rank draws what it keeps; then moments. The first bucket and the last are the extremes."""
-    masters = sum(_master_bytes(run, layout, leaves) for layout, leaves in run.bucket_offload)
-    stays = run.params_device_bytes + masters - _persistent_bytes(run, run.block)
+    """Each rank draws its weights bucket by bucket, then allocates moments. The peak is at the first or last bucket."""
+    def master_bytes(layout: FlatLayout, leaves: bool) -> int:
+        return layout.shard_numel * FP32 if run.keeps_masters and not leaves else 0
+
+    def lasting_bytes(layout: FlatLayout) -> int:
+        """Of a bucket, before moments exist."""
+        weights = layout.shard_numel if run.policy.params_are_sharded else layout.numel
+        on_device = run.offload_placement.params == "none" or layout is run.persistent
+        leaves = next(leaves for bucket, leaves in reversed(run.bucket_offload) if bucket is layout)
+        return (weights * run.param_bytes if on_device else 0) + master_bytes(layout, leaves)
+
+    def init_bytes(layout: FlatLayout, parameters: Iterable[Slot]) -> int:
+        """Of a bucket while it is filled: first the full bucket, then its lasting part and scratch for drawing."""
+        at_a_time = INIT_ELEMENTS_CPU if run.device == "cpu" else INIT_ELEMENTS_CUDA
+        scratch = INIT_BYTES_PER_ELEMENT * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
+        return max(layout.numel * run.param_bytes, lasting_bytes(layout) + scratch)
+
+    masters = sum(master_bytes(layout, leaves) for layout, leaves in run.bucket_offload)
+    other_buckets = run.params_device_bytes + masters - lasting_bytes(run.block)
     built = replace(persistent_memory(run), name="building", gradients=0)
-    held = max(_init_bytes(run, run.root, run.root_parameters),
-               stays + _init_bytes(run, run.block, run.block_parameters))
+    peak = max(init_bytes(run.root, run.root_parameters), other_buckets + init_bytes(run.block, run.block_parameters))
     host = run.host_bytes if run.device == "cpu" else 0
-    return replace(built, buffers=host + max(0, held - built.total))
-
-
-def _persistent_bytes(run: PlannedRun, layout: FlatLayout) -> int:
-    """What lasts of a bucket before there are moments."""
-    weights = layout.shard_numel if run.policy.params_are_sharded else layout.numel
-    here = run.offload_placement.params == "none" or layout is run.persistent
-    leaves = next(leaves for bucket, leaves in reversed(run.bucket_offload) if bucket is layout)
-    return (weights * run.param_bytes if here else 0) + _master_bytes(run, layout, leaves)
-
-
-def _master_bytes(run: PlannedRun, layout: FlatLayout, leaves: bool) -> int:
-    """Bytes on the device."""
-    return layout.shard_numel * FP32 if run.keeps_masters and not leaves else 0
-
-
-def _init_bytes(run: PlannedRun, layout: FlatLayout, parameters: Iterable[Slot]) -> int:
-    """A bucket that is being filled: at first the whole of it, which goes where parameters are split, then what lasts,
-    with an fp32 shard where that is not what lasts, and what drawing needs."""
-    at_a_time = INIT_ELEMENTS_CPU if run.device == "cpu" else INIT_ELEMENTS_CUDA
-    scratch = INIT_BYTES_PER_ELEMENT * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
-    return max(layout.numel * run.param_bytes, _persistent_bytes(run, layout) + scratch)
+    return replace(built, buffers=host + max(0, peak - built.total))
 
 
 def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
@@ -139,12 +131,13 @@ def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
 
 
 def _logits_bytes(run: PlannedRun, fresh: bool) -> int:
-    """What linear_cross_entropy holds; `fresh`: its weight gradient may be made in its place."""
+    """Memory of linear_cross_entropy; `fresh`: it may write its weight gradient directly into the bucket."""
     tokens, columns, width = run.activations.tokens, run.vocab_columns, run.config.model.hidden_size
     on_cpu = run.device == "cpu"
-    rows = min(max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.param_bytes)),
-               tokens) if on_cpu else cuda_logit_rows(tokens, columns, run.param_bytes)
-    scratch = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # elsewhere one kernel does all, in place
+    rows = cuda_logit_rows(tokens, columns, run.param_bytes)
+    if on_cpu:
+        rows = min(max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.param_bytes)), tokens)
+    scratch = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # a GPU kernel works in place
     held = rows * columns * run.param_bytes + scratch + 2 * tokens * FP32  # losses and their weights
     total = run.param_bytes if rows >= tokens else FP32
     in_place = fresh and (total == run.grad_bytes or not on_cpu and run.grad_bytes == FP32)
@@ -158,7 +151,7 @@ def _logits_bytes(run: PlannedRun, fresh: bool) -> int:
 
 
 def cuda_logit_rows(tokens: int, columns: int, element: int) -> int:
-    """Rows of logits at a time on a GPU: as few chunks as memory allows, about equal."""
+    """Rows of a chunk of logits on a GPU: as few chunks as memory allows, about equal."""
     most = max(1, CUDA_CHUNK_BYTES // (columns * element) // CUDA_TILE_ROWS) * CUDA_TILE_ROWS
     chunks = max(1, -(-tokens // most))
     return min(tokens, -(-tokens // chunks // CUDA_TILE_ROWS) * CUDA_TILE_ROWS)
@@ -176,7 +169,7 @@ def _backward_phase(run: PlannedRun, block: int, first: bool, last: bool) -> Pha
 
 
 def _overlap_phase(run: PlannedRun, block: int, first: bool) -> PhaseMemory:
-    """Split gradients: a block is done and its gradients leave; those of the block before it arrive."""
+    """Sharded gradients: a block's gradients are reduced while those of the block before it arrive."""
     acts = run.activations
     alive = acts.before_blocks + acts.alive_at_block(block) - acts.block + 2 * acts.residual_bytes
     kept, whole = _gradient_bytes(run, block, first, True)
@@ -214,8 +207,8 @@ def _gradient_bytes(run: PlannedRun, block: int, first: bool, last: bool) -> tup
 
 
 def _uses_grad_buffers(run: PlannedRun) -> bool:
-    """Whole gradients come and go in buffers that stay: from the second step on they are there all the time. (Where
-    a rank is alone, and nothing is widened, they become the sums themselves.)"""
+    """Full gradients are in buffers that are kept from the second step on. (On a single rank without widening they
+    become the sums themselves.)"""
     return run.policy.grads_are_sharded and (run.num_shards > 1 or run.grad_sum_bytes != run.grad_bytes)
 
 
@@ -224,87 +217,70 @@ def _grad_shard_bytes(run: PlannedRun, layout: FlatLayout) -> int:
 
 
 def _sum_scratch_bytes(run: PlannedRun, layout: FlatLayout) -> int:
-    """The accumulator of a sum that is taken here, and not by the backend."""
+    """The accumulator of our own CPU reduction."""
     return 0 if run.num_shards == 1 or run.device == "cuda" else min(CPU_SUM_BLOCK, layout.shard_numel) * FP32
 
 
 def _reduction_bytes(run: PlannedRun, layout: FlatLayout, first: bool) -> int:
-    """What a reduction holds beside the gradients: the sum, where it is wider or stays when the whole gradient goes,
-    and what its wire needs. That of the CPU: what peers sent; a sum that is not wider has the place of what one peer
-    sent. That of the GPU: 16-bit gradients widened, and their sum."""
+    """Memory of a reduction beside the gradients: its result, if that is wider or outlives the full gradient, and
+    buffers. On a CPU: what the peers sent, where a result that is not wider takes the place of one peer's. On a GPU:
+    gradients widened to fp32, and their sum."""
     wider = run.grad_sum_bytes != run.grad_bytes
     stays = first and run.policy.grads_are_sharded and run.num_shards > 1 and not run.gradients_are_offloaded
-    sum_ = _grad_shard_bytes(run, layout) if wider or stays else 0
+    shard_bytes = _grad_shard_bytes(run, layout)
+    sum_bytes = shard_bytes if wider or stays else 0
     if run.device == "cuda":
-        comes_back = (_grad_shard_bytes(run, layout) if run.gradients_are_offloaded and not first
-                      and run.policy.grads_are_sharded else 0)
-        return sum_ + comes_back + _fp32_reduction_bytes(run, layout)
+        if run.gradients_are_offloaded and not first and run.policy.grads_are_sharded:
+            sum_bytes += shard_bytes  # the earlier sum comes back from the host
+        if run.dp > 1 and run.grad_bytes < FP32 and run.config.precision.communication not in ("fp16", "bf16"):
+            rounded = run.policy.optim_is_sharded and run.grad_sum_bytes != FP32
+            sum_bytes += (layout.numel + (layout.shard_numel if rounded else 0)) * FP32
+        return sum_bytes
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.num_shards))
-    return (run.num_shards - 1 - (stays and not wider)) * at_a_time * run.grad_bytes + sum_
-
-
-def _fp32_reduction_bytes(run: PlannedRun, layout: FlatLayout) -> int:
-    """A bucket's 16-bit gradients in fp32, in which they are summed over the ranks unless another precision was asked
-    for, and this rank's part of the sum until it is rounded."""
-    if run.dp == 1 or run.grad_bytes == FP32 or run.config.precision.communication in ("fp16", "bf16"):
-        return 0
-    return (layout.numel +
-            (layout.shard_numel if run.policy.optim_is_sharded and run.grad_sum_bytes != FP32 else 0)) * FP32
+    return (run.num_shards - 1 - (stays and not wider)) * at_a_time * run.grad_bytes + sum_bytes
 
 
 def _gathered_bytes(run: PlannedRun, blocks: int) -> int:
-    """Split parameters that are whole: the root during a pass, and so many blocks."""
+    """Gathered parameters: the root during a pass, and that many blocks."""
     if not run.policy.params_are_sharded:
         return 0
     return min(run.root.numel + blocks * run.block.numel, run.config.zero.stage3_max_live_parameters) * run.param_bytes
 
 
 def _num_reused_blocks(run: PlannedRun) -> int:
-    """Blocks that stay whole from their forward to their backward."""
+    """Blocks that stay gathered from their forward to their backward."""
     return min(run.num_layers, run.config.zero.stage3_max_reuse_distance // (2 * max(1, run.block.numel)) + 1)
 
 
 def _num_gathered_blocks(run: PlannedRun, block: int) -> int:
-    """Blocks that are whole in the backward of one: those of its chunk up to it, which were recomputed, and at its end
-    one ahead; or those that were kept."""
-    chunk = run.chunk or 1
+    """Gathered blocks in the backward of one: those of its chunk up to it, which were recomputed, and at the chunk's
+    end one prefetched; or those that were kept."""
+    chunk = run.activations.chunk or 1
     first = block // chunk * chunk
     ahead = block == first > 0 and run.config.zero.stage3_prefetch_bucket_size > 0
     return max(block - first + 1 + ahead, block - (run.num_layers - _num_reused_blocks(run)) + 1)
 
 
 def _update_phase(run: PlannedRun) -> PhaseMemory:
-    """Norm, Adam and the new weights, a tile at a time. Where the host does it the new weights come to their places."""
-    span = max(layout.shard_numel for layout in (run.root, run.persistent, run.block))
-    tile = min(run.tile_numel, span)
+    """Norm, Adam and the new weights, a tile at a time; the host's new weights are copied to the device."""
+    layouts = run.root, run.persistent, run.block
+    numel = max(layout.shard_numel for layout in layouts)
     waiting = _gradient_bytes(run, run.num_layers, False, True)[1] if _uses_grad_buffers(run) else 0
-    passing = 0
+    buffers = 0
     if run.state_is_updated_on_device:
-        passing += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * run.max_swap_part * FP32
-    here = any(not leaves for _, leaves in run.bucket_offload)
-    if run.device == "cuda" and run.offload_placement.params != "none" and (run.state_is_updated_on_device or here):
-        passing += 2 * (span if here else run.max_swap_part) * run.param_bytes
-    elif here or run.device == "cpu":
-        passing += _update_cast_bytes(run, tile)
-    return _step_phase(run, "update",
-                       persistent_memory(run).gradients, 0, waiting + max(passing, _full_matrices_bytes(run)))
-
-
-def _full_matrices_bytes(run: PlannedRun) -> int:
-    """Of a bucket's matrices this rank's numbers and those of all ranks; of one that is made orthogonal, itself, a step
-    and the next one, and the one before; and its square products."""
-    span = max(run.matrices_numel(layout) for layout in (run.root, run.persistent, run.block))
-    if not span:
-        return 0
-    largest = max(slot.numel for slot in run.block_parameters) * run.tp
-    joined = 4 * largest + 2 * run.config.model.hidden_size ** 2
-    return (span * (1 + run.num_shards * run.tp) + joined) * MUON_WIRE_BYTES
-
-
-def _update_cast_bytes(run: PlannedRun, tile: int) -> int:
-    """Of 16-bit gradients. Adam's kernel on a GPU reads them as they are, that on a CPU what fits its caches."""
-    if run.grad_sum_bytes == FP32:
-        return 0
-    if run.config.optim.optimizer not in ("adam", "adamw"):
-        return tile * FP32
-    return 0 if run.device == "cuda" else min(tile, CPU_THREADS * CPU_ADAM_BLOCK) * FP32
+        buffers += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * run.max_offload_chunk_numel * FP32
+    on_device = any(not leaves for _, leaves in run.bucket_offload)
+    if run.device == "cuda" and run.offload_placement.params != "none" \
+            and (run.state_is_updated_on_device or on_device):
+        buffers += 2 * (numel if on_device else run.max_offload_chunk_numel) * run.param_bytes
+    elif (on_device or run.device == "cpu") and run.grad_sum_bytes < FP32:
+        tile = min(run.tile_numel, numel)  # widened to fp32; Adam reads 16 bits on a GPU, and widens blocks on a CPU
+        if run.config.optim.optimizer in ("adam", "adamw"):
+            tile = 0 if run.device == "cuda" else min(tile, CPU_THREADS * CPU_ADAM_BLOCK)
+        buffers += tile * FP32
+    if matrices := max(map(run.matrices_numel, layouts)):  # Muon
+        # this rank's part of a bucket and the parts of all ranks; four copies of a matrix, and its square products
+        largest = max(slot.numel for slot in run.block_parameters) * run.tp
+        joined = 4 * largest + 2 * run.config.model.hidden_size ** 2
+        buffers = max(buffers, (matrices * (1 + run.num_shards * run.tp) + joined) * MUON_WIRE_BYTES)
+    return _step_phase(run, "update", persistent_memory(run).gradients, 0, waiting + buffers)

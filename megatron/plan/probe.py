@@ -1,5 +1,4 @@
-"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, run as every rank of a job. About a
-minute.
+"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, run as every rank of a job: a minute.
 
 It times operations of torch, collectives, and steps of small models under the engine, in several sweeps. All ranks
 measure at the same time, as they share memory and cores in training too; a number is the lowest decile, of the
@@ -12,7 +11,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -48,15 +47,14 @@ from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups
 
 SECONDS, FEWEST, MOST = 0.1, 3, 50
-"""Of measuring one thing: so long, but so many times at least and at most."""
+"""Seconds of measuring one operation, and the minimum and maximum number of samples."""
 SAMPLE, MOST_CALLS = 0.005, 200
-"""Seconds that the calls between two looks at the clock of a GPU are to take, and so many of them at most."""
+"""Target seconds of one sample on a GPU, and the maximum number of calls in it."""
 
 Work = Callable[[], object]
 
 
 def lowest_decile(samples: Iterable[float]) -> float:
-    """The lowest decile."""
     return quantiles(samples, n=10, method="inclusive")[0]
 
 
@@ -71,21 +69,24 @@ class ProbeTimer:
         return time.perf_counter()
 
     def once(self, work: Work, calls: int = 1) -> float:
-        """Seconds of a call, by the mean of so many."""
+        """Seconds of a call: the mean over `calls`."""
         begin = self.now()
         for _ in range(calls):
             work()
         return (self.now() - begin) / calls
 
     def seconds(self, work: Work) -> float:
-        """Of something that each rank does by itself, beside the others."""
+        """Of an operation without communication, on all ranks at the same time."""
         work()
-        calls = self._calls(work)
+        calls, samples = self._calls(work), list[float]()
         barrier(self.world)
-        return self.slowest(lowest_decile(self._samples(work, calls)))
+        end = self.now() + SECONDS
+        while len(samples) < FEWEST or len(samples) < MOST and self.now() <= end:
+            samples.append(self.once(work, calls))
+        return self.slowest(lowest_decile(samples))
 
     def collective_seconds(self, work: Work) -> float:
-        """Of something that ranks do with each other."""
+        """Of an operation with communication."""
         work()
         calls = self._calls(work)
         times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
@@ -103,24 +104,17 @@ class ProbeTimer:
         return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))
 
     def _calls(self, work: Work) -> int:
-        """Between two looks at the clock."""
+        """Calls in one sample."""
         if self.device.type == "cpu":
             return 1
         return max(1, min(MOST_CALLS, int(SAMPLE / self.slowest(self.once(work)))))
 
-    def _samples(self, work: Work, calls: int) -> Iterator[float]:
-        end = self.now() + SECONDS
-        for number in range(MOST):
-            if number >= FEWEST and self.now() > end:
-                return
-            yield self.once(work, calls)
-
 
 MODEL_SECONDS = 0.8
-"""Of the steps of one shape; at least FEWEST."""
+"""Seconds of measuring the steps of one shape, with at least FEWEST steps."""
 WARM_UP = 2
 NO_GC_STEPS = 1 << 60
-"""Steps between two looks for garbage."""
+"""A gc interval that no measurement reaches."""
 
 
 class ProbeModel:
@@ -130,7 +124,7 @@ class ProbeModel:
         model = build.model(config, groups, build.recomputation(config, groups))
         self._engine = build.engine(config, model, groups, watch.device)
         self._engine.train()
-        # Any tokens, but those that share a model have the same.
+        # Any tokens, but tensor parallel ranks need equal ones.
         numbers = torch.arange(shape.batch * (shape.sequence + 1), device=watch.device)
         rows = (numbers % VOCABULARY).reshape(shape.batch, -1)
         self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
@@ -147,31 +141,29 @@ class ProbeModel:
 
 def steps_in_turn(shapes: Sequence[ProbeModelShape], precision: str, watch: ProbeTimer,
                   groups: Groups = Groups()) -> list[StepTimings]:
-    """What they usually take, on the slowest rank; with `groups`, together."""
+    """Typical step times of each model on the slowest rank, with the models' steps interleaved."""
     free_engines()
     models = [ProbeModel(shape, precision, watch, groups) for shape in shapes]
+
+    def one_round() -> list[StepTimings]:
+        return [model.step() for model in models]
+
     for _ in range(WARM_UP):
-        for model in models:
-            model.step()
+        one_round()
     with periodic_gc(NO_GC_STEPS):
-        taken = _measure_rounds(models, watch, groups)
+        if groups.world.is_solo:
+            rounds, end = list[list[StepTimings]](), watch.now() + MODEL_SECONDS
+            while len(rounds) < FEWEST or watch.now() < end:
+                rounds.append(one_round())
+        else:  # all ranks must take the same number of steps
+            once = watch.slowest(watch.once(one_round))
+            rounds = [one_round() for _ in range(max(FEWEST, min(MOST, int(MODEL_SECONDS / once))))]
     return [StepTimings(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
-            for steps in zip(*taken, strict=True)]
-
-
-def _measure_rounds(models: Sequence[ProbeModel], watch: ProbeTimer, groups: Groups) -> list[list[StepTimings]]:
-    """Of every round, what each took."""
-    if groups.world.is_solo:
-        taken, end = list[list[StepTimings]](), watch.now() + MODEL_SECONDS
-        while len(taken) < FEWEST or watch.now() < end:
-            taken.append([model.step() for model in models])
-        return taken
-    once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
-    return [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(MODEL_SECONDS / once))))]
+            for steps in zip(*rounds, strict=True)]
 
 
 def seconds_in_training(shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> float:
-    """Of a step in the loop of training, on random tokens."""
+    """Of a step in the training loop, on random tokens."""
     free_engines()
     config = shape.config(precision)
     tokenizer = build.tokenizer(config)
@@ -188,15 +180,14 @@ def seconds_in_training(shape: ProbeModelShape, precision: str, watch: ProbeTime
 
 
 def free_engines() -> None:
-    """Engines refer to themselves: those of before are still there."""
+    """Delete earlier engines, which are reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _typical(samples: Sequence[float], groups: Groups) -> float:
-    """Ranks that work together wait for the slowest in every step: it is no other program that makes their median
-    longer."""
+    """The median for ranks that communicate: waiting for the slowest one is part of their steps."""
     return lowest_decile(samples) if groups.world.is_solo else median(samples)
 
 
@@ -204,7 +195,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DROPOUT = 0.1
 MOST_SWEEPS = 3
-"""There are two at least."""
+"""The minimum is two."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +204,7 @@ class Probe:
     precision: str
     data_parallel: Groups
     tensor_parallel: Groups
-    """As many as share the model that is cut."""
+    """Ranks of the tensor parallel model."""
 
     @property
     def device(self) -> torch.device:
@@ -239,8 +230,10 @@ class Probe:
                        spread=spread(*sweeps), taken=date.today().isoformat())
 
     def sweep(self) -> ProbeResult:
-        """Through everything once."""
-        first, is_solo = self.sizes.shapes[0], self.watch.world.is_solo
+        """Every measurement once."""
+        first, is_solo, groups = self.sizes.shapes[0], self.watch.world.is_solo, self.data_parallel
+        cut = self.sizes.cut(self.watch.world.size)
+        host, host_sizes = replace(self.watch, device=torch.device("cpu")), SIZES["cpu"]
         return ProbeResult(
             products=tuple(tuple(self._product(rows, width) for width in self.sizes.widths)
                            for rows in self.sizes.rows),
@@ -253,9 +246,11 @@ class Probe:
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
             variants=VariantTimings(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
-            together=() if is_solo else tuple(map(self._together, first.larger.together)), cut=self._cut(),
-            training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
-            host=() if self.kind == "cpu" else self._host_updates())
+            together=() if is_solo else tuple(self._steps(shape, groups=groups)[0] for shape in first.larger.together),
+            cut=self._steps(cut, groups=self.tensor_parallel) if cut else (),
+            training=seconds_in_training(first.larger, self.precision, self.watch, groups),
+            host=() if self.kind == "cpu" else tuple(steps_in_turn((shape,), "fp32", host)[0].step
+                                                     for shape in (*host_sizes.shapes, host_sizes.largest)))
 
     # ---- operations of torch --------------------------------------------------------------------------------------
 
@@ -283,20 +278,19 @@ class Probe:
     # ---- exchange -------------------------------------------------------------------------------------------------
 
     def _exchange(self, size: int) -> CollectiveTimings:
-        """Sums for all, sums for their owners, and collecting, of so many bytes. An accelerator's wire would widen
-        16-bit numbers that go to their owners: they are as wide here as they travel."""
+        """All-reduce, reduce-scatter and all-gather of `size` bytes on the wire. An accelerator widens 16-bit gradients
+        for the reduce-scatter: they are fp32 here from the start."""
         world = self.watch.world
-        full, shard = self._flat(size, DTYPES[self.precision])
-        sent, mine = self._flat(size, torch.float32) if on_accelerator(self.device) else (full, shard)
+
+        def full_and_shard(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            full = torch.zeros(size // dtype.itemsize // world.size * world.size, dtype=dtype, device=self.device)
+            return full, torch.zeros_like(full[:full.numel() // world.size])
+
+        full, shard = full_and_shard(DTYPES[self.precision])
+        sent, mine = full_and_shard(torch.float32) if on_accelerator(self.device) else (full, shard)
         return CollectiveTimings(self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait()),
                                  self.watch.collective_seconds(lambda: reduce_scatter_into(mine, sent, world).wait()),
                                  self.watch.collective_seconds(lambda: all_gather_into(full, shard, world).wait()))
-
-    def _flat(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """So many bytes, and a rank's part."""
-        ranks = self.watch.world.size
-        full = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=self.device)
-        return full, torch.zeros_like(full[:full.numel() // ranks])
 
     def _beside(self) -> OverlapTimings:
         world, (x, full) = self.watch.world, self._tensors_beside()
@@ -316,7 +310,7 @@ class Probe:
 
     @cached_property
     def _times(self) -> int:
-        """Products that take as long as an exchange: found once, so that sweeps are alike."""
+        """Products that take as long as an all-reduce: measured once, so that all sweeps do the same."""
         world, (x, full) = self.watch.world, self._tensors_beside()
         exchange = self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait())
         return max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
@@ -335,20 +329,9 @@ class Probe:
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, *shapes: ProbeModelShape) -> Any:
-        """`StepTimings` of each, in turn."""
-        return tuple(steps_in_turn(shapes, self.precision, self.watch))
-
-    def _together(self, shape: ProbeModelShape) -> StepTimings:
-        return steps_in_turn((shape,), self.precision, self.watch, self.data_parallel)[0]
-
-    def _cut(self) -> tuple[StepTimings, ...]:
-        shape = self.sizes.cut(self.watch.world.size)
-        return tuple(steps_in_turn((shape,), self.precision, self.watch, self.tensor_parallel)) if shape else ()
-
-    def _host_updates(self) -> tuple[float, ...]:
-        host, sizes = replace(self.watch, device=torch.device("cpu")), SIZES["cpu"]
-        return tuple(steps_in_turn((shape,), "fp32", host)[0].step for shape in (*sizes.shapes, sizes.largest))
+    def _steps(self, *shapes: ProbeModelShape, groups: Groups = Groups()) -> Any:
+        """`StepTimings` of each."""
+        return tuple(steps_in_turn(shapes, self.precision, self.watch, groups))
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(DTYPES[self.precision])
@@ -359,8 +342,7 @@ def kind_of(device: torch.device) -> Device:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Of every rank: the name of the file to write, of the machine, of the precision, and of the kind of device."""
-    path, machine, precision, kind = argv
+    path, machine, precision, kind = argv  # the file to write, then as in machine_rates.Where
     env = process_group.init()
     device = process_group.device_for(env)
     require(device.type == kind, f"torch {torch.__version__} finds no {kind} here: install one that does, or plan with "
@@ -370,9 +352,9 @@ def main(argv: Sequence[str]) -> int:
     cut = SIZES[kind_of(device)].cut(env.world_size)
     data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(cut.tp if cut else 1)
     watch = ProbeTimer(device, data_parallel.world)
-    found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
+    rates = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:
-        Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(rates.as_dict(), indent=1) + "\n", encoding="utf-8")
     process_group.shutdown()
     return 0
 

@@ -6,9 +6,8 @@ Of several sweeps the element-wise minimum is used: interference only makes thin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from math import sqrt
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ class PassTimings(NamedTuple):
 
 
 class StepTimings(NamedTuple):
-    """By a step, in its three calls."""
+    """Seconds of a step's three calls."""
 
     forward: float
     backward: float
@@ -41,7 +40,7 @@ class CollectiveTimings(NamedTuple):
 
 
 class OverlapTimings(NamedTuple):
-    """Products and an exchange that take about as long."""
+    """Products and an all-reduce of about the same time, alone and together."""
 
     products: float
     exchange: float
@@ -49,59 +48,56 @@ class OverlapTimings(NamedTuple):
 
 
 class VariantTimings(NamedTuple):
-    """Of the first shape."""
+    """Timings of the first shape at stage 0, at stage 3, and with activation checkpointing."""
 
     whole: StepTimings
     split: StepTimings
-    """Under stage 3."""
     recomputed: StepTimings
 
 
 class ProbeResult(NamedTuple):
     products: tuple[tuple[PassTimings, ...], ...]
-    """[rows, width] x [width, width], and the two that give its gradients: a line for each of the rows."""
+    """[rows, width] x [width, width], and the two products of its gradients; indexed by rows, then width."""
     attention: tuple[PassTimings, ...]
-    """Of all heads, by the length of the sequence."""
+    """All heads, by sequence length."""
     dropping: tuple[PassTimings, ...]
     """The same with dropout."""
     dropout: tuple[PassTimings, ...]
     loss: tuple[float, ...]
-    """With its products; those of its gradients are made on the way forward."""
+    """With its products; the forward also computes the gradients."""
     exchanges: tuple[CollectiveTimings, ...]
-    """() of one rank."""
+    """() on one rank."""
     beside: tuple[OverlapTimings, ...]
-    """() of one rank."""
+    """() on one rank."""
     link: float
-    """From the device to the host, and back; 0 where they are one."""
+    """A copy from device to host, and back; 0 on a CPU."""
     blocks: tuple[tuple[StepTimings, StepTimings], ...]
     """Of each shape, with few blocks and with more."""
     largest: StepTimings
     variants: VariantTimings
     together: tuple[StepTimings, ...]
-    """The first shape with more blocks, data parallel over all ranks: `ProbeModelShape.together`; () of one rank."""
+    """The first shape with more blocks, data parallel over all ranks: `ProbeModelShape.together`; () on one rank."""
     cut: tuple[StepTimings, ...]
-    """`ProbeSizes.cut`; () where there is none."""
+    """`ProbeSizes.cut`; () without tensor parallelism."""
     training: float
-    """The first shape with more blocks, in the loop of training, data parallel over all ranks at stage 0."""
+    """The first shape with more blocks, in the training loop, data parallel over all ranks at stage 0."""
     host: tuple[float, ...]
-    """Steps of the optimizer by the host; () where host and device are one."""
+    """Optimizer steps on the host; () on a CPU."""
 
 
-def elementwise_min(*sightings: ProbeResult) -> ProbeResult:
-    return reduce(_least, sightings)
+def elementwise_min(*sweeps: Any) -> Any:
+    """Of equally nested tuples, a ProbeResult for example."""
+    first = sweeps[0]
+    if not isinstance(first, tuple):
+        return min(sweeps)
+    parts = [elementwise_min(*column) for column in zip(*sweeps, strict=True)]
+    return tuple(parts) if type(first) is tuple else type(first)(*parts)
 
 
-def spread(*sightings: ProbeResult) -> float:
-    """How many times the least the next one is, usually: about 1 where nobody disturbs."""
-    columns = (sorted(column) for column in zip(*map(_numbers, sightings), strict=True))
+def spread(*sweeps: ProbeResult) -> float:
+    """Median ratio of the second lowest time to the lowest: about 1 on an idle machine."""
+    columns = (sorted(column) for column in zip(*map(_numbers, sweeps), strict=True))
     return float(median(second / first for first, second, *_ in columns if first > 0))
-
-
-def _least(one: Any, other: Any) -> Any:
-    if not isinstance(one, tuple):
-        return min(one, other)
-    parts = [_least(*pair) for pair in zip(one, other, strict=True)]
-    return tuple(parts) if type(one) is tuple else type(one)(*parts)
 
 
 def _numbers(part: Any) -> Iterator[float]:
@@ -115,7 +111,7 @@ def _numbers(part: Any) -> Iterator[float]:
 VOCABULARY = 512
 STEPS_IN_TRAINING = 100
 MORE_LAYERS = 2
-"""Of the larger model of a shape."""
+"""Additional layers of the larger model of a shape."""
 
 
 class ProbeModelShape(NamedTuple):
@@ -126,7 +122,7 @@ class ProbeModelShape(NamedTuple):
     stage: int = 0
     recomputes: bool = False
     is_whole: bool = False
-    """Stage 3 splits no parameter."""
+    """Stage 3 shards no parameter."""
     tp: int = 1
 
     @property
@@ -135,16 +131,12 @@ class ProbeModelShape(NamedTuple):
 
     @property
     def together(self) -> list[ProbeModelShape]:
-        """As ranks meet: at every stage, and at stage 3 with whole parameters (MachineRates.meetings)."""
+        """At every stage, and at stage 3 with unsharded parameters, as in MachineRates.meetings."""
         return [*(self._replace(stage=stage) for stage in range(4)), self._replace(stage=3, is_whole=True)]
 
     @property
     def heads(self) -> int:
         return self.hidden // HEAD_WIDTH
-
-    @property
-    def elements(self) -> int:
-        return self.tokens * self.hidden
 
     def config(self, precision: str) -> Config:
         return build_config({
@@ -158,10 +150,6 @@ class ProbeModelShape(NamedTuple):
             "tokenizer_type": "ByteLevelTokenizer", "compile": False,  # of many shapes it would take minutes
             **({} if precision == "fp32" else {precision: True})})
 
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
     def run(self, precision: str, device: Device, ranks: int = 1) -> PlannedRun:
         return PlannedRun(self.config(precision), ranks, device)
 
@@ -172,43 +160,45 @@ class ProbeSizes:
     """Of products."""
     widths: tuple[int, ...]
     lengths: tuple[tuple[int, int], ...]
-    """Of sequences, and heads times samples."""
+    """(sequence length, heads times samples) of attention."""
     elements: tuple[int, ...]
     """Of dropout."""
     logits: tuple[tuple[int, int], ...]
-    """Rows, and columns."""
+    """(rows, columns)"""
     loss_width: int
     bytes: tuple[int, ...]
-    """Of exchanges."""
+    """Of collectives."""
     beside: int
-    """Width of the square products beside an exchange."""
+    """Width of the square products that overlap a collective."""
     shapes: tuple[ProbeModelShape, ...]
     """Of models, from the smallest to the largest."""
     largest: ProbeModelShape
-    """For the time of an update alone."""
+    """Only for the time of an update."""
 
     def cut(self, ranks: int) -> ProbeModelShape | None:
-        """The smallest model of tensor parallel ranks: of all of them, or of as many as can share one."""
+        """The smallest tensor parallel model, on all ranks or the largest possible part of them."""
         return next((shape.larger._replace(tp=tp) for tp in range(ranks, 1, -1) if ranks % tp == 0
                      for shape in self.shapes if shape.heads % tp == 0), None)
 
 
-SIZES: dict[Device, ProbeSizes] = {"cpu": ProbeSizes(
-    rows=(64, 256, 1024, 2048), widths=(64, 256, 1024), lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
-    elements=(2**12, 2**16, 2**20, 2**22), logits=((64, 512), (256, 4096), (512, 32768)),
-    loss_width=64, bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
-    shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
-            ProbeModelShape(384, 4, 512)), largest=ProbeModelShape(768, 1, 32, layers=3)), "cuda": ProbeSizes(
-                rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
-                lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
-                elements=(2**16, 2**20, 2**24, 2**27), logits=((1024, 8192), (4096, 32768), (8192, 65536)),
-                loss_width=1024, bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
-                shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4, 1024), ProbeModelShape(2048, 8, 1024)),
-                largest=ProbeModelShape(4096, 1, 128, layers=2))}
-
+SIZES: dict[Device, ProbeSizes] = {
+    "cpu": ProbeSizes(
+        rows=(64, 256, 1024, 2048), widths=(64, 256, 1024), lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
+        elements=(2**12, 2**16, 2**20, 2**22), logits=((64, 512), (256, 4096), (512, 32768)), loss_width=64,
+        bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
+        shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
+                ProbeModelShape(384, 4, 512)),
+        largest=ProbeModelShape(768, 1, 32, layers=3)),
+    "cuda": ProbeSizes(
+        rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
+        lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)), elements=(2**16, 2**20, 2**24, 2**27),
+        logits=((1024, 8192), (4096, 32768), (8192, 65536)), loss_width=1024,
+        bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
+        shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4, 1024), ProbeModelShape(2048, 8, 1024)),
+        largest=ProbeModelShape(4096, 1, 128, layers=2))}
 
 MIN_REST_SHARE = 0.02
-"""Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
+"""Lower bound of the unexplained time as a share of the explained: on a busy machine their difference may be < 0."""
 
 EMPTY_CURVE = Curve(())
 
@@ -231,9 +221,14 @@ class _RateFit:
         return SIZES[self.device]
 
     def rates(self) -> MachineRates:
-        """First the rates that were measured as they are; by them, those of what is left."""
+        """First the rates that were measured directly, then the rest of each model's time."""
         sizes, seen = self.sizes, self.seen
-        forward, backward = self._products()
+        forward = self._products(1, [[timings.forward for timings in line] for line in seen.products])
+        backward = self._products(2, [[timings.backward for timings in line] for line in seen.products])
+        hides = 0.0  # share of a collective that does not lengthen the products beside it
+        if seen.beside:
+            alone, exchange, both = seen.beside[0]
+            hides = min(1.0, max(0.0, (alone + exchange - both) / min(alone, exchange)))
         attention_forward, attention_backward = self._attention(seen.attention)
         dropping_forward, dropping_backward = self._attention(seen.dropping)
         dropout_forward, dropout_backward = _curves(sizes.elements, seen.dropout)
@@ -243,24 +238,22 @@ class _RateFit:
             dropping_backward=dropping_backward, dropout_forward=dropout_forward, dropout_backward=dropout_backward,
             all_reduce=self._exchange([one.all_reduce for one in seen.exchanges]),
             reduce_scatter=self._exchange([one.reduce_scatter for one in seen.exchanges]),
-            all_gather=self._exchange([one.all_gather for one in seen.exchanges]), hides=self._hides(),
+            all_gather=self._exchange([one.all_gather for one in seen.exchanges]), hides=hides,
             link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0, block_forward=EMPTY_CURVE,
             block_backward=EMPTY_CURVE, loss=EMPTY_CURVE, update=EMPTY_CURVE, host_update=EMPTY_CURVE, replay=0.0,
             a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * NUM_COLLECTIVE_COSTS, inner_sum=0.0)
         of_models = self._with_passes(self._with_blocks(replace(known, loss=self._loss(known))))
-        return self._with_inner_sums(self._with_meetings(of_models))
+        return self._with_collective_costs(of_models)
 
-    def _products(self) -> tuple[Surface, Surface]:
-        """FLOP/s."""
+    def _products(self, count: int, seconds: Sequence[Sequence[float]]) -> Surface:
+        """FLOP/s of `count` products, by rows and width."""
         sizes = self.sizes
-        lines = [[PassTimings(flops / both.forward, 2 * flops / both.backward)
-                  for width, both in zip(sizes.widths, line, strict=True) for flops in [2 * rows * width**2]]
-                 for rows, line in zip(sizes.rows, self.seen.products, strict=True)]
-        return (Surface(sizes.rows, sizes.widths, tuple(tuple(both.forward for both in line) for line in lines)),
-                Surface(sizes.rows, sizes.widths, tuple(tuple(both.backward for both in line) for line in lines)))
+        return Surface(sizes.rows, sizes.widths, tuple(
+            tuple(count * 2 * rows * width**2 / taken for width, taken in zip(sizes.widths, line, strict=True))
+            for rows, line in zip(sizes.rows, seconds, strict=True)))
 
     def _attention(self, seen: Sequence[PassTimings]) -> tuple[Curve, Curve]:
-        """Of one head."""
+        """Seconds of one head."""
         lengths = self.sizes.lengths
         return _curves([length for length, _ in lengths], [PassTimings(*(seconds / heads for seconds in both))
                                                            for both, (_, heads) in zip(seen, lengths, strict=True)])
@@ -268,15 +261,8 @@ class _RateFit:
     def _exchange(self, seconds: Sequence[float]) -> Curve:
         return Curve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else EMPTY_CURVE
 
-    def _hides(self) -> float:
-        """Share of an exchange that passes beside products without making the two together longer."""
-        if not self.seen.beside:
-            return 0.0
-        alone, exchange, both = self.seen.beside[0]
-        return min(1.0, max(0.0, (alone + exchange - both) / min(alone, exchange)))
-
     def _loss(self, rates: MachineRates) -> Curve:
-        """Beside its products."""
+        """Without its products."""
         points, inner = [], self.sizes.loss_width
         for (rows, columns), seconds in zip(self.sizes.logits, self.seen.loss, strict=True):
             flops, width = 2 * rows * columns * inner, sqrt(columns * inner)
@@ -285,7 +271,7 @@ class _RateFit:
         return Curve(tuple(points))
 
     def _with_blocks(self, rates: MachineRates) -> MachineRates:
-        """By models of one shape that differ in their blocks; and updates."""
+        """Block and update rates, from models that differ only in their number of blocks."""
         sizes, seen = self.sizes, self.seen
         blocks, updates = list[PassTimings](), [(self._run(sizes.largest).shard_numel, seen.largest.step)]
         for shape, (few, many) in zip(sizes.shapes, seen.blocks, strict=True):
@@ -294,13 +280,17 @@ class _RateFit:
                 _remainder((many.forward - few.forward) / MORE_LAYERS, block_forward_time(run, rates).total),
                 _remainder((many.backward - few.backward) / MORE_LAYERS, block_backward_time(run, rates).total)))
             updates += [(self._run(shape).shard_numel, few.step), (run.shard_numel, many.step)]
-        forward, backward = _curves([shape.elements for shape in sizes.shapes], blocks)
-        update = Curve(tuple(sorted(updates)))
-        return replace(rates, block_forward=forward, block_backward=backward, update=update,
-                       host_update=self._host_update() if seen.host else update)
+        elements = [shape.batch * shape.sequence * shape.hidden for shape in sizes.shapes]
+        forward, backward = _curves(elements, blocks)
+        update = host_update = Curve(tuple(sorted(updates)))
+        if seen.host:
+            on_host = SIZES["cpu"]
+            numels = [shape.run("fp32", "cpu").shard_numel for shape in (*on_host.shapes, on_host.largest)]
+            host_update = Curve(tuple(sorted(zip(numels, seen.host, strict=True))))
+        return replace(rates, block_forward=forward, block_backward=backward, update=update, host_update=host_update)
 
     def _with_passes(self, rates: MachineRates) -> MachineRates:
-        """What a pass takes besides, by the smallest model, and a step; what splitting adds, and recomputation."""
+        """Fixed costs of a pass and of a step, of a sharded unit, and of recomputation: from the smallest model."""
         seen, shape = self.seen, self.sizes.shapes[0]
         run, variants = self._run(shape), seen.variants
         taken = variants.whole.forward + variants.whole.backward
@@ -313,30 +303,20 @@ class _RateFit:
                        split_unit=max(0.0, more / (shape.layers + 1)),
                        replay=max(0.0, replay / shape.layers - again.total))
 
-    def _with_meetings(self, rates: MachineRates) -> MachineRates:
-        """What ranks of the smallest model take together that the wire alone does not explain, a collective."""
-        if not self.seen.together:
-            return rates
-        found = list[float]()
-        for shape, taken in zip(self.sizes.shapes[0].larger.together, self.seen.together, strict=True):
+    def _with_collective_costs(self, rates: MachineRates) -> MachineRates:
+        """Fixed costs of a collective: data parallel at each stage, then tensor parallel."""
+        def cost(shape: ProbeModelShape, timings: StepTimings, count: Callable[[PlannedRun], float]) -> float:
             run = self._run(shape, self.where.ranks)
             explained = step_time(run, replace(rates, a_step=0.0)).total
-            found.append(max(0.0, sum(taken) - explained) / num_collectives(run))
-        return replace(rates, meetings=tuple(found))
+            return max(0.0, sum(timings) - explained) / count(run)
 
-    def _with_inner_sums(self, rates: MachineRates) -> MachineRates:
-        """The same, of tensor parallel ranks."""
-        shape = self.sizes.cut(self.where.ranks)
-        if not shape or not self.seen.cut:
-            return rates
-        run = self._run(shape, self.where.ranks)
-        explained = step_time(run, replace(rates, a_step=0.0)).total
-        return replace(rates, inner_sum=max(0.0, sum(self.seen.cut[0]) - explained) / num_tp_collectives(run))
-
-    def _host_update(self) -> Curve:
-        sizes = SIZES["cpu"]
-        numels = [shape.run("fp32", "cpu").shard_numel for shape in (*sizes.shapes, sizes.largest)]
-        return Curve(tuple(sorted(zip(numels, self.seen.host, strict=True))))
+        if self.seen.together:
+            shapes = self.sizes.shapes[0].larger.together
+            rates = replace(rates, meetings=tuple(cost(shape, timings, num_collectives) for shape, timings in
+                                                  zip(shapes, self.seen.together, strict=True)))
+        if (shape := self.sizes.cut(self.where.ranks)) and self.seen.cut:
+            rates = replace(rates, inner_sum=cost(shape, self.seen.cut[0], num_tp_collectives))
+        return rates
 
     def _run(self, shape: ProbeModelShape, ranks: int = 1) -> PlannedRun:
         return shape.run(self.where.precision, self.device, ranks)
@@ -347,7 +327,7 @@ def _remainder(taken: float, known: float) -> float:
 
 
 def _curves(sizes: Iterable[float], both: Iterable[PassTimings]) -> tuple[Curve, Curve]:
-    """Of forward and of backward."""
+    """(forward, backward) by size."""
     points = list[tuple[float, PassTimings]](zip(sizes, both, strict=True))
     return (Curve(tuple((size, one.forward) for size, one in points)),
             Curve(tuple((size, one.backward) for size, one in points)))

@@ -13,30 +13,30 @@ from math import sqrt
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.machine_rates import MachineRates
+from megatron.plan.machine_rates import Curve, MachineRates, Surface
 from megatron.plan.memory import CPU_BLOCK_ROWS, cuda_logit_rows
 from megatron.zero.layout import FlatLayout
 
 SUMS_OF_A_BLOCK = 2
-"""In one direction, inside of tensor parallel layers: of attention, and of the MLP."""
+"""Tensor parallel all-reduces in one direction: of attention, and of the MLP."""
 SUMS_OF_EMBEDDING = 2
 
 
 def exchange_seconds(run: PlannedRun, rates: MachineRates) -> float:
-    """All of it."""
+    """All communication of a step, hidden or not."""
     norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
-    is_whole = run.policy.params_are_sharded and not run.num_sharded_units
-    met = num_collectives(run) * rates.meetings[-1 if is_whole else run.config.zero.zero_stage]
-    apart = _tensor_parallel(run, rates) * run.accumulation
-    return norm + met + apart + _gradients(run, rates) + _weights(run, rates)
+    is_gathered = run.policy.params_are_sharded and not run.num_sharded_units
+    overhead = num_collectives(run) * rates.meetings[-1 if is_gathered else run.config.zero.zero_stage]
+    tensor_parallel = _tensor_parallel(run, rates) * run.accumulation
+    return norm + overhead + tensor_parallel + _gradients(run, rates) + _weights(run, rates)
 
 
 # ---- data parallel ------------------------------------------------------------------------------------------------
 
 
 def num_collectives(run: PlannedRun) -> float:
-    """Data parallel ones of a step: sums of gradients, and weights that are collected, by units. At stage 3 the last
-    block is collected once, and what stays whole is one unit more."""
+    """Data parallel collectives of a step, per unit: gradient reductions and parameter gathers. At stage 3 the last
+    block is gathered once, and the persistent parameters are one unit more."""
     if run.dp == 1:
         return 0.0
     times = run.accumulation if run.policy.grads_are_sharded else 1
@@ -48,24 +48,20 @@ def num_collectives(run: PlannedRun) -> float:
 
 
 def _gradients(run: PlannedRun, rates: MachineRates) -> float:
-    """The sums over data parallel in a step."""
-    if not _sums_gradients(run):
-        return 0.0
+    """Gradient reductions of a step."""
     times = run.accumulation if run.policy.grads_are_sharded else 1
     return times * (run.num_layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.persistent))
 
 
-def _sums_gradients(run: PlannedRun) -> bool:
-    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT_OPTIMIZERS
-
-
 def _sum_of(run: PlannedRun, rates: MachineRates, *units: FlatLayout) -> float:
+    if run.dp == 1 or run.config.optim.optimizer in ONE_BIT_OPTIMIZERS:
+        return 0.0
     curve = rates.reduce_scatter if run.policy.optim_is_sharded else rates.all_reduce
     return sum(curve(unit.numel * run.wire_grad_bytes) for unit in units) * _more_ranks(run.dp, rates)
 
 
 def _weights(run: PlannedRun, rates: MachineRates) -> float:
-    """Collecting weights: after the step, or whenever split ones are used."""
+    """Parameter gathers: after the step, or before each use at stage 3."""
     if run.dp == 1 or not run.policy.optim_is_sharded:
         return 0.0
     block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.persistent))
@@ -79,14 +75,14 @@ def _gather_of(run: PlannedRun, rates: MachineRates, unit: FlatLayout) -> float:
 
 
 def hidden_exchange_seconds(run: PlannedRun, rates: MachineRates, forward: float, backward: float) -> float:
-    """Of both, in a step: what travels beside the `forward` and the `backward` of a neighbouring block."""
+    """Communication of a step that overlaps the `forward` and the `backward` of a neighbouring block."""
     if run.dp == 1 or not run.config.zero.overlap_comm:
         return 0.0
 
     def overlapped(computation: float, exchange: float) -> float:
         return max(0.0, run.mean_active_blocks - 1) * min(rates.hides * exchange, computation)
 
-    sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
+    sums = _sum_of(run, rates, run.block)
     times = run.accumulation if run.policy.grads_are_sharded else 1
     if not run.policy.optim_is_sharded:
         return times * overlapped(backward, sums)
@@ -103,12 +99,12 @@ def hidden_exchange_seconds(run: PlannedRun, rates: MachineRates, forward: float
 
 
 def _tensor_parallel(run: PlannedRun, rates: MachineRates) -> float:
-    """Inside of layers, in a micro-batch: nothing can be done meanwhile."""
+    """Collectives inside layers, in a micro-batch: nothing overlaps them."""
     if run.tp == 1:
         return 0.0
     acts = run.activations
-    split = run.config.recompute.partition_activations and run.chunk is not None
-    inputs = rates.all_gather(acts.residual_bytes) * run.chunks if split else 0.0
+    split = run.config.recompute.partition_activations and acts.chunk is not None
+    inputs = rates.all_gather(acts.residual_bytes) * acts.chunks if split else 0.0
     rows = _loss_rows(run)
     if run.device == "cpu":  # the largest logits; their sums, and the logits of the targets
         of_loss = rates.all_reduce(rows * FP32) + rates.all_reduce(2 * rows * FP32)
@@ -119,31 +115,31 @@ def _tensor_parallel(run: PlannedRun, rates: MachineRates) -> float:
 
 
 def num_tp_collectives(run: PlannedRun) -> float:
-    """Collectives inside of layers in a micro-batch."""
+    """Tensor parallel collectives in a micro-batch."""
     return _sums_of_stream(run) + -(-run.activations.tokens // _loss_rows(run)) * (2 if run.device == "cpu" else 1)
 
 
 def _sums_of_stream(run: PlannedRun) -> float:
-    """Of the residual stream and of its gradient."""
-    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.num_skipped_products / run.num_layers
+    """All-reduces of the residual stream and of its gradient."""
+    again = 0.0 if run.activations.chunk is None else SUMS_OF_A_BLOCK - run.num_skipped_products / run.num_layers
     return run.mean_active_blocks * (2 * SUMS_OF_A_BLOCK + again) + SUMS_OF_EMBEDDING
 
 
 def _loss_rows(run: PlannedRun) -> int:
-    """Between two collectives of the loss."""
-    tokens = run.activations.tokens
-    return min(tokens, CPU_BLOCK_ROWS) if run.device == "cpu" else cuda_logit_rows(tokens, run.vocab_columns,
-                                                                                   run.param_bytes)
+    """Rows between two collectives of the loss."""
+    if run.device == "cpu":
+        return min(run.activations.tokens, CPU_BLOCK_ROWS)
+    return cuda_logit_rows(run.activations.tokens, run.vocab_columns, run.param_bytes)
 
 
 def _more_ranks(ranks: int, rates: MachineRates) -> float:
-    """By rings: what each sends grows with the ranks from a half of the whole to all of it."""
+    """Ring collectives: a rank sends (ranks - 1) / ranks of the tensor."""
     measured = max(2, rates.where.ranks)
     return (1 - 1 / ranks) / (1 - 1 / measured)
 
 
 HEAD_WIDTH = 64
-"""Of the heads that were measured."""
+"""Width of the measured attention heads."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +151,9 @@ class StepTime:
     rest: float
     optimizer: float
     exchange: float
-    """All of it."""
+    """All communication."""
     hidden: float
-    """Of the exchange, behind computation."""
+    """The part of `exchange` behind computation."""
 
     @property
     def total(self) -> float:
@@ -188,7 +184,7 @@ class PassTime:
 
 def step_time(run: PlannedRun, rates: MachineRates) -> StepTime:
     forward, backward = block_forward_time(run, rates), block_backward_time(run, rates)
-    if run.chunk is not None:
+    if run.activations.chunk is not None:
         backward += block_recompute_time(run, rates)
     work = ((forward + backward) * run.mean_active_blocks + embedding_and_loss_time(run, rates)) * run.accumulation
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
@@ -199,16 +195,12 @@ def step_time(run: PlannedRun, rates: MachineRates) -> StepTime:
 
 
 def block_forward_time(run: PlannedRun, rates: MachineRates) -> PassTime:
-    acts, model = run.activations, run.config.model
-    products = sum(2 * acts.tokens * inner * columns / rates.forward(acts.tokens, sqrt(inner * columns))
-                   for inner, columns in _matrices(run))
-    curve = rates.dropping_forward if model.attention_dropout else rates.attention_forward
-    dropout = 2 * rates.dropout_forward(acts.tokens * model.hidden_size) if model.hidden_dropout else 0.0
-    return PassTime(products, _attention(run) * curve(acts.sequence), rates.block_forward(_elements(run)) + dropout)
+    attention = rates.dropping_forward if run.config.model.attention_dropout else rates.attention_forward
+    return _block_time(run, 2, rates.forward, attention, rates.block_forward, rates.dropout_forward)
 
 
 def block_recompute_time(run: PlannedRun, rates: MachineRates) -> PassTime:
-    """Before its backward, where blocks are recomputed."""
+    """The forward that activation checkpointing repeats before a block's backward."""
     tokens, (inner, columns) = run.activations.tokens, _matrices(run)[-1]
     last = 2 * tokens * inner * columns / rates.forward(tokens, sqrt(inner * columns))
     return block_forward_time(run, rates) + PassTime(products=-last * run.num_skipped_products / run.num_layers,
@@ -216,17 +208,25 @@ def block_recompute_time(run: PlannedRun, rates: MachineRates) -> PassTime:
 
 
 def block_backward_time(run: PlannedRun, rates: MachineRates) -> PassTime:
-    """Without what is computed again before it."""
-    acts, model = run.activations, run.config.model
-    products = sum(4 * acts.tokens * inner * columns / rates.backward(acts.tokens, sqrt(inner * columns))
-                   for inner, columns in _matrices(run))
-    curve = rates.dropping_backward if model.attention_dropout else rates.attention_backward
-    dropout = 2 * rates.dropout_backward(acts.tokens * model.hidden_size) if model.hidden_dropout else 0.0
-    return PassTime(products, _attention(run) * curve(acts.sequence), rates.block_backward(_elements(run)) + dropout)
+    """Without recomputation."""
+    attention = rates.dropping_backward if run.config.model.attention_dropout else rates.attention_backward
+    return _block_time(run, 4, rates.backward, attention, rates.block_backward, rates.dropout_backward)
+
+
+def _block_time(run: PlannedRun, flops: int, products: Surface, attention: Curve, rest: Curve,
+                dropout: Curve) -> PassTime:
+    """`flops`: per element of a product's [tokens, inner, columns]."""
+    acts, model, tp = run.activations, run.config.model, run.tp
+    elements = acts.tokens * model.hidden_size
+    heads = acts.batch * model.hidden_size / tp / HEAD_WIDTH  # of this rank, all samples, at the measured width
+    # attention and MLP have their share of the elements on this rank, the rest of the block has all
+    other = rest(elements * (1 + 2 / tp) / 3) + (2 * dropout(elements) if model.hidden_dropout else 0.0)
+    return PassTime(sum(flops * acts.tokens * inner * columns / products(acts.tokens, sqrt(inner * columns))
+                        for inner, columns in _matrices(run)), heads * attention(acts.sequence), other)
 
 
 def embedding_and_loss_time(run: PlannedRun, rates: MachineRates) -> PassTime:
-    """Embeddings and loss, forward and backward; and what any micro-batch takes."""
+    """Embeddings and loss, forward and backward, and the fixed cost of a micro-batch."""
     acts, model = run.activations, run.config.model
     width, elements = sqrt(model.hidden_size * run.vocab_columns), acts.tokens * model.hidden_size
     flops = 2 * elements * run.vocab_columns
@@ -242,28 +242,16 @@ def _matrices(run: PlannedRun) -> list[tuple[int, int]]:
     return [(h, 3 * h // tp), (h // tp, h), (h, f // tp), (f // tp, h)]
 
 
-def _attention(run: PlannedRun) -> float:
-    """Heads of this rank, over the samples of a micro-batch, as many of the width that was measured."""
-    return run.activations.batch * run.config.model.hidden_size / run.tp / HEAD_WIDTH
-
-
-def _elements(run: PlannedRun) -> float:
-    """Of the residual stream: inside of attention and MLP a rank has its part, and of the rest all."""
-    whole = run.activations.tokens * run.config.model.hidden_size
-    return whole * (1 + 2 / run.tp) / 3
-
-
-# ---- the optimizer ------------------------------------------------------------------------------------------------
-
-
 def _optimizer(run: PlannedRun, rates: MachineRates) -> float:
-    """What is on the host, by the host, with its gradients on their way down and its weights on their way up; with
-    `--offload-update device` by the device, to which the state comes, and from which it goes again."""
+    """The host updates offloaded state: gradients are copied to it, and weights back. With `--offload-update device`
+    the device does, and the state is copied there and back."""
+    def copy_seconds(count: int) -> float:
+        return count / rates.link if rates.link else 0.0
+
     if run.state_is_updated_on_device:
-        return rates.update(run.shard_numel) + (2 * run.offloaded_optimizer_bytes / rates.link if rates.link else 0.0)
+        return rates.update(run.shard_numel) + copy_seconds(2 * run.offloaded_optimizer_bytes)
     seconds = rates.update(run.shard_numel - run.offloaded_numel)
     if run.offloaded_numel:
         seconds += rates.host_update(run.offloaded_numel)
-        if rates.link:
-            seconds += run.offloaded_numel * (run.grad_sum_bytes + run.param_bytes) / rates.link
+        seconds += copy_seconds(run.offloaded_numel * (run.grad_sum_bytes + run.param_bytes))
     return seconds

@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 class OpHandling(Enum):
-    DECOMPOSE = "an operation that consists of others"
+    DECOMPOSE = "count the operations that it consists of"
 
 
 DECOMPOSE = OpHandling.DECOMPOSE
 
 
 def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the factors [..., m, k] and [..., k, n], or [k], from the argument `first` on."""
+    """[..., m, k] x [..., k, n] or [k]; `first` is the index of the first factor in `args`."""
     a, b = args[first], args[first + 1]
     return int(a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
 
@@ -43,12 +43,12 @@ def _linear(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 def _linear_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """One product for the gradient of the image and one for the weight's, each like the forward."""
-    image, weight, wanted = args[0], args[2], args[3]
-    return int(sum(wanted[:2])) * int(image.numel() * weight.shape[0])
+    image, weight, output_mask = args[0], args[2], args[3]
+    return int(sum(output_mask[:2])) * int(image.numel() * weight.shape[0])
 
 
 def _pairwise_distances(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the rows of two matrices by a product of them, each lengthened by 1 and the square of its rows."""
+    """A product of both matrices, extended by two columns: ones and the squared norms of the rows."""
     return int(result.numel() * (args[0].shape[-1] + 2))
 
 
@@ -59,43 +59,36 @@ def _convolution(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def _convolution_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """One product for the gradient of the image and one for the weight's, each like the forward."""
-    above, image, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    return int(sum(wanted[:2])) * _filter_macs(weight, image if transposed else above)
+    grad_output, image, weight, transposed, output_mask = args[0], args[1], args[2], args[7], args[10]
+    return int(sum(output_mask[:2])) * _filter_macs(weight, image if transposed else grad_output)
 
 
 def _filter_macs(weight: Any, points: Any) -> int:
-    """A filter at each point of the side where it is applied once."""
+    """`points`: the tensor with one filter application per element."""
     return int(points.numel() * prod(weight.shape[1:]))
 
 
 def _attention(func: Any, backward: bool, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """query [b, n, s, d], key [b, m, t, d], value [b, m, t, e]: q k^T and its product with v; backward, q k^T again and
     the gradients of q, k, the scores and v."""
-    query, key, value, causal = (_argument_value(func, name, args, kwargs)
-                                 for name in ("query", "key", "value", "is_causal"))
+    def argument(name: str) -> Any:
+        index, default = _argument_positions(func)[name]
+        return args[index] if index < len(args) else kwargs.get(name, default)
+
+    query, key, value = argument("query"), argument("key"), argument("value")
     *heads, rows, width = query.shape
-    pairs = prod(heads) * _num_scores(rows, key.shape[-2], causal)
-    return int(pairs * (3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]))
-
-
-def _num_scores(rows: int, columns: int, causal: bool) -> int:
-    """Scores of one head; row i of a causal one has i + 1 at most."""
-    if not causal:
-        return rows * columns
-    corner = min(rows, columns)
-    return corner * (corner + 1) // 2 + (rows - corner) * columns
-
-
-def _argument_value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    place, default = _argument_positions(func)[name]
-    return args[place] if place < len(args) else kwargs.get(name, default)
+    scores = rows * key.shape[-2]
+    if argument("is_causal"):  # row i has at most i + 1
+        corner = min(rows, key.shape[-2])
+        scores = corner * (corner + 1) // 2 + (rows - corner) * key.shape[-2]
+    return int(prod(heads) * scores * (3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]))
 
 
 @cache
 def _argument_positions(func: Any) -> dict[str, tuple[int, Any]]:
-    """Argument -> its place, and its default."""
+    """Argument -> (index, default)."""
     arguments = enumerate(func._schema.arguments)
-    return {item.name: (place, item.default_value if item.has_default_value() else None) for place, item in arguments}
+    return {item.name: (index, item.default_value if item.has_default_value() else None) for index, item in arguments}
 
 
 def _registered_formula(formula: Callable[..., int], result: Any, args: Sequence[Any],
@@ -105,7 +98,7 @@ def _registered_formula(formula: Callable[..., int], result: Any, args: Sequence
 
 _FIRST_FACTOR_INDEX = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1,
                        "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1}
-"""Products -> the place of the first factor."""
+"""Products -> the argument index of the first factor."""
 
 _FORMULAS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FIRST_FACTOR_INDEX.items()},
@@ -119,9 +112,8 @@ _MULTIPLYING_NAMES = re.compile(
 _NOT_MULTIPLYING_NAMES = re.compile(
     "gamma|cumm|dummy|hamming|upsample|powsum|vector_norm|cross|linalg_check|convert|reorder|"
     "mm_search|flatten")
-"""What the names of torch's operations that multiply have in them, and those that only look so. Torch marks but a part
-of those that go element by element, and those that view or move nothing as little as a product: names are what is left
-to tell them by."""
+"""Patterns in the names of torch operations that multiply matrices, and exceptions. Torch has no complete marking of
+element-wise operations, views and copies, so only names remain."""
 _TORCH_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor")
 
 
@@ -135,28 +127,22 @@ def flop_formula(func: Any) -> Formula | OpHandling | None:
         return partial(_attention, func, name.endswith("_backward"))
     if packet in flop_registry:
         return partial(_registered_formula, flop_registry[packet])
-    return DECOMPOSE if space != "prim" and _is_composite(func) else None
+    # in inference mode composite operations are dispatched undecomposed
+    is_composite = isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd")
+    return DECOMPOSE if space != "prim" and is_composite else None
 
 
 @cache
 def may_multiply(func: Any) -> bool:
-    """There may be products in it; where no formula says how many, that is to be told."""
+    """Whether it may contain products: without a formula, the profile lists it as not counted."""
     space, name, _ = _names(func)
-    return callable(flop_formula(func)) or space not in _TORCH_NAMESPACES or _multiplies(name)
-
-
-def _multiplies(name: str) -> bool:
-    return _MULTIPLYING_NAMES.search(name) is not None and _NOT_MULTIPLYING_NAMES.search(name) is None
-
-
-def _is_composite(func: Any) -> bool:
-    """In inference mode such operations arrive as they are; otherwise only what they consist of does."""
-    return isinstance(func, torch._ops.OpOverload) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"))
+    return (callable(flop_formula(func)) or space not in _TORCH_NAMESPACES
+            or _MULTIPLYING_NAMES.search(name) is not None and _NOT_MULTIPLYING_NAMES.search(name) is None)
 
 
 def _names(func: Any) -> tuple[str, str, Any]:
-    """Namespace, name, and what formulas are registered for."""
+    """(namespace, name, key in torch's flop registry)."""
     if isinstance(func, torch._ops.OpOverload):
         packet = func.overloadpacket
         return func.namespace, packet.__name__, packet

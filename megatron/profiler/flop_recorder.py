@@ -1,7 +1,6 @@
-"""Records FLOPs and time per module: a TorchDispatchMode counts every operation, global hooks track the running
-module.
+"""Records FLOPs and time per module: a TorchDispatchMode counts operations, global hooks track the running module.
 
-Nothing is put on the model. In a backward the autograd sequence number of a node finds the module whose forward
+The model is not modified. In a backward the autograd sequence number of a node finds the module whose forward
 made it; a module that runs inside a backward is recomputation. Compiled code runs uncompiled while a recording is
 active.
 """
@@ -14,8 +13,8 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,59 +26,39 @@ from megatron.profiler.flop_formulas import DECOMPOSE, flop_formula, may_multipl
 from megatron.profiler.module_tree import ModuleNode, RunPhase, build_module_tree, walk_nodes
 
 
-class ProfilerClock(Protocol):
-    def mark(self) -> Any:
-        """The present moment."""
+class ProfilerClock:
+    """Times of a GPU's stream, or of the host for models elsewhere."""
 
-    def seconds(self, start: Any, stop: Any) -> float:
-        """Between two marks, once `wait` has returned."""
-
-    def wait(self) -> None:
-        """Until everything that was given to the device is done."""
-
-
-class HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-    def wait(self) -> None:
-        """The host computes while it is asked to."""
-
-
-class DeviceClock:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._gpu = device if device.type == "cuda" else None
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        if self._gpu is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._gpu))
         return event
 
-    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(stop)) / 1e3
-
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        """Until the GPU has passed all marks."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
 
-
-def build_clock(device: torch.device) -> ProfilerClock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Between two marks; call `wait` first."""
+        return float(stop - start if self._gpu is None else start.elapsed_time(stop) / 1e3)
 
 
 _NO_BACKWARD = -1
 
 
 def current_backward_id() -> int | None:
-    """Its number."""
     number = torch._C._current_graph_task_id()
     return None if number == _NO_BACKWARD else number
 
 
 def _is_checkpoint_recomputing() -> bool:
-    """In a checkpoint of torch's: of the kind that saves its tensors anew, or of the one with a backward of its own."""
+    """Inside a recomputation of torch.utils.checkpoint, non-reentrant or reentrant."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         return hooks[0].__qualname__.startswith("_recomputation_hook")
@@ -88,29 +67,30 @@ def _is_checkpoint_recomputing() -> bool:
 
 
 class _CallFrame(NamedTuple):
-    """A call that has begun."""
+    """A running call of a module."""
 
     node: ModuleNode
     backward: int | None
-    """The one it runs in."""
+    """Id of the backward that it runs in."""
     start: Any
 
 
 class ModuleCallTracker:
-    """Of the modules of one tree; `outside` is the node of what runs in none of them."""
+    """Tracks the modules of one tree; `outside` is the node for operations outside of them."""
 
     def __init__(self, nodes: Mapping[nn.Module, ModuleNode], outside: ModuleNode, clock: ProfilerClock) -> None:
         self._nodes, self._outside, self._clock = nodes, outside, clock
         self._threads = threading.local()
-        self._interval_starts: list[int] = []  # where an interval begins ...
-        self._interval_owners: list[ModuleNode] = []  # ... and whose it is
-        self._timed_calls: list[tuple[ModuleNode, Any, Any]] = []
-        self._tracked_thread = 0  # the one that is watched
+        # autograd sequence numbers from _interval_starts[i] on belong to the module _interval_owners[i]
+        self._interval_starts: list[int] = []
+        self._interval_owners: list[ModuleNode] = []
+        self.timed_calls: list[tuple[ModuleNode, Any, Any]] = []
+        """(node, start, stop) of calls that `assign_times` has not handled yet."""
+        self._tracked_thread = 0
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Calls inside are noted: of this thread, and of those in which autograd makes a backward. What ends them by
-        force leaves some that never returned."""
+        """Track calls of this thread, and of autograd's threads."""
         self._tracked_thread = threading.get_ident()
         handles = (register_module_forward_pre_hook(self._enter),
                    register_module_forward_hook(self._leave, always_call=True))
@@ -123,12 +103,12 @@ class ModuleCallTracker:
 
     @property
     def _frames(self) -> list[_CallFrame]:
-        """The calls under way in this thread."""
+        """The running calls of this thread."""
         frames: list[_CallFrame] = vars(self._threads).setdefault("frames", [])
         return frames
 
     def current_node(self) -> tuple[ModuleNode, RunPhase]:
-        """Of the operation under way."""
+        """The module and phase of the running operation."""
         frames = self._frames
         frame = frames[-1] if frames else None
         backward = current_backward_id()
@@ -136,31 +116,20 @@ class ModuleCallTracker:
             return (self._outside if frame is None else frame.node), RunPhase.FORWARD
         if frame is not None and frame.backward == backward:
             return frame.node, RunPhase.RECOMPUTE
-        return self._owner_of_autograd_node(), RunPhase.RECOMPUTE if _is_checkpoint_recomputing() else RunPhase.BACKWARD
-
-    @property
-    def num_timed_calls(self) -> int:
-        """Calls whose time is not given to their nodes yet."""
-        return len(self._timed_calls)
-
-    def discard_calls_after(self, num_timed_calls: int) -> None:
-        """The time of the later ones counts for nothing."""
-        del self._timed_calls[num_timed_calls:]
-
-    def assign_times(self) -> None:
-        """Give each node the time of its calls, and begin anew."""
-        self._clock.wait()
-        for node, start, stop in self._timed_calls:
-            node.seconds += self._clock.seconds(start, stop)
-        self._timed_calls.clear()
-        self._interval_starts.clear()
-        self._interval_owners.clear()
-
-    def _owner_of_autograd_node(self) -> ModuleNode:
-        """The module that was running when the node of the backward under way was made."""
+        # a backward belongs to the module that was running when its autograd node was created
         node: Any = torch._C._current_autograd_node()
         interval = -1 if node is None else bisect_right(self._interval_starts, node._sequence_nr()) - 1
-        return self._outside if interval < 0 else self._interval_owners[interval]
+        owner = self._outside if interval < 0 else self._interval_owners[interval]
+        return owner, RunPhase.RECOMPUTE if _is_checkpoint_recomputing() else RunPhase.BACKWARD
+
+    def assign_times(self) -> None:
+        """Add the time of each call to its node, and forget the calls."""
+        self._clock.wait()
+        for node, start, stop in self.timed_calls:
+            node.seconds += self._clock.seconds(start, stop)
+        self.timed_calls.clear()
+        self._interval_starts.clear()
+        self._interval_owners.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         node, backward = self._nodes.get(module), current_backward_id()
@@ -169,18 +138,18 @@ class ModuleCallTracker:
             self._frames.append(_CallFrame(node, backward, self._clock.mark()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also when the forward has raised, as recomputation does once it has what it wants."""
+        """Also after an exception, with which recomputation may stop early."""
         frames = self._frames
         if not frames or frames[-1].node is not self._nodes.get(module):
             return
         frame = frames.pop()
         if frame.backward is None:
             frame.node.calls += 1
-            self._timed_calls.append((frame.node, frame.start, self._clock.mark()))
+            self.timed_calls.append((frame.node, frame.start, self._clock.mark()))
         self._begin_interval(frames[-1].node if frames else self._outside)
 
     def _begin_interval(self, owner: ModuleNode) -> None:
-        if threading.get_ident() == self._tracked_thread:  # each thread numbers by itself
+        if threading.get_ident() == self._tracked_thread:  # sequence numbers are per thread
             self._interval_starts.append(torch.autograd._get_sequence_nr())
             self._interval_owners.append(owner)
 
@@ -192,67 +161,55 @@ class FlopCountingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._add_macs = add_macs
         self.uncounted_ops: Counter[str] = Counter()
-        """Operations that nobody has a formula for, and how often they ran."""
+        """Operations that may multiply but have no formula, and how often they ran."""
         self.saw_backward = False
 
     def reset(self) -> None:
         self.uncounted_ops.clear()
         self.saw_backward = False
 
-    @property
-    def is_innermost(self) -> bool:
-        """Of the modes of this thread. Torch ends the innermost one, whichever is told to end."""
-        return _get_current_dispatch_mode() is self
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled while a `FlopRecorder` is active, and to keep the compiler from looking here would
-        load it, and take longer than what is done here."""
+        """No: compilation is off during a recording, and skipping would load the compiler, which is slow."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if NestedTensor in types:
-            return NotImplemented  # it says what it consists of, which then passes here
-        given, formula = kwargs or {}, flop_formula(func)
+            return NotImplemented  # its component operations are dispatched next
+        named, formula = kwargs or {}, flop_formula(func)
         self.saw_backward = self.saw_backward or current_backward_id() is not None
-        if formula is None or _are_nested(args):
+        # nested tensors have their own kernels, and no shape to count by
+        if formula is None or any(isinstance(arg, Tensor) and arg.is_nested for arg in args):
             if may_multiply(func):
                 self.uncounted_ops[str(func)] += 1
-            return func(*args, **given)
+            return func(*args, **named)
         if formula is DECOMPOSE:
             with self:
-                result = func.decompose(*args, **given)
-            return func(*args, **given) if result is NotImplemented else result
-        result = func(*args, **given)
-        self._add_macs(formula(result, args, given))
+                result = func.decompose(*args, **named)
+            return func(*args, **named) if result is NotImplemented else result
+        result = func(*args, **named)
+        self._add_macs(formula(result, args, named))
         return result
 
 
-def _are_nested(args: Any) -> bool:
-    """Tensors of several lengths, which have kernels of their own and no shape to count by."""
-    return any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
-
-
 class FlopRecording:
-    """It can be switched on several times, and adds up. Neither hooks nor attributes are put on the model."""
+    """Several recordings add up."""
 
     def __init__(self, model: nn.Module, ignore: Sequence[type[nn.Module]] = ()) -> None:
-        """What runs in modules of the classes `ignore`, and in modules inside them, is not counted."""
+        """Operations in modules of the classes `ignore`, and in modules inside them, are not counted."""
         self.root, self.outside = build_module_tree(model), ModuleNode("(outside of modules)", nn.Identity())
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.seconds: dict[str, float] = {}
-        """Of the parts of a step."""
-        kinds = tuple(ignore)
-        self._ignored = {inner for node in walk_nodes(self.root) if isinstance(node.module, kinds)
+        """By part of a step."""
+        nodes = list(walk_nodes(self.root))
+        self._ignored = {inner for node in nodes if isinstance(node.module, tuple(ignore))
                          for inner in walk_nodes(node)}
-        self._clock = build_clock(self.device)
-        self._call_tracker = ModuleCallTracker({node.module: node
-                                                for node in walk_nodes(self.root)}, self.outside, self._clock)
+        self._clock = ProfilerClock(self.device)
+        self._call_tracker = ModuleCallTracker({node.module: node for node in nodes}, self.outside, self._clock)
         self._counting_mode = FlopCountingMode(self._add_macs)
 
     @property
     def uncounted_ops(self) -> dict[str, int]:
-        """Operations that were not counted, though they may multiply, and how often they ran."""
         return dict(self._counting_mode.uncounted_ops)
 
     @property
@@ -261,19 +218,19 @@ class FlopRecording:
 
     @property
     def can_stop(self) -> bool:
-        """Nothing that was switched on after it is on still."""
-        return self._counting_mode.is_innermost
+        """Whether this is the innermost mode of the thread: torch always ends the innermost one."""
+        return _get_current_dispatch_mode() is self._counting_mode
 
     @contextmanager
     def record(self, part: str = "") -> Iterator[None]:
-        """What happens inside is recorded; its time is that of a part of a step. Of what fails nothing is kept."""
+        """Record everything inside, as a part of a step. After an exception the counts are as before."""
         with self._rolled_back_on_error(), self.record_time(part), run_uncompiled(), self._call_tracker.tracking(), \
                 self._counting_mode:
             yield
 
     @contextmanager
     def record_time(self, part: str) -> Iterator[None]:
-        """What happens inside is a part of a step of which nothing is recorded but its time."""
+        """Record only the time of a part of a step."""
         start = self._clock.mark()
         yield
         stop = self._clock.mark()
@@ -281,11 +238,10 @@ class FlopRecording:
         self.seconds[part] = self.seconds.get(part, 0.0) + self._clock.seconds(start, stop)
 
     def finish(self) -> None:
-        """Before what was recorded is read."""
+        """Call this before reading the results."""
         self._call_tracker.assign_times()
 
     def reset(self) -> None:
-        """Begin anew."""
         self._call_tracker.assign_times()
         for node in self._nodes():
             node.reset()
@@ -296,13 +252,13 @@ class FlopRecording:
     def _rolled_back_on_error(self) -> Iterator[None]:
         counts = [(node, dict(node.macs), node.calls) for node in self._nodes()]
         num_timed_calls, uncounted_ops, saw_backward = (
-            self._call_tracker.num_timed_calls, dict(self._counting_mode.uncounted_ops), self.saw_backward)
+            len(self._call_tracker.timed_calls), self.uncounted_ops, self.saw_backward)
         try:
             yield
         except BaseException:
             for node, macs, calls in counts:
                 node.macs, node.calls = macs, calls
-            self._call_tracker.discard_calls_after(num_timed_calls)
+            del self._call_tracker.timed_calls[num_timed_calls:]
             self._counting_mode.uncounted_ops, self._counting_mode.saw_backward = Counter(uncounted_ops), saw_backward
             raise
 
@@ -318,20 +274,14 @@ class FlopRecording:
 
 @contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """What torch.compile has compiled runs as it is written, and stays compiled for later. Torch's transformer takes no
-    fast path, in which each of its layers is one operation."""
+    """Compiled code runs eagerly inside and stays compiled for later; torch's transformer does not take its fast path,
+    in which a layer is one operation."""
+    # set_stance would load the compiler if nothing is compiled
+    is_compiler_loaded = "torch._dynamo" in sys.modules
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _force_eager():
+        with torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _force_eager() -> AbstractContextManager[object]:
-    """Where torch.compile was never used there is nothing to say, and to say it would load the compiler."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -27,7 +27,7 @@ from mpu.groups import Groups
 
 
 class ProfiledEngine(Protocol):
-    """What a profiler asks of an engine: the job that its model is trained in."""
+    """The part of an engine that a profiler needs."""
 
     @property
     def groups(self) -> Groups: ...
@@ -45,7 +45,7 @@ class ProfiledEngine(Protocol):
 class FlopsProfiler:
     def __init__(self, model: nn.Module, ds_engine: ProfiledEngine | None = None,
                  recompute_fwd_factor: float = 0.0) -> None:
-        """`recompute_fwd_factor`: of a backward that is not seen, the part of a forward that it runs again."""
+        """`recompute_fwd_factor`: forwards that the estimate of a missing backward adds for recomputation."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"FlopsProfiler takes a torch.nn.Module, not a {type(model).__name__}; of an engine, "
                               "give engine.module and the engine itself as ds_engine")
@@ -57,8 +57,7 @@ class FlopsProfiler:
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list`, and in those inside
-        them, is not counted."""
+        """Start a new profile. Modules of the classes in `ignore_list`, and those inside them, are not counted."""
         if self._running is not None:
             raise ConfigError("start_profile: a profile is under way; call stop_profile first")
         self._recording, self._profile = FlopRecording(self.model, tuple(ignore_list or ())), None
@@ -76,8 +75,8 @@ class FlopsProfiler:
 
     @contextmanager
     def part(self, name: str, counts: bool = True) -> Iterator[None]:
-        """Record one part of a step, forward, backward or step, or only its time. They add up until
-        `reset_profile`."""
+        """Record one part of a step (forward, backward or step), or only its time. Parts add up until `reset_profile`.
+        """
         if self._recording is None:
             self._recording = FlopRecording(self.model)
         self._profile = None
@@ -85,42 +84,38 @@ class FlopsProfiler:
             yield
 
     def reset_profile(self) -> None:
-        """Forget what was recorded."""
+        """Discard what was recorded."""
         self._profile = None
         if self._recording is not None:
             self._recording.reset()
 
     def end_profile(self) -> None:
-        """Stop, and forget. Nothing has to be taken off the model: nothing was put on it."""
+        """Stop, and discard the profile."""
         if self._running is not None:
             self.stop_profile()
         self._recording = self._profile = None
 
-    # ---- what was found -----------------------------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------------------------
 
     def profile(self, step: int | None = None, step_before: float | None = None) -> ModelProfile:
-        """What was recorded, as plain numbers. `step_before`: how long the step before took."""
+        """The results as plain numbers. `step_before`: seconds of the step before the profiled one."""
         if self._recording is None or self._running is not None:
             raise ConfigError("there is no profile: call start_profile, run the model, call stop_profile")
         if self._profile is None or (self._profile.step, self._profile.step_before) != (step, step_before):
-            self._profile = build_profile(self._recording, layout=self._layout(), step=step, step_before=step_before,
+            engine, tp = self.ds_engine, tensor_parallel_size(self.model)
+            job = ProfiledJob(world=tp, tp=tp) if engine is None else ProfiledJob(
+                engine.groups.world.size, engine.groups.dp.size, engine.groups.tp.size,
+                engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(),
+                engine.parameters_kept)
+            self._profile = build_profile(self._recording, layout=job, step=step, step_before=step_before,
                                           recompute_factor=self.recompute_fwd_factor)
         return self._profile
-
-    def _layout(self) -> ProfiledJob:
-        engine = self.ds_engine
-        if engine is None:
-            tp = tensor_parallel_size(self.model)
-            return ProfiledJob(world=tp, tp=tp)
-        groups = engine.groups
-        return ProfiledJob(groups.world.size, groups.dp.size, groups.tp.size, engine.zero_optimization_stage(),
-                           engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.parameters_kept)
 
     def _current_profile(self) -> ModelProfile:
         return self._profile or self.profile()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Of the forwards, in the whole model."""
+        """Of the forwards of the full model."""
         flops = FLOPS_PER_MAC * self._current_profile().macs.forward
         return format_count(flops, "FLOPs") if as_string else flops
 
@@ -129,7 +124,7 @@ class FlopsProfiler:
         return format_count(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Of the forwards, in seconds."""
+        """Seconds of the forwards."""
         seconds = self._current_profile().root.seconds
         return format_seconds(seconds) if as_string else seconds
 
@@ -139,12 +134,12 @@ class FlopsProfiler:
 
     def print_model_profile(self, profile_step: int | None = None, module_depth: int = -1, top_modules: int = 1,
                             detailed: bool = True, output_file: str | None = None) -> None:
-        """Print the profile, or write it to a file, whose ending says as what: .json, .html, or text."""
-        found = self._current_profile() if profile_step is None else self.profile(profile_step)
+        """Print the profile, or write it to a file: JSON, HTML or text, by its extension."""
+        profile = self._current_profile() if profile_step is None else self.profile(profile_step)
         if output_file is None:
-            print(format_profile(found, module_depth, top_modules, detailed), flush=True)
+            print(format_profile(profile, module_depth, top_modules, detailed), flush=True)
         else:
-            write_profile(found, output_file, module_depth, top_modules, detailed)
+            write_profile(profile, output_file, module_depth, top_modules, detailed)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         print("\n".join(aggregated_lines(self._current_profile(), module_depth, top_modules)), flush=True)
@@ -161,47 +156,35 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:
     """(FLOPs, MACs, parameters) of model(*args, **kwargs), or of model.generate(...) with `mode="generate"`.
 
-    `input_shape` stands for one tensor of ones, of the shape and the model's dtype. It runs without gradients and
-    without dropout, `warm_up` times before it counts; afterwards each module is in the mode that it was in. A model on
-    the meta device is counted without being run.
+    `input_shape` stands for a tensor of ones of the model's dtype. The model runs without gradients and dropout,
+    `warm_up` times before it counts; each module then returns to its mode. A model on the meta device works too.
     """
     if mode not in _MODES:
         raise ConfigError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
-    given = [*_inputs(model, input_shape), *args]
-    named = kwargs or {}
-    if not given and not named:
+    inputs, named = list(args), kwargs or {}
+    if input_shape is not None:
+        like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
+        inputs.insert(0, torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device))
+    if not inputs and not named:
         raise ConfigError("get_model_profile needs input_shape, args or kwargs: what the model is called with")
     profiler = FlopsProfiler(model)
     call: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
-    with _eval_mode(model), torch.no_grad():
-        for _ in range(warm_up):
-            call(*given, **named)
-        profiler.start_profile(ignore_modules)
-        try:
-            call(*given, **named)
-        finally:
-            profiler.stop_profile()
+    modes = {module: module.training for module in model.modules()}  # which need not be the model's
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*inputs, **named)
+            profiler.start_profile(ignore_modules)
+            try:
+                call(*inputs, **named)
+            finally:
+                profiler.stop_profile()
+    finally:
+        for module, training in modes.items():
+            module.training = training
     if print_profile:
         profiler.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=detailed,
                                      output_file=output_file)
     return (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string),
             profiler.get_total_params(as_string))
-
-
-def _inputs(model: nn.Module, shape: Sequence[int] | None) -> list[torch.Tensor]:
-    if shape is None:
-        return []
-    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
-    return [torch.ones(tuple(shape), dtype=like.dtype, device=like.device)]
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation; afterwards each in the mode that it was in, which need not be the model's."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -24,8 +24,6 @@ _PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, Pa
 
 
 class RunPhase(Enum):
-    """When something ran."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recomputation"
@@ -33,12 +31,12 @@ class RunPhase(Enum):
 
 @dataclass(eq=False)
 class ModuleNode:
-    """A module, and what was seen of it; `macs` are its own, without those of modules inside it."""
+    """A module and its counts; `macs` are its own, without those of modules inside it."""
 
     path: str
     module: nn.Module
     own_parameters: list[nn.Parameter] = field(default_factory=list)
-    """Its parameters without those inside it, and without those that a module before it has as well."""
+    """Without parameters of modules inside it, and without parameters shared with an earlier module."""
     children: list[ModuleNode] = field(default_factory=list)
     macs: dict[RunPhase, int] = field(default_factory=lambda: dict.fromkeys(RunPhase, 0))
     calls: int = 0
@@ -54,7 +52,7 @@ class ModuleNode:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Of the module and of all inside it; of the whole tree, each once."""
+        """Of the module and all inside it."""
         return [*self.own_parameters, *(parameter for child in self.children for parameter in child.parameters)]
 
     @cached_property
@@ -62,7 +60,6 @@ class ModuleNode:
         return any(partition_of(parameter) is not None for parameter in self.module.parameters())
 
     def reset(self) -> None:
-        """What was seen."""
         self.macs, self.calls, self.seconds = dict.fromkeys(RunPhase, 0), 0, 0.0
 
 
@@ -88,7 +85,6 @@ def walk_nodes(node: ModuleNode) -> Iterator[ModuleNode]:
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
-    """The number of ranks that its layers are split over."""
     return max((module.tp.size for module in model.modules() if isinstance(module, _PARALLEL)), default=1)
 
 

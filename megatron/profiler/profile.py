@@ -5,7 +5,7 @@ Counts are logical (whole model) and on this rank. FLOPs are 2 x MACs. A row inc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +17,6 @@ FLOPS_PER_MAC = 2
 
 @dataclass(frozen=True)
 class Macs:
-    """By when they ran."""
-
     forward: int = 0
     backward: int = 0
     recomputation: int = 0
@@ -37,7 +35,7 @@ class Macs:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module with all inside it."""
+    """A module including all inside it."""
 
     path: str
     class_name: str
@@ -47,7 +45,7 @@ class ModuleRow:
     macs_on_rank: Macs
     calls: int
     seconds: float
-    """Of its forwards; of a list of modules, theirs."""
+    """Of its forwards; of a module without a forward (a ModuleList), the sum of its children's."""
     children: tuple[ModuleRow, ...] = ()
 
     @property
@@ -56,13 +54,13 @@ class ModuleRow:
 
     @property
     def flops_per_second(self) -> float:
-        """Of this rank in the forward; 0 where there is nothing to say."""
+        """Of this rank in the forward; 0 if unknown."""
         return FLOPS_PER_MAC * self.macs_on_rank.forward / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """Of the job that was profiled, and how much a step of it takes in."""
+    """Layout and batch sizes of the profiled job."""
 
     world: int = 1
     dp: int = 1
@@ -76,17 +74,14 @@ class ProfiledJob:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One recording."""
-
     root: ModuleRow
     outside_modules: Macs
-    """What ran in no module."""
     phase_seconds: Mapping[str, float]
-    """Seconds of parts of a step."""
+    """By part of a step."""
     layout: ProfiledJob = ProfiledJob()
     step: int | None = None
     recompute_factor: float = 0.0
-    """Where no backward was seen it is taken for 2 + this forwards."""
+    """A missing backward is estimated as 2 + recompute_factor forwards."""
     step_before: float | None = None
     """Seconds of the step before the profiled one."""
     uncounted_ops: Mapping[str, int] = field(default_factory=dict)
@@ -94,7 +89,7 @@ class ModelProfile:
 
     @property
     def macs(self) -> Macs:
-        """Of the model and of what ran beside it."""
+        """Of the full model, and outside of modules."""
         return self.root.macs + self.outside_modules
 
     @property
@@ -107,7 +102,7 @@ class ModelProfile:
 
     @property
     def backward_in_forwards(self) -> float:
-        """What a backward is taken for that was not seen."""
+        """The estimate of a missing backward."""
         return 2 + self.recompute_factor
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +114,7 @@ class ModelProfile:
                 "not_counted": dict(self.uncounted_ops), "modules": _row_as_dict(self.root)}
 
     def _flops(self, macs: Macs) -> dict[str, int]:
-        """With the estimate in place of a backward that was not seen."""
+        """With the estimate of a missing backward."""
         counted = _flops(macs)
         if self.backward_is_estimated:
             counted["backward"] = round(self.backward_in_forwards * counted["forward"])
@@ -127,18 +122,18 @@ class ModelProfile:
 
 
 def walk_rows(row: ModuleRow, depth: int = 0) -> Iterator[tuple[int, ModuleRow]]:
-    """Depth, row; from the top."""
+    """(depth, row), depth first."""
     yield depth, row
     for inner in row.children:
         yield from walk_rows(inner, depth + 1)
 
 
-def build_profile(recording: FlopRecording, **said: Any) -> ModelProfile:
-    """`said` are the other fields of a ModelProfile."""
+def build_profile(recording: FlopRecording, **fields: Any) -> ModelProfile:
+    """`fields` are the other fields of ModelProfile."""
     recording.finish()
     tp = tensor_parallel_size(recording.root.module)
     return ModelProfile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
-                        uncounted_ops=recording.uncounted_ops, saw_backward=recording.saw_backward, **said)
+                        uncounted_ops=recording.uncounted_ops, saw_backward=recording.saw_backward, **fields)
 
 
 def _row(node: ModuleNode, tp: int) -> ModuleRow:
@@ -146,17 +141,13 @@ def _row(node: ModuleNode, tp: int) -> ModuleRow:
     own = _macs(node)
     return ModuleRow(node.path, node.class_name, sum(logical_numel(p, tp) for p in node.parameters),
                      sum(p.numel() for p in node.parameters),
-                     _total([own.times(tp if node.is_tensor_parallel else 1), *(row.macs for row in rows)]),
-                     _total([own, *(row.macs_on_rank for row in rows)]), node.calls,
+                     sum((row.macs for row in rows), own.times(tp if node.is_tensor_parallel else 1)),
+                     sum((row.macs_on_rank for row in rows), own), node.calls,
                      node.seconds if node.calls else sum(row.seconds for row in rows), rows)
 
 
 def _macs(node: ModuleNode) -> Macs:
     return Macs(node.macs[RunPhase.FORWARD], node.macs[RunPhase.BACKWARD], node.macs[RunPhase.RECOMPUTE])
-
-
-def _total(macs: Sequence[Macs]) -> Macs:
-    return sum(macs, Macs())
 
 
 def _flops(macs: Macs) -> dict[str, int]:

@@ -11,14 +11,14 @@ from string import Template
 from zlib import crc32
 
 from megatron.errors import StorageError
-from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ModuleRow, ProfiledJob, walk_rows
+from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ModuleRow, walk_rows
 
 _SIZES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def format_count(number: float, unit: str = "") -> str:
-    """With a letter for its size; one below 1000 as it is."""
+    """12.34 M, for example; without a prefix below 1000."""
     for size, letter in _SIZES:
         if number >= size:
             return f"{number / size:.2f} {letter}{unit}"
@@ -38,14 +38,11 @@ WIDTH = 100
 
 
 def format_profile(profile: ModelProfile, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
-    blocks = [_titled("Flops Profiler", [*summary(profile), "", *aggregated_lines(profile, module_depth, top_modules)])]
+    lines = [" Flops Profiler ".center(WIDTH, "-"), *summary(profile), "",
+             *aggregated_lines(profile, module_depth, top_modules)]
     if detailed:
-        blocks.append(_titled("Profile of each module", tree_lines(profile)))
-    return "\n".join((*blocks, "-" * WIDTH))
-
-
-def _titled(title: str, lines: Iterator[str] | list[str]) -> str:
-    return "\n".join([f" {title} ".center(WIDTH, "-"), *lines])
+        lines += [" Profile of each module ".center(WIDTH, "-"), *tree_lines(profile)]
+    return "\n".join((*lines, "-" * WIDTH))
 
 
 # ---- the summary -------------------------------------------------------------------------------------------------
@@ -61,28 +58,22 @@ def summary(profile: ModelProfile) -> Iterator[str]:
 
 
 def summary_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
-    """Name, value: the lines of a summary."""
-    yield from _job_rows(profile.layout)
+    """(name, value)"""
+    layout = profile.layout
+    for name, number in (
+            ("world size", layout.world), ("data parallel size", layout.dp), ("tensor parallel size", layout.tp),
+            ("ZeRO stage", layout.zero_stage), ("batch size per rank (micro-batch)", layout.micro_batch),
+            ("batch size of a step", layout.global_batch)):
+        if number is not None:
+            yield name, str(number)
     yield "parameters of the model", format_count(profile.root.parameters)
-    kept = profile.layout.parameters_kept or profile.root.parameters_on_rank
+    kept = layout.parameters_kept or profile.root.parameters_on_rank
     if kept != profile.root.parameters:
         yield "parameters kept by this rank, with padding", format_count(kept)
     yield from _flops_rows(profile)
     yield from _time_rows(profile)
     for name, times in profile.uncounted_ops.items():
         yield f"not counted, for want of a formula: {name}", f"{times} calls"
-
-
-def _job_rows(layout: ProfiledJob) -> Iterator[tuple[str, str]]:
-    yield "world size", str(layout.world)
-    yield "data parallel size", str(layout.dp)
-    yield "tensor parallel size", str(layout.tp)
-    if layout.zero_stage is not None:
-        yield "ZeRO stage", str(layout.zero_stage)
-    if layout.micro_batch is not None:
-        yield "batch size per rank (micro-batch)", str(layout.micro_batch)
-    if layout.global_batch is not None:
-        yield "batch size of a step", str(layout.global_batch)
 
 
 def _flops_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
@@ -104,33 +95,28 @@ def _flops_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
 
 
 def _time_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
-    here, parts = profile.macs_on_rank, profile.phase_seconds
-    forward = parts.get("forward", profile.root.seconds)
+    macs, parts, samples = profile.macs_on_rank, profile.phase_seconds, profile.layout.global_batch
+    forward, before = parts.get("forward", profile.root.seconds), profile.step_before
     yield "forward latency", format_seconds(forward)
-    if "backward" in parts and "step" in parts:
-        whole = sum(parts.values())
-        yield "backward latency", format_seconds(parts["backward"])
-        yield "step latency (the optimizer)", format_seconds(parts["step"])
-        yield "iteration latency, forward + backward + step", format_seconds(whole)
-        if profile.step_before is not None:
-            yield "iteration latency of the step before, without the profiler", format_seconds(profile.step_before)
-        yield "forward FLOPS per rank", _format_flops_per_second(here.forward, forward)
-        yield "backward FLOPS per rank, with recomputation", _format_flops_per_second(
-            here.backward + here.recomputation, parts["backward"])
-        yield "FLOPS per rank", _format_flops_per_second(here.all, whole)
-        if profile.layout.global_batch is not None and whole:
-            yield "samples per second, on all ranks", f"{profile.layout.global_batch / whole:.2f}"
-        if profile.step_before:
-            yield from _unprofiled_rows(profile, profile.step_before)
-    else:
-        yield "forward FLOPS per rank", _format_flops_per_second(here.forward, forward)
-
-
-def _unprofiled_rows(profile: ModelProfile, seconds: float) -> Iterator[tuple[str, str]]:
-    """The profiler slows the step that it counts; the step before did the same work."""
-    yield "FLOPS per rank in the time of the step before", _format_flops_per_second(profile.macs_on_rank.all, seconds)
-    if profile.layout.global_batch is not None:
-        yield "samples per second of the step before, on all ranks", f"{profile.layout.global_batch / seconds:.2f}"
+    if "backward" not in parts or "step" not in parts:
+        yield "forward FLOPS per rank", _format_flops_per_second(macs.forward, forward)
+        return
+    total = sum(parts.values())
+    yield "backward latency", format_seconds(parts["backward"])
+    yield "step latency (the optimizer)", format_seconds(parts["step"])
+    yield "iteration latency, forward + backward + step", format_seconds(total)
+    if before is not None:
+        yield "iteration latency of the step before, without the profiler", format_seconds(before)
+    yield "forward FLOPS per rank", _format_flops_per_second(macs.forward, forward)
+    yield "backward FLOPS per rank, with recomputation", _format_flops_per_second(
+        macs.backward + macs.recomputation, parts["backward"])
+    yield "FLOPS per rank", _format_flops_per_second(macs.all, total)
+    if samples is not None and total:
+        yield "samples per second, on all ranks", f"{samples / total:.2f}"
+    if before:  # it did the same work without the overhead of the profiler
+        yield "FLOPS per rank in the time of the step before", _format_flops_per_second(macs.all, before)
+        if samples is not None:
+            yield "samples per second of the step before, on all ranks", f"{samples / before:.2f}"
 
 
 def _format_flops(macs: float) -> str:
@@ -145,7 +131,7 @@ def _format_flops_per_second(macs: int, seconds: float) -> str:
 
 
 def aggregated_lines(profile: ModelProfile, module_depth: int = -1, top_modules: int = 1) -> Iterator[str]:
-    """Sums over the modules of a class, at each depth down to `module_depth` (-1: the last)."""
+    """Sums over the modules of a class, at each depth down to `module_depth` (-1: all)."""
     levels: dict[int, list[ModuleRow]] = {}
     for depth, row in walk_rows(profile.root):
         levels.setdefault(depth, []).append(row)
@@ -178,29 +164,30 @@ def tree_lines(profile: ModelProfile) -> Iterator[str]:
 
 
 def _branch(row: ModuleRow, root: ModuleRow, indent: str, row_name: str) -> Iterator[str]:
-    said = ", ".join((format_count(row.parameters), f"{format_share(row.parameters, root.parameters)} params",
-                      format_count(row.macs.forward, "MACs"), f"{format_share(row.macs.forward, root.macs.forward)} "
-                      "MACs", format_seconds(row.seconds), f"{format_share(row.seconds, root.seconds)} latency",
-                      format_count(row.flops_per_second, "FLOPS")))
+    counts = ", ".join((format_count(row.parameters), f"{format_share(row.parameters, root.parameters)} params",
+                        format_count(row.macs.forward, "MACs"),
+                        f"{format_share(row.macs.forward, root.macs.forward)} MACs", format_seconds(row.seconds),
+                        f"{format_share(row.seconds, root.seconds)} latency",
+                        format_count(row.flops_per_second, "FLOPS")))
     if not row.children:
-        yield f"{indent}{row_name}({said})"
+        yield f"{indent}{row_name}({counts})"
         return
     yield f"{indent}{row_name}("
-    yield f"{indent}  {said}"
+    yield f"{indent}  {counts}"
     for inner in row.children:
         yield from _branch(inner, root, indent + "  ", row_name=f"({inner.name}): {inner.class_name}")
     yield f"{indent})"
 
 
 _NARROWEST = 0.0005
-"""Share of the picture below which a module is not drawn."""
+"""Minimum share of the width for a module to be drawn."""
 _ROW_HEIGHT = 1.35
 _OWN_WORK_NOTE = "A hatched bar is what a module does itself, outside of the modules in it, as GPT2 does the loss."
 
 
 @dataclass(frozen=True)
 class FlameBar:
-    """A module in a flame picture, or what it does itself; `left` and `width` are shares of the picture."""
+    """A module in a flame graph, or (`is_own`) its own work; `left` and `width` are shares of the width."""
 
     row: ModuleRow
     depth: int
@@ -223,21 +210,21 @@ def profile_page(profile: ModelProfile) -> str:
 
 
 def flame_bars(root: ModuleRow, size: Callable[[ModuleRow], float]) -> Iterator[FlameBar]:
-    """From the top, side by side in the order of the model."""
-    whole = size(root)
+    """From the top, children side by side in the order of the model."""
+    total = size(root)
 
     def place(row: ModuleRow, depth: int, left: float) -> Iterator[FlameBar]:
-        width = size(row) / whole
+        width = size(row) / total
         if width >= _NARROWEST:
             yield FlameBar(row, depth, left, width)
             for inner in row.children:
                 yield from place(inner, depth + 1, left)
-                left += size(inner) / whole
-            own = (size(row) - sum(map(size, row.children))) / whole
+                left += size(inner) / total
+            own = (size(row) - sum(map(size, row.children))) / total
             if row.children and own >= _NARROWEST:
                 yield FlameBar(row, depth + 1, left, own, is_own=True)
 
-    if whole:
+    if total:
         yield from place(root, 0, 0.0)
 
 
@@ -247,27 +234,21 @@ def _flops(row: ModuleRow) -> float:
 
 def _flame_picture(root: ModuleRow, title: str, about: str, size: Callable[[ModuleRow], float],
                    shown: Callable[[float], str]) -> str:
-    drawn = list(flame_bars(root, size))
-    height = _ROW_HEIGHT * (1 + max((bar.depth for bar in drawn), default=0))
-    inside = "\n".join(
-        _bar_html(bar, f"{shown(bar.width * size(root))}, {format_share(bar.width, 1)}") for bar in drawn)
-    return (f"<h2>{escape(title)}</h2>\n<p>{escape(about)} {_OWN_WORK_NOTE}</p>\n"
-            f'<div class="flame" style="height:{height:.2f}rem">\n{inside}\n</div>')
-
-
-def _bar_html(bar: FlameBar, value: str) -> str:
-    name = (bar.row.name or bar.row.class_name) + (" itself" if bar.is_own else "")
-    whose = (f"{bar.row.path or bar.row.class_name} "
-             f"({bar.row.class_name}){' itself, outside of the modules in it' * bar.is_own}")
-    title = escape(f"{whose}: {value}", quote=True)
-    style = (f"left:{bar.left:.4%};width:{bar.width:.4%};top:{bar.depth * _ROW_HEIGHT:.2f}rem;"
-             f"background-color:hsl({_class_hue(bar.row.class_name)} 65% 74%)")
-    return f'<div{" class=own" * bar.is_own} style="{style}" title="{title}">{escape(name)}</div>'
-
-
-def _class_hue(kind: str) -> int:
-    """One colour for each class."""
-    return crc32(kind.encode()) % 360
+    bars = list(flame_bars(root, size))
+    height = _ROW_HEIGHT * (1 + max((bar.depth for bar in bars), default=0))
+    lines = [f"<h2>{escape(title)}</h2>", f"<p>{escape(about)} {_OWN_WORK_NOTE}</p>",
+             f'<div class="flame" style="height:{height:.2f}rem">']
+    for bar in bars:
+        class_name = bar.row.class_name
+        name = (bar.row.name or class_name) + (" itself" if bar.is_own else "")
+        tooltip = (f"{bar.row.path or class_name} ({class_name}){' itself, outside of the modules in it' * bar.is_own}:"
+                   f" {shown(bar.width * size(root))}, {format_share(bar.width, 1)}")
+        hue = crc32(class_name.encode()) % 360  # a colour for each class
+        style = (f"left:{bar.left:.4%};width:{bar.width:.4%};top:{bar.depth * _ROW_HEIGHT:.2f}rem;"
+                 f"background-color:hsl({hue} 65% 74%)")
+        lines.append(f'<div{" class=own" * bar.is_own} style="{style}" title="{escape(tooltip, quote=True)}">'
+                     f'{escape(name)}</div>')
+    return "\n".join([*lines, "</div>"])
 
 
 def _table_row(depth: int, row: ModuleRow, root: ModuleRow) -> str:
@@ -284,7 +265,7 @@ _JSON, _PAGE = ".json", (".html", ".htm")
 
 
 def check_output_path(path: str, flag: str) -> None:
-    """It can be made, as far as that shows without making it."""
+    """Raise if the file cannot be created, as far as that shows beforehand."""
     folder = Path(path).absolute().parent
     if not folder.is_dir() or Path(path).is_dir():
         raise StorageError(f"{flag} {path} cannot be written: {folder if not folder.is_dir() else path} is "
@@ -292,13 +273,12 @@ def check_output_path(path: str, flag: str) -> None:
 
 
 def includes_modules(path: str, detailed: bool) -> bool:
-    """What is written there has each module: a text only where that is asked for."""
+    """Whether the file will contain every module; text does only if `detailed`."""
     return detailed or Path(path).suffix.lower() in (_JSON, *_PAGE)
 
 
 def write_profile(profile: ModelProfile, path: str, module_depth: int = -1, top_modules: int = 1,
                   detailed: bool = True) -> None:
-    """The file is replaced."""
     ending = Path(path).suffix.lower()
     if ending == _JSON:
         text = json.dumps(profile.as_dict(), indent=1)

@@ -48,7 +48,8 @@ class CheckpointInputStorage:
     def save_chunk_inputs(self) -> saved_tensors_hooks:
         """A context in which autograd saves the arguments of one chunk, in order, and nothing else."""
         numbers = count()
-        return saved_tensors_hooks(lambda x: self._pack(x, numbers), _unpack)
+        return saved_tensors_hooks(lambda x: self._pack(x, numbers), lambda stored: stored.restore()
+                                   if isinstance(stored, _StoredInput) else stored)
 
     def reset(self) -> None:
         """Release the contiguous buffers; inputs that are still stored in them stay valid."""
@@ -74,13 +75,13 @@ class CheckpointInputStorage:
 
     def _buffer(self, argument: int, each: int, x: Tensor, on_host: bool) -> _ContiguousBuffer:
         """The buffer of the n-th argument. It is allocated again for another size if no row is in use."""
-        found = self._buffers.get(argument)
-        if found is None or not (found.is_used or found.fits(each, x.dtype)):
-            found = self._buffers[argument] = _ContiguousBuffer(_allocate_like((self._rows, each), x, on_host))
-        require(found.fits(each, x.dtype), f"{each} elements of {x.dtype} are to be kept of argument {argument} of a "
-                f"chunk, in a buffer with rows of {found}: contiguous_memory_optimization needs inputs of one size; "
-                "leave it out")
-        return found
+        buffer = self._buffers.get(argument)
+        if buffer is None or not (buffer.used_rows or buffer.fits(each, x.dtype)):
+            buffer = self._buffers[argument] = _ContiguousBuffer(_allocate_like((self._rows, each), x, on_host))
+        require(buffer.fits(each, x.dtype), f"{each} elements of {x.dtype} are to be kept of argument {argument} of a "
+                f"chunk, in a buffer with rows of {buffer.memory.shape[1]} of {buffer.memory.dtype}: "
+                "contiguous_memory_optimization needs inputs of one size; leave it out")
+        return buffer
 
 
 def _allocate_like(shape: tuple[int, ...], x: Tensor, on_host: bool) -> Tensor:
@@ -92,26 +93,19 @@ class _ContiguousBuffer:
     """Rows of equal length, in one allocation. A row becomes free when nothing refers to it."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._used_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-    def __str__(self) -> str:
-        return f"{self._memory.shape[1]} of {self._memory.dtype}"
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self._used_rows)
+        self.memory = memory
+        self.used_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
-        return self._memory.shape[1] == numel and self._memory.dtype == dtype
+        return self.memory.shape[1] == numel and self.memory.dtype == dtype
 
     def acquire_row(self) -> Tensor:
-        rows = len(self._memory)
-        free = next((row for row in range(rows) if row not in self._used_rows), None)
+        rows = len(self.memory)
+        free = next((row for row in range(rows) if row not in self.used_rows), None)
         if free is None:
             raise ConfigError(f"{rows} kept inputs wait for their backward, and number_checkpoints is {rows}: "
                               "raise it to the number of chunks between a forward and its backward")
-        self._used_rows[free] = row = self._memory[free]
+        self.used_rows[free] = row = self.memory[free]
         return row
 
 
@@ -146,10 +140,6 @@ class _StoredInput:
         return whole.view(-1)[: self._shape.numel()].view(self._shape)
 
 
-def _unpack(stored: Tensor | _StoredInput) -> Tensor:
-    return stored.restore() if isinstance(stored, _StoredInput) else stored
-
-
 def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """to <- source. With `stream` the copy is asynchronous, and the returned event marks its end."""
     if stream is None:
@@ -163,10 +153,6 @@ def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None
             tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
     event: torch.cuda.Event = stream.record_event()
     return event
-
-
-SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary", "profile_backward")
 
 
 class Recomputation:
@@ -240,5 +226,6 @@ def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[s
     if device.type == "cpu":
         idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
     if not config.checkpoint_activations:
-        idle = dict.fromkeys(SWITCHES, "--checkpoint-activations is off")
+        idle = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                              "synchronize_checkpoint_boundary", "profile_backward"), "--checkpoint-activations is off")
     return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]

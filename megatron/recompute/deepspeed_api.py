@@ -69,7 +69,11 @@ def configure(mpu_: HasModelParallelGroup | None = None,
         "synchronize_checkpoint_boundary": synchronize,
         "profile_backward": profile,
     }
-    values = {} if deepspeed_config is None else _read_section(deepspeed_config)
+    values: dict[str, Any] = {}
+    if deepspeed_config is not None:
+        keys = ds_json.read_ds_json(deepspeed_config, "deepspeed_config").keys
+        rows = ((DS_KEYS[path], value) for path, value in keys.items() if path.startswith(SECTION))
+        values = {row.field: value for row, value in rows if isinstance(row, JsonKey)}
     values |= {name: value for name, value in given.items() if value is not None}
     layout = mpu_ or mpu
     _ActiveRecomputation.tp = SOLO if layout is None else tp_group_of(layout)
@@ -80,13 +84,6 @@ def configure(mpu_: HasModelParallelGroup | None = None,
 def _set_config(config: RecomputeConfig) -> None:
     _ActiveRecomputation.config, _ActiveRecomputation.recomputation = config, Recomputation(
         config, _ActiveRecomputation.tp)
-
-
-def _read_section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the section `activation_checkpointing` of a DeepSpeed configuration sets."""
-    keys = ds_json.read_ds_json(source, "deepspeed_config").keys
-    rows = ((DS_KEYS[path], value) for path, value in keys.items() if path.startswith(SECTION))
-    return {row.field: value for row, value in rows if isinstance(row, JsonKey)}
 
 
 def is_configured() -> bool:

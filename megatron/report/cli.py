@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from data.cli import format_count
@@ -24,24 +24,8 @@ from megatron.report.page import history_notes, is_report_page, report_page
 USUAL_NAME = "metrics.jsonl"
 
 
-@dataclass(frozen=True)
-class MetricsSource:
-    name: str
-    """Of the run, as it was typed."""
-    path: Path
-    """Of its metrics."""
-
-
-def find_metrics_sources(words: Sequence[str]) -> list[MetricsSource]:
-    found = [MetricsSource(word, find_metrics_file(Path(word))) for word in words]
-    for index, source in enumerate(found):
-        twin = next((other for other in found[:index] if other.path.resolve() == source.path.resolve()), None)
-        require(twin is None, f"{source.name} is given twice" + (
-            f", the other time as {twin.name}" if twin is not None and twin.name != source.name else ""))
-    return found
-
-
 def find_metrics_file(path: Path) -> Path:
+    """The metrics file of a RUN argument."""
     check_is_rereadable(path)
     if path.is_file():
         return path
@@ -49,25 +33,20 @@ def find_metrics_file(path: Path) -> Path:
         raise DataError(f"{path}: there is no such run; name a metrics file, or the folder that holds one")
     if (path / USUAL_NAME).is_file():
         return path / USUAL_NAME
-    held = sorted(file for file in path.glob("*.jsonl") if file.is_file() and looks_like_metrics(file))
-    if len(held) > 1:
-        raise DataError(f"{path} holds {len(held)} metrics files: {', '.join(file.name for file in held)}; name the "
-                        "ones that are meant")
-    found = held[0] if held else _named_by_checkpoint(path)
-    if found is None:
-        raise DataError(f"{path} holds no metrics file: name the one that --metrics-file gave, or train with "
-                        f"--metrics-file {path / USUAL_NAME}")
-    return found
-
-
-def _named_by_checkpoint(root: Path) -> Path | None:
-    """From where the run was started, if that is where we are."""
-    try:
-        tag = latest_tag(root)
-        named = read_tag_manifest(root, tag).config["log"]["metrics_file"] if tag is not None else None
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return None
-    return Path(named) if isinstance(named, str) and Path(named).is_file() else None
+    candidates = sorted(file for file in path.glob("*.jsonl") if file.is_file() and looks_like_metrics(file))
+    if len(candidates) > 1:
+        raise DataError(f"{path} holds {len(candidates)} metrics files: "
+                        f"{', '.join(file.name for file in candidates)}; name the ones that are meant")
+    if candidates:
+        return candidates[0]
+    with suppress(CheckpointError, OSError, KeyError, TypeError):
+        # the newest checkpoint names the file, relative to the folder that the run was started in
+        tag = latest_tag(path)
+        named = read_tag_manifest(path, tag).config["log"]["metrics_file"] if tag is not None else None
+        if isinstance(named, str) and Path(named).is_file():
+            return Path(named)
+    raise DataError(f"{path} holds no metrics file: name the one that --metrics-file gave, or train with "
+                    f"--metrics-file {path / USUAL_NAME}")
 
 
 MODULE = "python -m megatron.report"
@@ -87,28 +66,29 @@ def _parser() -> CommandArgumentParser:
 
 
 def _check_overwrites_only_reports(output: Path) -> None:
-    """Or nothing: what else has that name is somebody's."""
     try:
-        stays = output.is_file() and output.stat().st_size and not is_report_page(output)
+        is_other_file = output.is_file() and output.stat().st_size and not is_report_page(output)
     except OSError as error:
         raise ConfigError(f"--output {output}: there is such a file, which cannot be read ({error.strerror}); give "
                           "--output another name") from error
-    if stays:
+    if is_other_file:
         raise ConfigError(f"--output {output}: there is such a file, which is no page of this command and would be "
                           "lost; give --output another name, or remove it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    metrics_sources = find_metrics_sources(args.runs)
+    runs = [(name, find_metrics_file(Path(name))) for name in args.runs]
+    for index, (name, path) in enumerate(runs):
+        twin = next((other for other, other_path in runs[:index] if other_path.resolve() == path.resolve()), None)
+        require(twin is None, f"{name} is given twice" + (f", the other time as {twin}" if twin != name else ""))
     with prefix_storage_errors("--output"):
-        check_outputs_are_not_inputs((source.path for source in metrics_sources), (args.output,),
-                                     "give --output another name")
+        check_outputs_are_not_inputs((path for _, path in runs), (args.output,), "give --output another name")
     _check_overwrites_only_reports(Path(args.output))
     histories, all_notes = list[RunHistory](), list[str]()
-    for source in metrics_sources:
-        lines = MetricsFileReader(source.path)
-        history = RunHistory(escape_to_one_line(source.name)).add_records(lines)
+    for name, path in runs:
+        lines = MetricsFileReader(path)
+        history = RunHistory(escape_to_one_line(name)).add_records(lines)
         histories.append(history)
         all_notes += history_notes(history, lines)
     text = report_page(histories, all_notes).encode(errors="backslashreplace")  # a setting need not be text

@@ -2,7 +2,7 @@
 
 A start is a time at which the trainer began to write; after step 0 it is a resume. Steps recorded beyond a resume
 are discarded, so each step counts once. A step back without a start means that two runs wrote to the file.
-Incomplete lines and zeros left by a crash are skipped and counted; a record behind them on the same line is found.
+Incomplete lines and zeros left by a crash are skipped and counted; a record behind them on the same line counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from data.storage import DataError
 Record = dict[str, Any]
 
 MAX_LINE_BYTES = 1 << 20
-"""Bytes of a line; the configuration of a run has about 5,000."""
+"""The configuration of a run has about 5,000."""
 PROBED_LINES = 5
-"""Lines in which a metrics file shows itself as one."""
+"""A metrics file has a record within these lines."""
 RECORD_KEYS = ("config", "iteration", "save")
 """Every record of a trainer has one of these keys."""
 
@@ -33,21 +33,30 @@ _OBJECT = re.compile(rb'\{"')
 
 
 class MetricsFileReader:
-    """The records of a file in order, read as they are asked for; what is said of lines is of those read so far."""
+    """The records of a file in order, read lazily; the counters cover the lines read so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.num_records = 0
         self.num_damaged_lines = 0
-        """Lines that are not one object, and nothing else."""
+        """Lines that are not exactly one record."""
         self.last_line_is_incomplete = False
-        """The last one, which is being written, or was when the run was killed."""
+        """The last line is being written, or the run was killed while writing it."""
 
     def __iter__(self) -> Iterator[Record]:
         try:
             with open(self._path, "rb") as file:
                 while line := file.readline(MAX_LINE_BYTES):
-                    if (record := self._record(line)) is not None:
+                    record = _parse_record(line)
+                    if record is None and line.strip():
+                        if not line.endswith(b"\n"):
+                            self.last_line_is_incomplete = True
+                            continue
+                        self.num_damaged_lines += 1
+                        # there may be a record behind the beginning of another one, or behind zeros
+                        parsed = (_parse_record(line[start.start():]) for start in _OBJECT.finditer(line))
+                        record = next((one for one in parsed if one is not None), None)
+                    if record is not None:
                         self.num_records += 1
                         yield record
         except OSError as error:
@@ -55,31 +64,13 @@ class MetricsFileReader:
         if self.num_damaged_lines and not self.num_records:
             raise DataError(f"{self._path} is no metrics file: no line of it is a record of a run")
 
-    def _record(self, line: bytes) -> Record | None:
-        record = _parse_record(line)
-        if record is None and line.strip():
-            if not line.endswith(b"\n"):
-                self.last_line_is_incomplete = True
-                return None
-            self.num_damaged_lines += 1
-            return _last_record_in(line)
-        return record
-
 
 def _parse_record(text: bytes) -> Record | None:
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and any(key in found for key in RECORD_KEYS) else None
-
-
-def _last_record_in(line: bytes) -> Record | None:
-    """The record at the end of a line that begins with the remains of another, or with zeros."""
-    for start in _OBJECT.finditer(line):
-        if (record := _parse_record(line[start.start():])) is not None:
-            return record
-    return None
+    return record if isinstance(record, dict) and any(key in record for key in RECORD_KEYS) else None
 
 
 def looks_like_metrics(path: Path) -> bool:
@@ -89,7 +80,7 @@ def looks_like_metrics(path: Path) -> bool:
 
 COLUMNS = ("lm_loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "tflops", "mfu", "max_memory_bytes",
            "step_ms", "consumed_samples", "skipped", "drive_wait_ms", "pld_theta")
-"""What is kept of a step, by its name in the file; nan where it is not there, or not finite."""
+"""Values of a step, by their names in the file; nan if missing or not finite."""
 
 NON_SETTING_KEYS = ("config", "start", "began", "values")
 """In the record of a start."""
@@ -98,21 +89,21 @@ NON_SETTING_KEYS = ("config", "start", "began", "values")
 @dataclass
 class RunStart:
     step: int
-    """The last one before it."""
+    """The last step before it."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Its record: facts, and under "values" the configuration by section; empty where the file does not say."""
+    """Its record, with the configuration by section under "values"; empty if the file has none."""
     discarded_steps: int = 0
-    """Steps that had been recorded beyond it."""
+    """Earlier recorded steps beyond `step`."""
     last_step: int = 0
     """The last step that it recorded."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration by dotted name, and the facts beside it."""
-        facts = {name: value for name, value in self.config.items() if name not in NON_SETTING_KEYS}
+        """The configuration by dotted name, and the other fields of the record."""
+        fields = {name: value for name, value in self.config.items() if name not in NON_SETTING_KEYS}
         sections = _as_mapping(self.config.get("values"))
-        return facts | {f"{section}.{name}": value for section, fields in sections.items()
-                        for name, value in _as_mapping(fields).items()}
+        return fields | {f"{section}.{name}": value for section, values in sections.items()
+                         for name, value in _as_mapping(values).items()}
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,7 @@ class SaveEvent:
 
 @dataclass(frozen=True)
 class RunPosition:
-    """A step on every axis; nan where the file does not say."""
+    """A step on every axis; nan if unknown."""
 
     step: int
     tokens: float
@@ -141,18 +132,18 @@ class RunPosition:
 
 
 class RunHistory:
-    """Filled by `read`; steps are in order, and each is there once."""
+    """Filled by `add_records`; each step occurs once, in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.steps = array("q")
         self.columns = {column: array("d") for column in COLUMNS}
         self.tokens, self.seconds = array("d"), array("d")
-        """Seen by then, and trained for, with all steps before."""
+        """Cumulative at each step."""
         self.starts: list[RunStart] = []
         self.saves: list[SaveEvent] = []
         self.num_out_of_order = 0
-        """Steps behind a later one, though the file says where it starts: of another run that writes into it."""
+        """Steps after a later one without a start between them: another run writes to the file."""
         self._evaluations: dict[tuple[str, int], EvaluationEvent] = {}
 
     # ---- from records ---------------------------------------------------------------------------------------------
@@ -166,9 +157,9 @@ class RunHistory:
                 self.saves.append(SaveEvent(saved, str(record.get("tag")), as_float(record.get("bytes")),
                                             as_float(record.get("seconds"))))
             elif step is not None and record.get("eval") is True:
-                found = EvaluationEvent(str(record.get("split", "validation")), step, as_float(record.get("lm_loss")),
+                event = EvaluationEvent(str(record.get("split", "validation")), step, as_float(record.get("lm_loss")),
                                         as_float(record.get("bits_per_byte")))
-                self._evaluations[found.split, step] = found
+                self._evaluations[event.split, step] = event
             elif step:
                 self._add_step(step, record)
         self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
@@ -182,46 +173,46 @@ class RunHistory:
         self.starts.append(start)
 
     def _rewind(self, step: int) -> int:
-        """The run goes on after `step`: what lies beyond has not happened. So many steps did."""
+        """Discard everything after `step`; returns the number of discarded steps."""
         kept = bisect_right(self.steps, step)
-        beyond = len(self.steps) - kept
+        discarded = len(self.steps) - kept
         del self.steps[kept:]
         for column in self.columns.values():
             del column[kept:]
         self.saves = [save for save in self.saves if save.step <= step]
-        self._evaluations = {key: found for key, found in self._evaluations.items() if found.step <= step}
-        return beyond
+        self._evaluations = {key: event for key, event in self._evaluations.items() if event.step <= step}
+        return discarded
 
     def _add_step(self, step: int, record: Record) -> None:
         is_behind = bool(self.steps) and step <= self.steps[-1]
         if is_behind and self.starts[-1].config:
             self._rewind(step - 1)
             self.num_out_of_order += 1
-        elif is_behind or not self.starts:  # of a file that does not say where it starts
+        elif is_behind or not self.starts:  # the file has no record of this start
             self._add_start(RunStart(step - 1))
         self.starts[-1].last_step = max(step, self.starts[-1].last_step)
         self.steps.append(step)
         for name, column in self.columns.items():
             value = record.get(name)
-            column.append(value if type(value) is float else as_float(value))  # most are: a call less
+            column.append(value if type(value) is float else as_float(value))  # the common case without a call
 
     def _sequence_length(self) -> float:
-        """Tokens of a sample: as configured, or from what two steps say of tokens and samples."""
+        """Tokens of a sample: as configured, or derived from the rate and the samples of the last step."""
         settings = self.settings
-        said = settings.get("data.seq_length") or settings.get("model.max_position_embeddings")
-        if said is not None:
-            return as_float(said)
+        configured = settings.get("data.seq_length") or settings.get("model.max_position_embeddings")
+        if configured is not None:
+            return as_float(configured)
         samples, rates, times = (self.columns[name] for name in ("consumed_samples", "tokens_per_s", "step_ms"))
         if len(samples) < 2 or not samples[-1] > samples[-2]:
             return math.nan
         tokens = rates[-1] * times[-1] / 1e3 / (samples[-1] - samples[-2])
         return round(tokens) if math.isfinite(tokens) else math.nan
 
-    # ---- for those who show it ------------------------------------------------------------------------------------
+    # ---- for the report -------------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the last start."""
+        """Settings of the last start."""
         return self.starts[-1].settings if self.starts else {}
 
     @property
@@ -230,25 +221,21 @@ class RunHistory:
 
     @property
     def evaluations(self) -> list[EvaluationEvent]:
-        return sorted(self._evaluations.values(), key=lambda found: (found.step, found.split))
+        return sorted(self._evaluations.values(), key=lambda event: (event.step, event.split))
 
     @property
     def resumes(self) -> list[RunStart]:
-        """The starts where the line goes on that was there before."""
-        lasting, lowest = list[RunStart](), math.inf
-        for start in reversed(self.starts):
-            if 0 < start.step < lowest:
-                lasting.append(start)
-            lowest = min(lowest, start.step)
-        return lasting[::-1]
+        """The starts after step 0 that no later start has discarded."""
+        return [start for index, start in enumerate(self.starts)
+                if 0 < start.step < min((later.step for later in self.starts[index + 1:]), default=math.inf)]
 
     @property
     def num_missing(self) -> int:
-        """Steps between the first and the last that no record tells of."""
+        """Steps between the first and the last without a record."""
         return self.steps[-1] - self.steps[0] + 1 - len(self.steps) if self.steps else 0
 
     def position(self, step: int) -> RunPosition:
-        """Of the last recorded step until then."""
+        """Of the last recorded step up to `step`."""
         index = bisect_right(self.steps, step) - 1
         return RunPosition(step, self.tokens[index], self.seconds[index]) if index >= 0 else RunPosition(step, 0.0, 0.0)
 
@@ -257,7 +244,7 @@ class RunHistory:
 
 
 def as_float(value: object) -> float:
-    """nan for what is none."""
+    """nan if it is not a number."""
     if isinstance(value, float | int):
         try:
             return float(value)
@@ -267,7 +254,6 @@ def as_float(value: object) -> float:
 
 
 def _as_step(value: object) -> int | None:
-    """A number of steps, if that is what it is."""
     return value if type(value) is int and 0 <= value < 2**63 else None
 
 

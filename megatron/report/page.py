@@ -1,5 +1,4 @@
-"""The HTML report of runs: curves downsampled to 1,000 points (drawn by page.js), tables of results, settings and
-starts.
+"""The HTML report of runs: curves of at most 1,000 points (drawn by page.js), tables of results, settings and starts.
 
 The page is one file that loads nothing. Each point has the mean, minimum and maximum of its steps.
 """
@@ -23,7 +22,7 @@ from megatron.report.history import EvaluationEvent, MetricsFileReader, RunHisto
 GIB = 2**30
 DIGITS = 6
 MOST_POINTS = 1000
-"""Of a curve: about as many as a screen has columns for it."""
+"""Points of a curve: about the width of a screen."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class MetricChart:
     title: str
     unit: str = ""
     scale: float = 1.0
-    """Of the column, for the unit."""
+    """Factor from the column to the unit."""
     logarithmic: bool = False
-    """Offered as well."""
+    """Whether the page offers a logarithmic axis."""
     default_value: float | None = None
-    """A chart in which all runs have this value and no other is left out."""
+    """The chart is omitted if no run has another value."""
 
 
 CHARTS = (
@@ -52,49 +51,44 @@ CHARTS = (
 
 
 def chart_data(histories: Sequence[RunHistory]) -> dict[str, Any]:
-    """For page.js."""
-    charts = [chart for chart in CHARTS if any(_has_data(chart, history) for history in histories)]
+    """The input of page.js."""
+    charts = [chart for chart in CHARTS if any(value != chart.default_value for history in histories
+                                               for value in history.finite_values(chart.column))]
     return {"charts": [{"column": chart.column, "title": chart.title, "unit": chart.unit,
                         "logarithmic": chart.logarithmic} for chart in charts],
             "runs": [_run_data(history, charts) for history in histories]}
 
 
-def _has_data(chart: MetricChart, history: RunHistory) -> bool:
-    return any(value != chart.default_value for value in history.finite_values(chart.column))
-
-
 def _run_data(history: RunHistory, charts: Sequence[MetricChart]) -> dict[str, Any]:
-    cuts = bucket_ends(len(history.steps))
-    last = [end - 1 for end in cuts]  # a point stands where its bucket ends
+    ends = bucket_ends(len(history.steps))
+    last = [end - 1 for end in ends]  # a point is drawn at the end of its bucket
     return {
         "name": history.name,
         "first": history.steps[0] if history.steps else 0,
         "step": [history.steps[index] for index in last],
         "tokens": rounded_values(history.tokens[index] for index in last),
         "seconds": rounded_values(history.seconds[index] for index in last),
-        "curves": {chart.column: _curve_data(history, chart, cuts) for chart in charts},
-        "evaluations": [{**_position_data(history, found.step), "split": found.split, "loss": rounded_value(found.loss)}
-                        for found in history.evaluations],
+        "curves": {chart.column: _curve_data(history, chart, ends) for chart in charts},
+        "evaluations": [{**_position_data(history, one.step), "split": one.split, "loss": rounded_value(one.loss)}
+                        for one in history.evaluations],
         "saves": [_position_data(history, save.step) for save in history.saves],
         "resumes": [{**_position_data(history, start.step), "given_up": start.discarded_steps}
                     for start in history.resumes]}
 
 
-def _curve_data(history: RunHistory, chart: MetricChart, cuts: Sequence[int]) -> dict[str, list[float | None]]:
-    """Without `low` and `high` where each point is one step."""
+def _curve_data(history: RunHistory, chart: MetricChart, ends: Sequence[int]) -> dict[str, list[float | None]]:
+    """Without `low` and `high` if each point is one step."""
     values = history.columns[chart.column]
     if chart.column == "skipped":
         values = array("d", accumulate(value if math.isfinite(value) else 0.0 for value in values))
-    curve = downsample(values, cuts)
-    parts = {"mean": curve.mean, "low": curve.low, "high": curve.high}
-    if len(cuts) == len(values):
-        parts = {"mean": curve.mean}
+    curve = downsample(values, ends)
+    parts = {"mean": curve.mean} if len(ends) == len(values) else asdict(curve)
     return {name: rounded_values(value * chart.scale for value in part) for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
 class DownsampledCurve:
-    """A value per bucket; nan where no step of it has one."""
+    """A value per bucket; nan if no step of it has one."""
 
     mean: array[float]
     low: array[float]
@@ -102,17 +96,17 @@ class DownsampledCurve:
 
 
 def bucket_ends(count: int, most: int = MOST_POINTS) -> list[int]:
-    """Where buckets end, as equal as they can be: the first begins at 0, each at the end of the one before."""
+    """The exclusive ends of nearly equal buckets of range(count)."""
     buckets = min(count, most)
     return [count * number // buckets for number in range(1, buckets + 1)]
 
 
-def downsample(values: Sequence[float], cuts: Sequence[int]) -> DownsampledCurve:
+def downsample(values: Sequence[float], ends: Sequence[int]) -> DownsampledCurve:
     curve, begin = DownsampledCurve(array("d"), array("d"), array("d")), 0
-    for end in cuts:
+    for end in ends:
         part: Sequence[float] = values[begin:end]
         total, begin = sum(part), end
-        if not math.isfinite(total):  # a value is not
+        if not math.isfinite(total):
             part = [value for value in part if math.isfinite(value)] or [math.nan]
             total = sum(part)
         curve.mean.append(total / len(part))
@@ -131,118 +125,69 @@ def rounded_values(values: Iterable[float]) -> list[float | None]:
 
 
 def rounded_value(value: float) -> float | None:
-    """To what a chart can show; null for what is no number in JSON."""
+    """Rounded to what a chart can show; None (null in JSON) for nan and inf."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-@dataclass(frozen=True)
-class ReportTable:
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 UNKNOWN = "–"
 
 
-def make_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> ReportTable:
-    return ReportTable(tuple(head), tuple(tuple(row) for row in rows))
-
-
-# ---- what came of a run ------------------------------------------------------------------------------------------
-
-
-def summary_table(histories: Sequence[RunHistory]) -> ReportTable:
-    """A column a run; a row that no run has anything for is left out."""
-    columns = [_summary_values(history) for history in histories]
-    names = dict.fromkeys(name for column in columns for name in column)
-    return make_table(("", *(history.name for history in histories)),
-                      ((name, *(column.get(name, UNKNOWN) for column in columns)) for name in names))
+# ---- summary of a run --------------------------------------------------------------------------------------------
 
 
 def _summary_values(history: RunHistory) -> dict[str, str]:
-    found = {"state": _progress(history), "steps": f"{history.last_step:,}"}
+    goal = as_float(history.settings.get("train.train_iters"))  # nan if unknown
+    state = f"at step {history.last_step:,}" if math.isnan(goal) else \
+        "complete" if history.last_step >= goal else f"at step {history.last_step:,} of {goal:,.0f}"
+    cells = {"state": state if history.steps else "no step yet", "steps": f"{history.last_step:,}"}
     if not history.steps:
-        return found
-    found |= {"tokens": format_amount(history.tokens[-1]), "training time": format_duration(history.seconds[-1]),
+        return cells
+    cells |= {"tokens": format_amount(history.tokens[-1]), "training time": format_duration(history.seconds[-1]),
               "loss of the last step": format_float(history.columns["lm_loss"][-1])}
     for split in dict.fromkeys(evaluation.split for evaluation in history.evaluations):
-        found |= _evaluation_values(split, [one for one in history.evaluations if one.split == split])
+        cells |= _evaluation_values(split, [one for one in history.evaluations if one.split == split])
     for column, name, scale in (("tokens_per_s", "tokens a second", 1.0), ("tflops", "TFLOP/s of a device", 1.0),
                                 ("mfu", "MFU", 100.0)):
         if values := list(history.finite_values(column)):
             middle = scale * median(values)
-            found[name] = f"{format_float(middle)} %" if column == "mfu" else format_amount(middle)
+            cells[name] = f"{format_float(middle)} %" if column == "mfu" else format_amount(middle)
     if memory := max(history.finite_values("max_memory_bytes"), default=0.0):
-        found["peak memory"] = f"{memory / GIB:.2f} GiB"
-    found["skipped steps"] = f"{sum(history.finite_values('skipped')):,.0f}"
+        cells["peak memory"] = f"{memory / GIB:.2f} GiB"
+    cells["skipped steps"] = f"{sum(history.finite_values('skipped')):,.0f}"
     if lost := sum(map(math.isnan, history.columns["lm_loss"])):
-        found["steps without a finite loss"] = f"{lost:,}"
+        cells["steps without a finite loss"] = f"{lost:,}"
     last = f", the last at step {history.saves[-1].step:,}" if history.saves else ""
-    found["saves"] = f"{len(history.saves):,}{last}"
+    cells["saves"] = f"{len(history.saves):,}{last}"
     if history.resumes:
-        found["resumes"] = f"{len(history.resumes):,}"
+        cells["resumes"] = f"{len(history.resumes):,}"
     if given_up := sum(start.discarded_steps for start in history.starts):
-        found["steps given up"] = f"{given_up:,}"
+        cells["steps given up"] = f"{given_up:,}"
     settings = history.settings
-    found |= {name: format_value(settings[key]) for key, name in (
+    cells |= {name: format_value(settings[key]) for key, name in (
         ("parameters", "parameters"), ("world_size", "ranks"), ("device", "device"), ("torch", "torch"))
         if key in settings}
-    return found
-
-
-def _progress(history: RunHistory) -> str:
-    if not history.steps:
-        return "no step yet"
-    goal = as_float(history.settings.get("train.train_iters"))
-    if math.isnan(goal):
-        return f"at step {history.last_step:,}"
-    return "complete" if history.last_step >= goal else f"at step {history.last_step:,} of {goal:,.0f}"
+    return cells
 
 
 def _evaluation_values(split: str, evaluations: Sequence[EvaluationEvent]) -> dict[str, str]:
-    """The last one; of several also the lowest."""
+    """The last evaluation, and the lowest of several."""
     last = evaluations[-1]
     bits = "" if math.isnan(last.bits_per_byte) else f", {format_float(last.bits_per_byte)} bits a byte"
     perplexity = format_float(math.exp(min(last.loss, 20.0)))
-    found = {f"{split} loss": f"{format_float(last.loss)} (perplexity {perplexity}{bits})"}
+    values = {f"{split} loss": f"{format_float(last.loss)} (perplexity {perplexity}{bits})"}
     finite = [one for one in evaluations if math.isfinite(one.loss)]
     if len(evaluations) > 1 and finite:
         best = min(finite, key=lambda one: one.loss)
-        found[f"lowest {split} loss"] = f"{format_float(best.loss)} at step {best.step:,}"
-    return found
-
-
-# ---- settings ----------------------------------------------------------------------------------------------------
-
-
-def differences_table(histories: Sequence[RunHistory]) -> ReportTable:
-    """The settings in which runs differ, with the value in each."""
-    settings = [history.settings for history in histories]
-    return make_table(("", *(history.name for history in histories)), _differing_settings(settings))
-
-
-def settings_table(history: RunHistory) -> ReportTable:
-    return make_table(("setting", "value"), ((name, format_value(value)) for name, value in history.settings.items()))
+        values[f"lowest {split} loss"] = f"{format_float(best.loss)} at step {best.step:,}"
+    return values
 
 
 def _differing_settings(settings: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """(name, value in each) of the settings that are not equal in all."""
     names = dict.fromkeys(name for values in settings for name in values)
     rows = ((name, [values.get(name) for values in settings]) for name in names)
     return [(name, *map(format_value, values))
             for name, values in rows if any(value != values[0] for value in values[1:])]
-
-
-# ---- starts ------------------------------------------------------------------------------------------------------
-
-
-def starts_table(history: RunHistory) -> ReportTable:
-    """A row for each time it was started; what was then another setting than before."""
-    rows, before = list[Sequence[str]](), history.starts[0].settings if history.starts else {}
-    for start in history.starts:
-        changes, before = _differing_settings([before, start.settings]), start.settings
-        rows.append((format_value(start.config.get("began")), f"{start.step:,}", f"{start.last_step:,}",
-                     f"{start.discarded_steps:,}", "; ".join(f"{name} {was} → {now}" for name, was, now in changes)))
-    return make_table(("began", "after step", "reached", "given up", "other settings than before"), rows)
 
 
 # ---- notes -------------------------------------------------------------------------------------------------------
@@ -250,29 +195,29 @@ def starts_table(history: RunHistory) -> ReportTable:
 
 def history_notes(history: RunHistory, lines: MetricsFileReader) -> list[str]:
     """What a reader should know about the file."""
-    found = []
+    notes = []
     if not lines.num_records:
-        found.append("its metrics file holds no record yet")
+        notes.append("its metrics file holds no record yet")
     if lines.last_line_is_incomplete:
-        found.append("the last line of its metrics file is not whole: it is being written, or a kill has cut it")
+        notes.append("the last line of its metrics file is not whole: it is being written, or a kill has cut it")
     if lines.num_damaged_lines:
-        found.append(f"{lines.num_damaged_lines:,} line{'s' * (lines.num_damaged_lines > 1)} of its metrics file "
+        notes.append(f"{lines.num_damaged_lines:,} line{'s' * (lines.num_damaged_lines > 1)} of its metrics file "
                      f"{'are' if lines.num_damaged_lines > 1 else 'is'} damaged")
     restart = next((start for start in reversed(history.starts) if start.discarded_steps and not start.step), None)
     if history.num_out_of_order:
-        found.append(
+        notes.append(
             f"{history.num_out_of_order:,} of its steps stand behind later ones, without a start between them: "
             "two runs wrote into its metrics file at the same time, and the curves are a mixture of both")
     elif restart is not None:
-        found.append(
-            f"it was begun anew from step 0: {restart.discarded_steps:,} step{'s' * (restart.discarded_steps > 1)} "
+        notes.append(
+            f"it was started again from step 0: {restart.discarded_steps:,} step{'s' * (restart.discarded_steps > 1)} "
             f"before that {'are' if restart.discarded_steps > 1 else 'is'} left out")
     if history.num_missing:
-        found.append(f"{history.num_missing:,} step{'s' * (history.num_missing > 1)} between the first and the last "
+        notes.append(f"{history.num_missing:,} step{'s' * (history.num_missing > 1)} between the first and the last "
                      f"{'are' if history.num_missing > 1 else 'is'} not recorded")
     if history.steps and math.isnan(history.tokens[-1]):
-        found.append("its file does not say how many tokens it has seen")
-    return [f"{history.name}: {note}" for note in found]
+        notes.append("its file does not say how many tokens it has seen")
+    return [f"{history.name}: {note}" for note in notes]
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -295,7 +240,7 @@ def format_float(value: float) -> str:
 
 
 def format_amount(value: float) -> str:
-    """A count, as long as its digits are of use."""
+    """A count, with at most 4 digits and a unit from a million on."""
     if not math.isfinite(value):
         return UNKNOWN
     for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M")):
@@ -312,12 +257,11 @@ def format_duration(seconds: float) -> str:
 
 
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the browser holds the page to: nothing is fetched, from nowhere."""
-
+"""The browser fetches nothing."""
 
 NO_SCRIPT = '<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>'
 HEADER_BYTES = 1 << 16
-"""Bytes of a page that hold its head, its style and what stands beside its title."""
+"""Upper bound on a page's size up to the end of its header."""
 AXES = """<form id="axes" aria-label="Horizontal axis">
 <label><input type="radio" name="axis" value="step" checked> steps</label>
 <label><input type="radio" name="axis" value="tokens"> tokens</label>
@@ -331,7 +275,9 @@ def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
 <div id="legend"></div>
 <div id="charts"></div>
 {_sections(histories)}"""
-    scripts = f"""<script type="application/json" id="data">{_embedded_json(chart_data(histories))}</script>
+    # "<" would end the element
+    data = json.dumps(chart_data(histories), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    scripts = f"""<script type="application/json" id="data">{data}</script>
 <script>
 {_read_asset("page.js")}</script>
 """
@@ -339,7 +285,7 @@ def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
 
 
 def is_report_page(path: Path) -> bool:
-    """One that `page` has made."""
+    """Whether `report_page` wrote the file."""
     with open(path, "rb") as file:
         begin = file.read(HEADER_BYTES)
     return (begin.startswith(b"<!DOCTYPE html>") and CONTENT_SECURITY_POLICY.encode() in begin
@@ -371,26 +317,43 @@ def html_document(title: str, main: str, *, beside_title: str = "", scripts: str
 
 
 def _sections(histories: Sequence[RunHistory]) -> str:
-    parts = [_section("What came of it", summary_table(histories))]
+    head = ("", *(history.name for history in histories))
+    columns = [_summary_values(history) for history in histories]
+    names = dict.fromkeys(name for column in columns for name in column)
+    parts = [_section("What came of it", head, [(name, *(column.get(name, UNKNOWN) for column in columns))
+                                                for name in names])]
     if len(histories) > 1:
-        parts.append(_section("Settings that differ", differences_table(histories), "None."))
-    parts += [_section(f"Starts of {history.name}", starts_table(history))
-              for history in histories if len(history.starts) > 1]
-    parts += [f"<details><summary>All settings of {_escaped(history.name)}</summary>\n"
-              f"{html_table(settings_table(history))}</details>\n" for history in histories if history.settings]
+        parts.append(_section("Settings that differ", head,
+                              _differing_settings([history.settings for history in histories])))
+    for history in histories:
+        if len(history.starts) > 1:
+            rows, before = list[Sequence[str]](), history.starts[0].settings
+            for start in history.starts:
+                changes, before = _differing_settings([before, start.settings]), start.settings
+                rows.append((format_value(start.config.get("began")), f"{start.step:,}", f"{start.last_step:,}",
+                             f"{start.discarded_steps:,}",
+                             "; ".join(f"{name} {was} → {now}" for name, was, now in changes)))
+            parts.append(_section(f"Starts of {history.name}", (
+                "began", "after step", "reached", "given up", "other settings than before"), rows))
+    for history in histories:
+        if history.settings:
+            table = html_table(("setting", "value"), [(name, format_value(value))
+                                                      for name, value in history.settings.items()])
+            parts.append(f"<details><summary>All settings of {_escaped(history.name)}</summary>\n{table}</details>\n")
     return "".join(parts)
 
 
-def _section(title: str, table: ReportTable, empty: str = "") -> str:
-    shown = html_table(table) if table.rows else f"<p>{_escaped(empty)}</p>\n"
+def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = html_table(head, rows) if rows else "<p>None.</p>\n"
     return f"<section><h2>{_escaped(title)}</h2>\n{shown}</section>\n"
 
 
-def html_table(table: ReportTable) -> str:
-    head = "".join(f"<th scope=\"col\">{_escaped(cell)}</th>" for cell in table.head)
-    rows = "".join(f"<tr><th scope=\"row\">{_escaped(first)}</th>"
-                   + "".join(f"<td>{_escaped(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in table.rows)
-    return f"<div class=\"wide\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first cell of a row is its header."""
+    columns = "".join(f"<th scope=\"col\">{_escaped(cell)}</th>" for cell in head)
+    body = "".join(f"<tr><th scope=\"row\">{_escaped(first)}</th>"
+                   + "".join(f"<td>{_escaped(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in rows)
+    return f"<div class=\"wide\"><table>\n<thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n"
 
 
 def html_notes(notes: Iterable[str]) -> str:
@@ -401,11 +364,5 @@ def _escaped(text: str) -> str:
     return escape(escape_to_one_line(text))
 
 
-def _embedded_json(value: dict[str, Any]) -> str:
-    """JSON in which nothing ends the element that holds it."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _read_asset(name: str) -> str:
-    """A file that the page contains."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

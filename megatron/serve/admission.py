@@ -19,25 +19,18 @@ from megatron.config.tree import require
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """Of one server. The names are those of the flags."""
+    """The fields are flags; LIMIT_HELP describes them. None: the positions of the model."""
 
     max_body_bytes: int = 1 << 20
     max_header_bytes: int = 16 << 10
     max_prompt_tokens: int | None = None
-    """None: as many as the model has positions."""
     max_new_tokens: int | None = None
-    """None: as many as the model has positions."""
     max_texts: int = 128
-    """Of one request: prompts x samples."""
     max_waiting: int = 256
-    """Texts that wait for a row of the model."""
     max_connections: int = 256
     request_seconds: float = 20.0
-    """For a request to arrive whole."""
     write_seconds: float = 30.0
-    """For a client to take what it is sent."""
     grace: float = 30.0
-    """For what is under way, once the server is asked to stop."""
 
 
 LIMIT_HELP = {
@@ -64,30 +57,29 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_from_args(args: argparse.Namespace) -> ServerLimits:
-    found = {field.name: getattr(args, field.name) for field in fields(ServerLimits)}
-    for name, value in found.items():
+    limits = {field.name: getattr(args, field.name) for field in fields(ServerLimits)}
+    for name, value in limits.items():
         least = 0 if name in ("max_waiting", "grace") else 1e-3 if isinstance(value, float) else 1
         require(value is None or least <= value < float("inf"), f"--{name.replace('_', '-')} is {value}: expected "
                 f"{'0 or more' if not least else 'more than 0'}")
     capacity = args.max_waiting + args.batch_size
     if args.max_texts is None:
-        found["max_texts"] = min(ServerLimits().max_texts, capacity)
-    require(found["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and --batch-size "
-            f"have room for together, {capacity}: such a request could never be taken")
-    return ServerLimits(**found)
+        limits["max_texts"] = min(ServerLimits().max_texts, capacity)
+    require(limits["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and "
+            f"--batch-size have room for together, {capacity}: such a request could never be taken")
+    return ServerLimits(**limits)
 
 
 @final
 class HttpError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
                  headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """`name` is that of the key that is wrong; `code` is a word for programs; `headers` go with the response."""
+        """`param`: the key that is wrong; `code`: OpenAI's error code; `headers`: of the response."""
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
 
 def invalid_field(name: str, message: str) -> HttpError:
-    """A key that cannot be honoured."""
     return HttpError(400, f"{name}: {message}", param=name)
 
 
@@ -111,7 +103,7 @@ class AuthPolicy:
         self._allowed_hosts = {host.lower(), *(name.lower() for name in allowed)}
 
     def check_host(self, header: str | None) -> None:
-        """That the name the client used is one of ours."""
+        """Refuses a Host header that is not one of our names."""
         if self._any_host or header is None:
             return
         match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", header)

@@ -18,11 +18,11 @@ from megatron.serve.admission import HttpError, ServerLimits, invalid_field
 from megatron.serve.scheduler import SequenceLogprobs
 
 MAX_QUOTED_CHARACTERS = 60
-"""Characters of a name that is quoted back."""
+"""Of an unknown key in an error message."""
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """A body that is a JSON object; none of Python's additions to JSON."""
+    """Parses a JSON object, strictly: no NaN, no duplicate keys."""
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError:
@@ -50,11 +50,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 @final
 class StrictJson:
     def __init__(self, values: dict[str, Any]) -> None:
-        """What is null is not given."""
         self._remaining = {name: value for name, value in values.items() if value is not None}
 
     def take(self, name: str) -> Any:
-        """Whatever it is; None where it is not given."""
         return self._remaining.pop(name, None)
 
     def take_bool(self, name: str, default: bool = False) -> bool:
@@ -84,7 +82,7 @@ class StrictJson:
         return None if value is None else valid_text(value, name)
 
     def require_neutral(self, name: str, accepted: Collection[Any], why: str) -> None:
-        """A key that is known, but only with values that change nothing."""
+        """For a key that is supported only with values that change nothing."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
             raise invalid_field(name, why)
@@ -98,7 +96,7 @@ class StrictJson:
 
 
 def valid_text(value: Any, name: str) -> str:
-    """A text of whole characters."""
+    """Refuses lone surrogates."""
     if not isinstance(value, str):
         raise invalid_field(name, "expected a text")
     try:
@@ -109,7 +107,7 @@ def valid_text(value: Any, name: str) -> str:
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100.0
-"""Temperatures; beyond, logits would leave what numbers can say."""
+"""Beyond, logits overflow."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
 
@@ -122,10 +120,10 @@ class GenerationRequest:
     seed: int
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
-    """Asked for: how likely every token is, that of the prompt as well, and so many of the likeliest."""
+    """With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without."""
 
     def requests(self) -> list[Request]:
-        """Texts in the order of the prompts, each with a stream of random numbers of its own."""
+        """In the order of the prompts, each with its own random numbers."""
         prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
         return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops)
                 for place, prompt in enumerate(prompts)]
@@ -136,8 +134,6 @@ class GenerationRequest:
 
 
 class ApiRequest(Protocol):
-    """A request in one of the dialects."""
-
     @property
     def generation(self) -> GenerationRequest: ...
 
@@ -145,21 +141,18 @@ class ApiRequest(Protocol):
     def is_streaming(self) -> bool: ...
 
     def full_response(self, sequences: Sequence[GeneratedSequence],
-                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
-        """The answer."""
+                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]: ...
 
     def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """Of an answer that is sent in parts: what there is since the last call."""
+        """Of a streamed answer: the new text since the last call."""
 
     def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """What comes behind the parts."""
+        """Of a streamed answer: what follows the text."""
 
 
 @final
 @dataclass(frozen=True)
 class ServedModel:
-    """The model, as a client sees it."""
-
     name: str
     tokenizer: Tokenizer
     positions: int
@@ -175,7 +168,7 @@ class ServedModel:
         return self.check_prompt(tuple(int(token) for token in self.tokenizer.encode(text)), name)
 
     def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """One that is empty begins a document."""
+        """An empty prompt becomes the end-of-document token."""
         if not ids and self.eod is not None:
             ids = (self.eod,)
         longest = min(self.limits.max_prompt_tokens or self.positions, self.positions)
@@ -190,15 +183,6 @@ class ServedModel:
         if prompts * samples > self.limits.max_texts:
             raise invalid_field(
                 name, f"{prompts * samples} texts in one request, and at most {self.limits.max_texts} are taken")
-
-
-def take_temperature(fields: StrictJson) -> float:
-    """0: always the likeliest token."""
-    found = fields.take_float("temperature", 1.0, 0.0, MAX_TEMPERATURE)
-    if 0 < found < MIN_TEMPERATURE:
-        raise invalid_field("temperature", f"expected 0 (the likeliest token) or a number from {MIN_TEMPERATURE} to "
-                            f"{MAX_TEMPERATURE:g}")
-    return found
 
 
 def build_sampling(temperature: float, *, top_k: int, top_p: float, min_p: float = 0.0,

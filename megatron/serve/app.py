@@ -46,7 +46,7 @@ class PlaygroundPage:
 
 
 def _csp_hash(text: str, tag: str) -> str:
-    """Of what the tag encloses: nothing else is run, or drawn with."""
+    """Allows the content of the tag and no other script or style."""
     match = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     assert match is not None
     return f"'sha256-{base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()}'"
@@ -60,7 +60,6 @@ class Route:
     methods: tuple[str, ...]
     handler: Callable[[HttpConnection], Awaitable[None]]
     needs_no_key: bool = False
-    """Without a key."""
 
 
 @final
@@ -70,7 +69,7 @@ class RequestRouter:
         self._served_model, self._queue, self._auth, self._metrics, self._limits = model, queue, auth, metrics, limits
         self._page = PlaygroundPage()
         self._pool = ThreadPoolExecutor(1, "requests")
-        """Where requests are read and answers written: many tokens take a while to become text, and the other way."""
+        """Parses requests and formats responses: (de)tokenizing long texts takes a while."""
         self._routes = {
             "/": Route(READ_METHODS, self._show_page, needs_no_key=True),
             "/health": Route(READ_METHODS, self._show_health, needs_no_key=True),
@@ -81,11 +80,11 @@ class RequestRouter:
             "/api": Route(("PUT", "POST"), self._generate)}
 
     def route_name(self, head: RequestHead) -> str:
-        """Of what was asked for, for those who count."""
+        """The label of a request in the metrics."""
         return head.path if head.path in self._routes else "other"
 
     async def handle(self, connection: HttpConnection) -> bool:
-        """False: nothing was asked."""
+        """False: the client closed without a request."""
         try:
             async with asyncio.timeout(self._limits.request_seconds):
                 head = await connection.read_head()
@@ -100,16 +99,16 @@ class RequestRouter:
         return True
 
     async def send_error(self, connection: HttpConnection, error: HttpError) -> None:
-        """In the words of the one who asked."""
-        said: dict[str, Any] = {"message": error.message}
+        """In the format of the API that was called."""
+        body: dict[str, Any] = {"message": error.message}
         if connection.head.path != "/api":
             kind = "server_error" if error.status >= 500 else "invalid_request_error"
-            said = {"error": {**said, "type": kind, "param": error.param, "code": error.code}}
+            body = {"error": {**body, "type": kind, "param": error.param, "code": error.code}}
         if connection.status:
-            await connection.send_event(json.dumps(said))
+            await connection.send_event(json.dumps(body))
             await connection.end_event_stream()
         else:
-            await connection.reply_json(said, error.status, error.headers)
+            await connection.reply_json(body, error.status, error.headers)
 
     def _find_route(self, head: RequestHead) -> Route:
         self._auth.check_host(head.headers.get("host"))
@@ -132,8 +131,8 @@ class RequestRouter:
         await connection.reply_json({"status": "ok"})
 
     async def _show_metrics(self, connection: HttpConnection) -> None:
-        await connection.reply(200,
-                               self._metrics.format_prometheus().encode(), "text/plain; version=0.0.4; charset=utf-8")
+        text = self._metrics.format_prometheus()
+        await connection.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, connection: HttpConnection) -> None:
         await connection.reply_json({"object": "list", "data": [self._model_info()]})
@@ -178,13 +177,12 @@ class RequestRouter:
     async def _reply_whole(self, connection: HttpConnection, request: ApiRequest, pending: PendingRequest) -> None:
         while not pending.is_done:
             await pending.wait_for_change()
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, request.full_response, pending.sequences,
-                                                                 pending.logprobs)
-        await connection.reply_json(found)
+        await connection.reply_json(await asyncio.get_running_loop().run_in_executor(
+            self._pool, request.full_response, pending.sequences, pending.logprobs))
 
     @staticmethod
     async def _reply_stream(connection: HttpConnection, request: ApiRequest, pending: PendingRequest) -> None:
-        """What has come while a part was sent goes with the next."""
+        """Tokens that arrive while a chunk is sent go into the next one."""
         await connection.start_event_stream()
         while True:
             await pending.wait_for_change()
@@ -199,15 +197,12 @@ class RequestRouter:
         await connection.end_event_stream()
 
 
-LogFn = Callable[[str], None]
-
-
 @final
 class HttpServer:
-    """Its public methods are for the model's thread."""
+    """The public methods are called by the model's thread."""
 
     def __init__(self, listener: socket.socket, router: RequestRouter, queue: RequestQueue, inbox: Inbox,
-                 metrics: ServerMetrics, limits: ServerLimits, log: LogFn) -> None:
+                 metrics: ServerMetrics, limits: ServerLimits, log: Callable[[str], None]) -> None:
         self._listener, self._router, self._queue, self._inbox = listener, router, queue, inbox
         self._metrics, self._limits, self._log = metrics, limits, log
         self._loop = asyncio.new_event_loop()
@@ -224,16 +219,16 @@ class HttpServer:
         self._call_soon(self._queue.handle_events, events)
 
     def close(self) -> None:
-        """No more connections, no more requests."""
+        """Refuses new connections and requests."""
         self._call_soon(self._close)
 
     def fail(self, error: HttpError) -> None:
-        """What is still open is answered so."""
+        """Answers all open requests with `error`."""
         self._call_soon(self._close)
         self._call_soon(self._queue.fail, error)
 
     def finish(self, seconds: float) -> None:
-        """Once all is said: for clients to hear it."""
+        """Waits up to `seconds` until the open connections have been served."""
         self._call_soon(self._close)
         self._call_soon(self._finish_event.set)
         self._thread.join(seconds)
@@ -280,7 +275,7 @@ class HttpServer:
             self._metrics.connections = len(self._tasks)
 
     async def _handle_request(self, connection: HttpConnection) -> None:
-        """Whatever happens: one client's failure is nobody else's."""
+        """Answers with an error instead of raising: a failed request does not affect other clients."""
         with suppress(ConnectionError):
             try:
                 if len(self._tasks) > self._limits.max_connections:
@@ -304,7 +299,7 @@ class HttpServer:
 
 
 DRAIN_SECONDS = 5.0
-"""For clients to take what is left, once the model has stopped."""
+"""For clients to read their responses, once the model has stopped."""
 FAILURE_DRAIN_SECONDS = 1.0
 """Shorter than a launcher waits before it ends all ranks."""
 
@@ -316,24 +311,19 @@ def build_executor(loaded: LoadedModel, rows: int) -> StepExecutor:
 
 
 def run_worker_rank(loaded: LoadedModel, groups: Groups, rows: int) -> None:
-    """A rank that is told what to do."""
     run_worker(build_executor(loaded, rows), groups.world)
-
-
-def build_served_model(loaded: LoadedModel, name: str, limits: ServerLimits) -> ServedModel:
-    shape, tokenizer = loaded.model.config, loaded.tokenizer
-    eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
-    return ServedModel(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
 
 
 def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str,
                key: str | None, allowed_hosts: Iterable[str], limits: ServerLimits, log: Callable[[str], None],
                on_ready: Callable[[], None], stop_requested: Callable[[], bool]) -> None:
-    """The rank that hears the clients; until it is asked to stop. `on_ready` is called when it listens."""
+    """Runs rank 0 until `stop_requested`. `on_ready` is called once the server listens."""
     executor, inbox, metrics = build_executor(loaded, rows), Inbox(), ServerMetrics()
     request_queue = RequestQueue(inbox, rows, limits.max_waiting, metrics)
-    router = RequestRouter(build_served_model(loaded, name, limits), request_queue,
-                           AuthPolicy(host, key, allowed_hosts), metrics, limits)
+    shape, tokenizer = loaded.model.config, loaded.tokenizer
+    eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
+    model = ServedModel(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
+    router = RequestRouter(model, request_queue, AuthPolicy(host, key, allowed_hosts), metrics, limits)
     server = HttpServer(listener, router, request_queue, inbox, metrics, limits, log)
     scheduler = GenerationScheduler(executor, groups.world, inbox, server.publish)
     timeout_error = HttpError(503, f"{STOPPING_MESSAGE}, and this was not done in time", code="stopping")

@@ -58,7 +58,6 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def read_api_key(args: argparse.Namespace) -> str | None:
-    """What clients must send."""
     key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
     if args.api_key_file is not None:
         where = f"--api-key-file {args.api_key_file}"
@@ -72,7 +71,7 @@ def read_api_key(args: argparse.Namespace) -> str | None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bound, and not listening yet: a client that comes while the model is loaded is refused, not kept waiting."""
+    """A socket that is bound but does not listen: clients are refused, not kept waiting, until the model is loaded."""
     bare = host.removeprefix("[").removesuffix("]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM,
@@ -89,16 +88,6 @@ def bind_listener(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}, port {port}: {reason}; choose another with --host and --port "
                           "(0: any that is free)") from error
     return listener
-
-
-def listener_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def served_model_name(args: argparse.Namespace) -> str:
-    folder = Path((args.load_hf or args.load).partition(":")[0]).resolve().name
-    return args.model_name or folder.encode("ascii", "replace").decode() or "gpt2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,23 +110,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if listener is None:
             run_worker_rank(loaded, groups, args.batch_size)
         else:
-            log = _log_to_stderr if not args.quiet else _discard_log
+            folder = Path((args.load_hf or args.load).partition(":")[0]).resolve().name
+            name = args.model_name or folder.encode("ascii", "replace").decode() or "gpt2"
+            host, port = listener.getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             _log_to_stderr(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
             if key is None and not is_loopback(args.host):
-                _log_to_stderr(f"listening on {args.host} without a key: whoever reaches this machine can use the "
-                               "model; --api-key-file asks for one")
-            run_server(loaded, groups, rows=args.batch_size, name=served_model_name(args), listener=listener,
-                       host=args.host, key=key, allowed_hosts=args.allowed_host, limits=server_limits,
-                       log=log, on_ready=lambda: print(f"listening on {listener_url(listener)}", flush=True),
+                _log_to_stderr(f"listening on {args.host} without a key: everyone who reaches this machine can use "
+                               "the model; --api-key-file asks for one")
+            run_server(loaded, groups, rows=args.batch_size, name=name, listener=listener, host=args.host, key=key,
+                       allowed_hosts=args.allowed_host, limits=server_limits,
+                       log=(lambda line: None) if args.quiet else _log_to_stderr,
+                       on_ready=lambda: print(f"listening on {url}", flush=True),
                        stop_requested=lambda: bool(stop))
         process_group.shutdown()
     return 0
 
 
 def _log_to_stderr(line: str) -> None:
-    """Whether or not somebody reads it."""
+    """Does not raise if standard error is closed."""
     write_stderr(f"{escape_to_one_line(line)}\n".encode())
-
-
-def _discard_log(line: str) -> None:
-    """Of no interest."""

@@ -24,7 +24,7 @@ VALUE = re.compile(rb"[\t -~\x80-\xff]*")
 MAX_HEADERS = 100
 SINGLE_HEADERS = frozenset({"host", "content-length", "content-type", "authorization", "transfer-encoding", "expect",
                             "content-encoding"})
-"""Headers whose second occurrence another program might believe in place of the first."""
+"""Headers that must not be repeated: another program might use the second one."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RequestHead:
     target: str = "-"
     version: str = "1.1"
     headers: dict[str, str] = field(default_factory=dict)
-    """Names in small letters."""
+    """Names in lower case."""
 
     @property
     def path(self) -> str:
@@ -41,21 +41,20 @@ class RequestHead:
 
 
 class HttpRequestReader:
-    """One request. What is known of it so far is in `head`, also after a failure."""
+    """Reads one request. After an error `head` has what was read so far."""
 
     def __init__(self, stream: asyncio.StreamReader, limits: ServerLimits) -> None:
-        """The stream's own limit is that of the head."""
         self._stream, self._limits, self._remaining_bytes = stream, limits, limits.max_header_bytes
         self.head = RequestHead()
 
     async def read_head(self) -> RequestHead | None:
-        """None: the client left without a word."""
+        """None: the client closed without a request."""
         line = await self._read_line(first=True)
         if line is None:
             return None
         words = line.split(b" ")
         if len(words) != 3 or not TOKEN.fullmatch(words[0]) or not TARGET.fullmatch(words[1]):
-            raise HttpError(400, "the request line is none of HTTP/1.1")
+            raise HttpError(400, "the request line is not one of HTTP/1.1")
         if words[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
             raise HttpError(400, "this server speaks HTTP/1.1 and HTTP/1.0")
         head = self.head
@@ -65,22 +64,19 @@ class HttpRequestReader:
                 if head.version == "1.1" and "host" not in head.headers:
                     raise HttpError(400, "a request of HTTP/1.1 has a Host header")
                 return head
-            self._take_header(line)
+            name, colon, value = line.partition(b":")
+            if not colon or not TOKEN.fullmatch(name) or not VALUE.fullmatch(value):
+                raise HttpError(400, "a header is not one of HTTP/1.1")
+            key, text = name.decode().lower(), value.decode("latin-1").strip(" \t")
+            if key in head.headers:
+                if key in SINGLE_HEADERS:
+                    raise HttpError(400, f"the header {key} is given twice")
+                text = f"{head.headers[key]}, {text}"
+            head.headers[key] = text
         raise HttpError(431, f"more than {MAX_HEADERS} headers")
 
-    def _take_header(self, line: bytes) -> None:
-        name, colon, value = line.partition(b":")
-        if not colon or not TOKEN.fullmatch(name) or not VALUE.fullmatch(value):
-            raise HttpError(400, "a header is none of HTTP/1.1")
-        key, text = name.decode().lower(), value.decode("latin-1").strip(" \t")
-        if key in self.head.headers:
-            if key in SINGLE_HEADERS:
-                raise HttpError(400, f"the header {key} is given twice")
-            text = f"{self.head.headers[key]}, {text}"
-        self.head.headers[key] = text
-
     async def _read_line(self, first: bool = False) -> bytes | None:
-        """Without its end. None: nothing more came, where a request would begin."""
+        """A line without CR LF. None: the stream ended before the request (`first`)."""
         try:
             line = await self._stream.readuntil(b"\n")
         except asyncio.LimitOverrunError:
@@ -97,7 +93,7 @@ class HttpRequestReader:
         return line[:-2]
 
     def content_length(self) -> int | None:
-        """Of the body; None: it comes in chunks."""
+        """Of the body; None: chunked."""
         headers = self.head.headers
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         if coding is not None:
@@ -148,9 +144,9 @@ def response_head(status: int, headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 LINGER_SECONDS = 2.0
-"""For a client to read what it was sent and close. Closing while bytes of its request are unread would cut that off."""
+"""For the client to read the response and close. Closing with unread request bytes would reset the connection."""
 SHORT_LINGER_SECONDS = 0.1
-"""The same, where there are too many of them."""
+"""The same, with too many open connections."""
 JSON_TYPE = "application/json"
 
 
@@ -161,9 +157,8 @@ class HttpConnection:
         self._reader = HttpRequestReader(stream, limits)
         self._in_chunks = False
         self.status = 0
-        """Of the response; 0: none has begun."""
+        """Of the response; 0: not begun."""
         self.prompt_tokens = self.generated_tokens = 0
-        """Tokens, of a response that has some."""
         writer.transport.set_write_buffer_limits(0)  # so that waiting for a client means that it takes what is sent
 
     @property
@@ -179,7 +174,7 @@ class HttpConnection:
         return await self._reader.read_head()
 
     async def read_json(self) -> bytes:
-        """The body of a request that says that it is JSON."""
+        """The body of a JSON request."""
         kind = self.head.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise HttpError(415, f"expected JSON, announced with the header Content-Type: {JSON_TYPE}")
@@ -203,7 +198,7 @@ class HttpConnection:
         await self.reply(status, json.dumps(value, allow_nan=False).encode() + b"\n", headers=headers)
 
     async def start_event_stream(self) -> None:
-        """A response that goes on: server-sent events."""
+        """Begins a response of server-sent events."""
         self.status, self._in_chunks = 200, self.head.version == "1.1"
         chunked = [("Transfer-Encoding", "chunked")] if self._in_chunks else []
         await self._write(response_head(200, [*self._headers("text/event-stream"), *chunked]))
@@ -217,7 +212,7 @@ class HttpConnection:
             await self._write(b"0\r\n\r\n")
 
     async def wait_for_disconnect(self) -> None:
-        """Until the client leaves. What it sends meanwhile is not read as anything."""
+        """Discards what the client sends."""
         with suppress(ConnectionError):
             while await self._stream.read(1 << 14):
                 pass

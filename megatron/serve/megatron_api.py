@@ -15,7 +15,7 @@ from megatron.serve.scheduler import SequenceLogprobs
 MAX_PROMPTS = 128
 DEFAULT_TOKENS = 64
 GPT2_EOD = 50256
-"""Which old clients name, whatever the tokenizer."""
+"""Old clients send it with any tokenizer."""
 
 
 @final
@@ -28,7 +28,7 @@ class MegatronGeneration:
 
     def full_response(self, sequences: Sequence[GeneratedSequence],
                       logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
-        """Prompt and what follows, with the end of a line that it stopped at, as there."""
+        """The texts include the prompt and the line end that stopped them, as in Megatron-LM."""
         decode = self.model.tokenizer.decode
         return {"text": [shown + decode(text.tokens) for shown, text in zip(self.prompt_texts, sequences, strict=True)],
                 "segments": [[decode([token]) for token in text.ids] for text in sequences],
@@ -47,7 +47,11 @@ def parse_generation(body: dict[str, Any], model: ServedModel) -> MegatronGenera
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         if fields.take(old) is not None:
             raise invalid_field(old, f"is no longer used; {new} has taken its place")
-    shown = _parse_prompts(fields, model)
+    given = fields.take("prompts")
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_PROMPTS:
+        raise invalid_field("prompts", f"expected a list of 1 to {MAX_PROMPTS} texts")
+    model.check_num_sequences(len(given), 1, "prompts")
+    shown = tuple(valid_text(one, "prompts") for one in given)
     add_bos = fields.take_bool("add_BOS")
     if "" in shown and not add_bos:
         raise invalid_field("prompts", "one is empty, which needs add_BOS")
@@ -56,20 +60,13 @@ def parse_generation(body: dict[str, Any], model: ServedModel) -> MegatronGenera
         prompts=tuple(_encode_prompt(text, add_bos, model) for text in shown), num_samples=1,
         max_new_tokens=fields.take_int("tokens_to_generate", min(DEFAULT_TOKENS, model.max_new_tokens),
                                        0, model.max_new_tokens), sampling=_parse_sampling(fields),
-        seed=fields.take_int("random_seed", new_seed(), 0, 1 << 63), stops=_parse_stops(fields),
+        seed=fields.take_int("random_seed", new_seed(), 0, 1 << 63),
+        stops=("\n",) * fields.take_bool("stop_on_eol") + ("\n\n",) * fields.take_bool("stop_on_double_eol"),
         top_logprobs=0 if fields.take_bool("logprobs") else None)
     if not generation.max_new_tokens and generation.top_logprobs is None:
         raise invalid_field("tokens_to_generate", "0 needs logprobs: true")
     fields.reject_unknown()
     return MegatronGeneration(model, generation, shown)
-
-
-def _parse_prompts(fields: StrictJson, model: ServedModel) -> tuple[str, ...]:
-    given = fields.take("prompts")
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_PROMPTS:
-        raise invalid_field("prompts", f"expected a list of 1 to {MAX_PROMPTS} texts")
-    model.check_num_sequences(len(given), 1, "prompts")
-    return tuple(valid_text(one, "prompts") for one in given)
 
 
 def _encode_prompt(text: str, add_bos: bool, model: ServedModel) -> tuple[int, ...]:
@@ -91,13 +88,8 @@ def _parse_sampling(fields: StrictJson) -> Sampling:
     return build_sampling(0.0 if top_k == 1 else temperature, top_k=top_k, top_p=top_p or 1.0)
 
 
-def _parse_stops(fields: StrictJson) -> tuple[str, ...]:
-    line, two = fields.take_bool("stop_on_eol"), fields.take_bool("stop_on_double_eol")
-    return ("\n",) * line + ("\n\n",) * two
-
-
 def _reject_unsupported(fields: StrictJson, model: ServedModel) -> None:
-    """What is not done here, unless it changes nothing."""
+    """Accepts unsupported keys with values that change nothing."""
     fields.require_neutral("prevent_newline_after_colon", (False,), "is not done here")
     fields.require_neutral("beam_width", (), "beam search is not done here")
     fields.require_neutral("length_penalty", (1, 1.0), "belongs to beam search, which is not done here")

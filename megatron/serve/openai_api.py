@@ -10,8 +10,9 @@ from typing import Any, final
 from megatron.inference.detokenizer import Detokenizer, SequenceDetokenizer
 from megatron.inference.generation import FinishReason, GeneratedSequence
 from megatron.serve.admission import HttpError, invalid_field
-from megatron.serve.api_request import (MAX_STOP_CHARACTERS, MAX_STOPS, GenerationRequest, ServedModel, StrictJson,
-                                        build_sampling, new_seed, take_temperature, valid_text)
+from megatron.serve.api_request import (MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TEMPERATURE, MIN_TEMPERATURE,
+                                        GenerationRequest, ServedModel, StrictJson, build_sampling, new_seed,
+                                        valid_text)
 from megatron.serve.scheduler import SequenceLogprobs
 
 MAX_LOGPROBS = 5
@@ -26,13 +27,12 @@ class OpenAICompletion:
     id: str
     generation: GenerationRequest
     echoed_prompts: tuple[str, ...]
-    """What an answer begins with: the text of each prompt, where it is to be repeated."""
+    """With `echo` the text of each prompt, otherwise empty."""
     echo: bool
     with_logprobs: bool
-    """With the log-probabilities of tokens."""
     is_streaming: bool
     with_usage: bool
-    """Of a stream: a last part says how many tokens were read and made."""
+    """The stream ends with a chunk that has token counts."""
     created: int = field(default_factory=lambda: int(time.time()))
     _sent_text: dict[int, str] = field(default_factory=dict)
     _detokenizer: SequenceDetokenizer = field(init=False)
@@ -68,7 +68,7 @@ class OpenAICompletion:
                 "total_tokens": self.generation.num_prompt_tokens + made}
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
-        """What is new of a text since it was last asked for."""
+        """The new text since the last call."""
         found, sent = (self.echoed_prompts[place // self.generation.num_samples]
                        + self._detokenizer.stable_text(sequence), self._sent_text.get(place, ""))
         self._sent_text[place] = found
@@ -78,7 +78,7 @@ class OpenAICompletion:
                 "finish_reason": FINISH_REASONS[sequence.finish_reason] if sequence.finish_reason else None}
 
     def _format_logprobs(self, sequence: GeneratedSequence, logprobs: SequenceLogprobs, length: int) -> dict[str, Any]:
-        """Of all tokens whose text is among the `length` characters of an answer."""
+        """Of all tokens in the first `length` characters of the answer."""
         decode, skipped = self.model.tokenizer.decode, 0 if self.echo else len(sequence.request.prompt)
         ids = sequence.ids[skipped:]
         starts = Detokenizer(decode, ids).offsets
@@ -90,7 +90,7 @@ class OpenAICompletion:
                 "top_logprobs": None if likeliest is None else likeliest[:kept], "text_offset": starts[:kept]}
 
     def _new_logprobs(self, place: int, sequence: GeneratedSequence, found: str) -> dict[str, Any] | None:
-        """Of the tokens whose text is among what was `found`."""
+        """Of the new tokens within the text `found`."""
         if not self.with_logprobs or self.generation.top_logprobs is not None:
             return None
         decode, begun = self.model.tokenizer.decode, len(self.echoed_prompts[place // self.generation.num_samples])
@@ -118,27 +118,36 @@ def parse_completion(body: dict[str, Any], served_model: ServedModel, identity: 
     samples = fields.take_int("n", 1, 1, served_model.limits.max_texts)
     served_model.check_num_sequences(len(prompts), samples, "n")
     _reject_unsupported(fields, samples)
-    echo, is_streaming, top = fields.take_bool("echo"), fields.take_bool("stream"), _parse_logprobs(fields)
-    scores_all_tokens = top is not None and (echo or top > 0)
+    echo, is_streaming = fields.take_bool("echo"), fields.take_bool("stream")
+    top = fields.take_int("logprobs", -1, 0, MAX_LOGPROBS)  # -1: not given
+    with_logprobs = top >= 0
+    scores_all_tokens = with_logprobs and (echo or top > 0)
     if scores_all_tokens and is_streaming:
         raise invalid_field("stream",
                             "is not possible with the log-probabilities of other tokens, nor with those of a prompt")
+    max_new_tokens = fields.take_int("max_tokens", min(16, served_model.max_new_tokens), 0 if scores_all_tokens else 1,
+                                     served_model.max_new_tokens)
+    temperature = fields.take_float("temperature", 1.0, 0.0, MAX_TEMPERATURE)
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise invalid_field("temperature", f"expected 0 (the likeliest token) or a number from {MIN_TEMPERATURE} to "
+                            f"{MAX_TEMPERATURE:g}")
+    top_k, top_p = fields.take_int("top_k", 0, 0, 1 << 31), fields.take_float("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise invalid_field("top_p", "expected more than 0; a temperature of 0 takes the likeliest token")
     generation = GenerationRequest(
         prompts=prompts, num_samples=samples, top_logprobs=top if scores_all_tokens else None,
-        max_new_tokens=fields.take_int("max_tokens", min(16, served_model.max_new_tokens),
-                                       0 if scores_all_tokens else 1, served_model.max_new_tokens),
-        sampling=build_sampling(take_temperature(fields), top_k=fields.take_int("top_k", 0, 0, 1 << 31),
-                                top_p=_parse_top_p(fields), min_p=fields.take_float("min_p", 0.0, 0.0, 1.0),
+        max_new_tokens=max_new_tokens,
+        sampling=build_sampling(temperature, top_k=top_k, top_p=top_p, min_p=fields.take_float("min_p", 0.0, 0.0, 1.0),
                                 repetition_penalty=fields.take_float("repetition_penalty", 1.0, 0.01, 100.0)),
         seed=fields.take_int("seed", new_seed(), -(1 << 63), 1 << 63), stops=_parse_stops(fields.take("stop")))
     shown = texts if echo else ("",) * len(prompts)
     with_usage = _parse_stream_options(fields, is_streaming)
     fields.reject_unknown()
-    return OpenAICompletion(served_model, identity, generation, shown, echo, top is not None, is_streaming, with_usage)
+    return OpenAICompletion(served_model, identity, generation, shown, echo, with_logprobs, is_streaming, with_usage)
 
 
 def _parse_prompts(given: Any, model: ServedModel) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """As tokens, and as text: a text, several, tokens, or several lists of tokens."""
+    """(token ids, texts) of a string, a list of strings, a list of ids or a list of lists of ids."""
     if given is None:
         given = ""
     if not isinstance(given, list):
@@ -148,23 +157,16 @@ def _parse_prompts(given: Any, model: ServedModel) -> tuple[tuple[tuple[int, ...
     model.check_num_sequences(len(given), 1, "prompt")
     if not given:
         raise invalid_field("prompt", "is empty")
-    prompts = [_check_token_ids(one, model) if isinstance(one, list)
-               else model.encode_prompt(valid_text(one, "prompt"), "prompt") for one in given]
+    prompts, size = list[tuple[int, ...]](), model.tokenizer.vocab_size
+    for one in given:
+        if not isinstance(one, list):
+            prompts.append(model.encode_prompt(valid_text(one, "prompt"), "prompt"))
+            continue
+        if not one or not all(type(token) is int and 0 <= token < size for token in one):
+            raise invalid_field("prompt", f"expected texts, or lists of tokens from 0 to {size - 1}")
+        prompts.append(model.check_prompt(tuple(one), "prompt"))
     texts = [model.tokenizer.decode(one) if isinstance(one, list) else str(one) for one in given]
     return tuple(prompts), tuple(texts)
-
-
-def _check_token_ids(given: list[Any], model: ServedModel) -> tuple[int, ...]:
-    if not given or not all(type(token) is int and 0 <= token < model.tokenizer.vocab_size for token in given):
-        raise invalid_field("prompt", f"expected texts, or lists of tokens from 0 to {model.tokenizer.vocab_size - 1}")
-    return model.check_prompt(tuple(given), "prompt")
-
-
-def _parse_top_p(fields: StrictJson) -> float:
-    found = fields.take_float("top_p", 1.0, 0.0, 1.0)
-    if found == 0:
-        raise invalid_field("top_p", "expected more than 0; a temperature of 0 takes the likeliest token")
-    return found
 
 
 def _parse_stops(given: Any) -> tuple[str, ...]:
@@ -173,12 +175,6 @@ def _parse_stops(given: Any) -> tuple[str, ...]:
     if len(found) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in found):
         raise invalid_field("stop", f"expected at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters")
     return found
-
-
-def _parse_logprobs(fields: StrictJson) -> int | None:
-    """Of how many of the likeliest tokens log-probabilities are given, besides those that are taken."""
-    found = fields.take_int("logprobs", -1, 0, MAX_LOGPROBS)
-    return None if found < 0 else found
 
 
 def _parse_stream_options(fields: StrictJson, is_streaming: bool) -> bool:
@@ -194,7 +190,7 @@ def _parse_stream_options(fields: StrictJson, is_streaming: bool) -> bool:
 
 
 def _reject_unsupported(fields: StrictJson, samples: int) -> None:
-    """What is not done here, unless it changes nothing."""
+    """Accepts unsupported keys with values that change nothing."""
     for name in ("frequency_penalty", "presence_penalty"):
         fields.require_neutral(name, (0, 0.0), "is not done here; repetition_penalty is")
     fields.require_neutral("best_of", (samples,), "is not done here, only n")

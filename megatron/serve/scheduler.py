@@ -27,7 +27,7 @@ from mpu.groups import Group
 
 @final
 class ServerMetrics:
-    """Of the clients' thread alone."""
+    """Used by the clients' thread only."""
 
     def __init__(self) -> None:
         self._began = time.time()
@@ -38,7 +38,7 @@ class ServerMetrics:
         self.connections = 0
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
-        """A request; `route` is one of ours, so that clients make no names."""
+        """`route` is one of ours or "other", so that clients cannot create labels."""
         self._requests[route, status] += 1
         self._seconds += seconds
 
@@ -66,30 +66,26 @@ class StartSequences:
 
 @dataclass(frozen=True)
 class ScoreSequence:
-    """A text that has ended, once more, for a verdict (Judge)."""
+    """A finished text whose tokens LogprobScorer scores."""
 
     number: int
     ids: tuple[int, ...]
     top_logprobs: int
-    """How many of the likeliest tokens are wanted in each place."""
+    """Number of likeliest tokens at each position."""
 
 
 @dataclass(frozen=True)
 class CancelSequences:
-    """Texts that nobody waits for any longer."""
-
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class QueueClosed:
-    """No more will be asked for."""
+    """No more requests will come."""
 
 
 @dataclass(frozen=True)
 class FrontendFailed:
-    """The thread of the clients has failed."""
-
     error: BaseException
 
 
@@ -98,33 +94,33 @@ SchedulerCommand = StartSequences | ScoreSequence | CancelSequences | QueueClose
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """Of a text: it has so many tokens now, and this is the last of them; or it has ended."""
+    """A text got a token, or ended."""
 
     number: int
     count: int
+    """Tokens of the text now."""
     token: int
     logprob: float
     finish_reason: FinishReason | None
 
 
 LOGITS_CHUNK_BYTES = 64 << 20
-"""Of logits that exist together."""
+"""Logits of a chunk of positions."""
 
 
 @dataclass(frozen=True)
 class SequenceLogprobs:
-    """Of a text's tokens from the second on: the first has nothing before it."""
+    """Log-probabilities of the tokens of a text, without the first, which has no context."""
 
     number: int
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    """In each place: tokens with their log-probabilities, the likeliest first."""
+    """At each position: (token, log-probability), the likeliest first."""
 
 
 @final
 class LogprobScorer:
-    """How likely the model finds each token of a text, and which it finds likeliest there: another reading of the whole
-    text, for clients that ask for more than the tokens that were taken."""
+    """Scores every token of a finished text, and the likeliest tokens there, in another forward over the text."""
 
     def __init__(self, model: GPT2, vocabulary: int) -> None:
         """Tokens from `vocabulary` on are padding."""
@@ -148,16 +144,16 @@ class LogprobScorer:
 
 
 POLL_SECONDS = 0.2
-"""How long a request to stop may go unnoticed while there is nothing to do."""
+"""While idle, the time until a stop request is noticed."""
 HEARTBEAT_SECONDS = 5.0
-"""Between two words to ranks that have nothing to do."""
+"""Between empty plans to idle ranks."""
 
 Inbox = queue.SimpleQueue[SchedulerCommand]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every rank does next, before a step."""
+    """What every rank does in the next step."""
 
     drop: tuple[int, ...] = ()
     begin: tuple[Request, ...] = ()
@@ -165,25 +161,20 @@ class StepPlan:
     last: bool = False
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> StepPlan:
-        return cls(tuple(found["drop"]), tuple(_request(one) for one in found["begin"]),
-                   tuple(ScoreSequence(**{**one, "ids": tuple(one["ids"])}) for one in found["read"]), found["last"])
-
-
-def _request(found: dict[str, Any]) -> Request:
-    return Request(**{**found, "prompt": tuple(found["prompt"]), "stops": tuple(found["stops"]),
-                      "sampling": Sampling(**found["sampling"])})
+    def from_json(cls, values: dict[str, Any]) -> StepPlan:
+        begin = (Request(**{**one, "prompt": tuple(one["prompt"]), "stops": tuple(one["stops"]),
+                            "sampling": Sampling(**one["sampling"])}) for one in values["begin"])
+        read = (ScoreSequence(**{**one, "ids": tuple(one["ids"])}) for one in values["read"])
+        return cls(tuple(values["drop"]), tuple(begin), tuple(read), values["last"])
 
 
 @final
 class StepExecutor:
-    """What every rank does in a turn."""
-
     def __init__(self, generator: Generator, scorer: LogprobScorer) -> None:
         self.generator, self._scorer = generator, scorer
 
     def __call__(self, plan: StepPlan) -> Iterator[GeneratedSequence | SequenceLogprobs]:
-        """The texts that got a token or ended, as they do."""
+        """Yields the texts that got a token or ended."""
         for number in plan.drop:
             self.generator.cancel(number)
         yield from self.generator.start(plan.begin)
@@ -216,8 +207,8 @@ class GenerationScheduler:
         return not self._waiting and not self._running and not self._to_score
 
     def run(self, stop_requested: Callable[[], bool], close_queue: Callable[[], None], grace: float) -> bool:
-        """Until asked to stop, and what has been asked for by then is done, or `grace` seconds have gone: False.
-        `close` makes the thread of the clients send QueueClosed."""
+        """Runs until a stop is requested and the open requests are done (True), or `grace` seconds later (False).
+        `close_queue` makes the clients' thread send QueueClosed."""
         until = float("inf")
         while not (self._queue_is_closed and self._is_idle) and time.monotonic() < until:
             self._receive_commands()
@@ -229,29 +220,26 @@ class GenerationScheduler:
         return self._is_idle
 
     def _receive_commands(self) -> None:
-        """To all that has been said by now; where there is nothing to do, for a moment."""
+        """Handles all commands in the inbox; while idle, waits up to POLL_SECONDS for one."""
         try:
-            order = self._inbox.get(timeout=POLL_SECONDS) if self._is_idle else self._inbox.get_nowait()
+            command = self._inbox.get(timeout=POLL_SECONDS) if self._is_idle else self._inbox.get_nowait()
             while True:
-                self._handle_command(order)
-                order = self._inbox.get_nowait()
+                match command:
+                    case StartSequences(requests):
+                        self._waiting += requests
+                    case ScoreSequence():
+                        self._to_score.append(command)
+                    case CancelSequences(numbers):
+                        self._to_score = deque(read for read in self._to_score if read.number not in numbers)
+                        self._waiting = deque(request for request in self._waiting if request.number not in numbers)
+                        self._cancelled += [number for number in numbers if number in self._running]
+                    case QueueClosed():
+                        self._queue_is_closed = True
+                    case FrontendFailed(error):
+                        raise error
+                command = self._inbox.get_nowait()
         except queue.Empty:
             return
-
-    def _handle_command(self, order: SchedulerCommand) -> None:
-        match order:
-            case StartSequences(requests):
-                self._waiting += requests
-            case ScoreSequence():
-                self._to_score.append(order)
-            case CancelSequences(numbers):
-                self._to_score = deque(read for read in self._to_score if read.number not in numbers)
-                self._waiting = deque(request for request in self._waiting if request.number not in numbers)
-                self._cancelled += [number for number in numbers if number in self._running]
-            case QueueClosed():
-                self._queue_is_closed = True
-            case FrontendFailed(error):
-                raise error
 
     def _run_step(self) -> None:
         if self._is_idle:
@@ -281,23 +269,21 @@ class GenerationScheduler:
 
 
 STOPPING_MESSAGE = "the server is stopping"
-NON_FINITE_MESSAGE = ("the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the "
-                      "server may start it with --dtype fp32 or bf16")
+NON_FINITE_MESSAGE = ("the model produced non-finite logits after this prompt: the operator of the server may start it "
+                      "with --dtype fp32 or bf16")
 
 
 @final
 class PendingRequest:
     def __init__(self, requests: Sequence[Request], top_logprobs: int | None) -> None:
-        """With a `top_logprobs`, each text gets a verdict at its end, with so many of the likeliest tokens in each
-        place."""
+        """With `top_logprobs`, each finished text is scored, with this many likeliest tokens at each position."""
         self.sequences = [GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
                           for request in requests]
         self.top_logprobs = top_logprobs
         self.logprobs: dict[int, SequenceLogprobs] = {}
-        """By the number of a text's request."""
+        """By request number."""
         self.error: HttpError | None = None
         self.is_cancelled = False
-        """Nobody waits for it any longer."""
         self._changed = asyncio.Event()
 
     @property
@@ -313,7 +299,7 @@ class PendingRequest:
         self._changed.set()
 
     async def wait_for_change(self) -> None:
-        """Wait for news; raises why there will be none."""
+        """Raises the error of a failed request, and ConnectionResetError for a cancelled one."""
         if not self.is_done:
             await self._changed.wait()
             self._changed.clear()
@@ -326,20 +312,20 @@ class PendingRequest:
 @final
 class RequestQueue:
     def __init__(self, inbox: Inbox, rows: int, max_waiting: int, metrics: ServerMetrics) -> None:
-        """`rows` texts run at a time, and so many more may wait."""
+        """`rows` texts run at a time, and `max_waiting` more may wait."""
         self._inbox, self._rows, self._max_waiting, self._metrics = inbox, rows, max_waiting, metrics
         self._active: dict[int, tuple[PendingRequest, GeneratedSequence]] = {}
         self._number = 0
         self.is_closed = False
 
     def submit(self, requests: Sequence[Request], top_logprobs: int | None = None) -> PendingRequest:
-        """Those that ask for no new token are read for a verdict."""
+        """Requests for no new token are only scored."""
         if self.is_closed:
             raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
         if len(self._active) + len(requests) > self._rows + self._max_waiting:
-            raise HttpError(503,
-                            f"{len(self._active)} texts are under way, and this request asks for {len(requests)} more "
-                            f"than there is room for: come again", code="queue_full", headers=(("Retry-After", "1"),))
+            raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for {len(requests)} "
+                            "more than there is room for: come again", code="queue_full",
+                            headers=(("Retry-After", "1"),))
         numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
         self._number += len(numbered)
         ticket = PendingRequest(numbered, top_logprobs)
@@ -353,12 +339,11 @@ class RequestQueue:
         return ticket
 
     def cancel(self, pending: PendingRequest) -> None:
-        """The client has left."""
         pending.is_cancelled = True
         self._cancel_sequences(pending)
 
     def _cancel_sequences(self, pending: PendingRequest) -> None:
-        """No more news of it are wanted."""
+        """Stops the running texts of a request."""
         numbers = tuple(text.request.number for text in pending.sequences if text.request.number in self._active)
         for number in numbers:
             del self._active[number]
@@ -377,7 +362,11 @@ class RequestQueue:
                 ticket.logprobs[one.number] = one
                 del self._active[one.number]
             else:
-                self._append_token(text, one)
+                if one.count > len(text.tokens):
+                    text.tokens.append(one.token)
+                    text.logprobs.append(one.logprob)
+                    self._metrics.generated_tokens += 1
+                text.finish_reason = one.finish_reason
                 self._finish_or_score(ticket, text)
                 if one.finish_reason == "not finite":
                     ticket.error = HttpError(500, NON_FINITE_MESSAGE, code="not_finite")
@@ -385,28 +374,22 @@ class RequestQueue:
             ticket.notify()
         self._update_metrics()
 
-    def _append_token(self, sequence: GeneratedSequence, event: TokenEvent) -> None:
-        if event.count > len(sequence.tokens):
-            sequence.tokens.append(event.token)
-            sequence.logprobs.append(event.logprob)
-            self._metrics.generated_tokens += 1
-        sequence.finish_reason = event.finish_reason
-
     def _finish_or_score(self, pending: PendingRequest, sequence: GeneratedSequence) -> None:
-        """Of a text that has ended: it is done, or to be judged."""
-        if sequence.finish_reason is not None and pending.top_logprobs is None:
+        if sequence.finish_reason is None:
+            return
+        if pending.top_logprobs is None:
             del self._active[sequence.request.number]
-        elif sequence.finish_reason is not None and pending.top_logprobs is not None:
+        else:
             self._inbox.put(ScoreSequence(sequence.request.number, tuple(sequence.ids), pending.top_logprobs))
 
     def close(self) -> None:
-        """Nothing more is taken."""
+        """Later requests are refused."""
         if not self.is_closed:
             self.is_closed = True
             self._inbox.put(QueueClosed())
 
     def fail(self, error: HttpError) -> None:
-        """There will be no more news."""
+        """Ends all open requests with `error`."""
         self.is_closed = True
         for ticket, _ in self._active.values():
             ticket.error = error

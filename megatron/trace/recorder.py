@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from megatron.distributed.collective_log import CollectiveLog
@@ -19,41 +18,29 @@ class Interval(NamedTuple):
     stop: float
     name: str = ""
 
-    @property
-    def length(self) -> float:
-        return self.stop - self.start
+
+TimeRange = tuple[float, float]
 
 
-TimeSpan = tuple[float, float]
-
-
-def merge_spans(intervals: Iterable[tuple[float, ...] | Interval], within: TimeSpan) -> list[TimeSpan]:
-    """In order, and apart."""
-    found: list[TimeSpan] = []
+def merge_intervals(intervals: Iterable[tuple[float, ...] | Interval], within: TimeRange) -> list[TimeRange]:
+    """The union of the intervals as disjoint ranges, in order."""
+    merged = list[TimeRange]()
     for start, stop in sorted((max(each[0], within[0]), min(each[1], within[1])) for each in intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         elif start < stop:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
-def total_length(spans: Sequence[TimeSpan]) -> float:
-    return sum(stop - start for start, stop in spans)
-
-
-def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: TimeSpan) -> dict[str, float]:
-    """How long each kind is, where a moment belongs to the first that has it; "" is what none has."""
-    found, taken = {}, list[TimeSpan]()
-    for kind, stretches in kinds.items():
-        more = merge_spans([*taken, *stretches], within)
-        found[kind] = total_length(more) - total_length(taken)
-        taken = more
-    found[""] = within[1] - within[0] - total_length(taken)
-    return found
-
-
-ClockFn = Callable[[], float]
+def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: TimeRange) -> dict[str, float]:
+    """The time of each kind; a moment counts for the first kind that has it, or for ""."""
+    times, covered, before = dict[str, float](), list[TimeRange](), 0.0
+    for kind, intervals in kinds.items():
+        covered = merge_intervals([*covered, *intervals], within)
+        total = sum(stop - start for start, stop in covered)
+        times[kind], before = total - before, total
+    return times | {"": within[1] - within[0] - before}
 
 
 def microseconds() -> float:
@@ -62,9 +49,7 @@ def microseconds() -> float:
 
 
 @dataclass
-class CollectiveSpan:
-    """One exchange."""
-
+class CollectiveRecord:
     what: str
     start: float
     awaited: float | None = None
@@ -73,85 +58,82 @@ class CollectiveSpan:
 
 @dataclass
 class StateTimeline:
-    """Of which of several things is going on, one after the other."""
+    """Times and names of successive states; "" is no state."""
 
     changes: list[tuple[float, str]] = field(default_factory=list)
 
     def intervals(self, end: float) -> list[Interval]:
-        """Those that have a name; what was said twice is one."""
-        found: list[Interval] = []
+        """The intervals of named states; equal successive states are one."""
+        states = list[Interval]()
         for (start, name), (stop, _) in zip(self.changes, [*self.changes[1:], (end, "")]):
-            if found and found[-1].name == name and found[-1].stop == start:
-                found[-1] = Interval(found[-1].start, stop, name)
+            if states and states[-1].name == name and states[-1].stop == start:
+                states[-1] = Interval(states[-1].start, stop, name)
             elif name:
-                found.append(Interval(start, stop, name))
-        return found
+                states.append(Interval(start, stop, name))
+        return states
 
 
 class TraceRecorder:
-    def __init__(self, clock: ClockFn = microseconds) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.timelines = {place: StateTimeline() for place in (STEP, ACTIVITY, PHASE, UNIT)}
         self.exchange_timeline = StateTimeline()
-        """Whether the host is in an exchange with others: it sends, or waits."""
-        self.collectives: dict[tuple[str, int], CollectiveSpan] = {}
+        """Whether the host sends to other ranks, or waits for them."""
+        self.collectives: dict[tuple[str, int], CollectiveRecord] = {}
         self._names: dict[int, str] = {}
 
     @contextmanager
     def attached(self, log: CollectiveLog) -> Iterator[None]:
-        with ExitStack() as after:
-            after.enter_context(STATUS.observed_by(self._on_status))
-            numbers = collective_tracker.current_counters()
-            collective_tracker.write_counters_to(ObservedCounters(numbers, self._on_exchange))
-            after.callback(collective_tracker.write_counters_to, numbers)
+        counters = collective_tracker.current_counters()
+        with STATUS.observed_by(self._on_status):
+            collective_tracker.write_counters_to(ObservedCounters(counters, self._on_exchange))
             log.observer = self
-            after.callback(partial(setattr, log, "observer", None))
-            yield
+            try:
+                yield
+            finally:
+                log.observer = None
+                collective_tracker.write_counters_to(counters)
 
     def _on_status(self, place: int, number: int) -> None:
         if (line := self.timelines.get(place)) is not None:
-            line.changes.append((self._clock(), f"step {number}" if place == STEP else self._name(number)))
-
-    def _name(self, number: int) -> str:
-        if number not in self._names:
-            self._names[number] = STATUS.text_of(number)
-        return self._names[number]
+            if place != STEP and number not in self._names:
+                self._names[number] = STATUS.text_of(number)
+            line.changes.append((microseconds(), f"step {number}" if place == STEP else self._names[number]))
 
     def _on_exchange(self, place: int, mark: int) -> None:
         if place == 0:
-            self.exchange_timeline.changes.append((self._clock(), "exchange" if mark else ""))
+            self.exchange_timeline.changes.append((microseconds(), "exchange" if mark else ""))
 
     @property
     def num_changes(self) -> int:
-        """How often the engine went on to something else; operations are some tens of times as many."""
+        """State changes of the engine; there are some tens of operations for each."""
         return sum(len(line.changes) for line in self.timelines.values())
 
     # ---- collectives (distributed/collective_log.py) ----------------------------------------------------------------
 
     def collective_started(self, kind: str, number: int, what: str) -> None:
-        self.collectives[kind, number] = CollectiveSpan(what, self._clock())
+        self.collectives[kind, number] = CollectiveRecord(what, microseconds())
 
     def collective_awaited(self, kind: str, number: int) -> None:
-        if (journey := self.collectives.get((kind, number))) is not None:
-            journey.awaited = self._clock()
+        if (collective := self.collectives.get((kind, number))) is not None:
+            collective.awaited = microseconds()
 
     def collective_finished(self, kind: str, number: int) -> None:
-        if (journey := self.collectives.get((kind, number))) is not None:
-            journey.stop = self._clock()
+        if (collective := self.collectives.get((kind, number))) is not None:
+            collective.stop = microseconds()
 
-    # ---- what came of it --------------------------------------------------------------------------------------------
+    # ---- results ----------------------------------------------------------------------------------------------------
 
     def rebase(self, base: float) -> None:
-        """All times are since then."""
+        """Make all times relative to `base`."""
         for line in (*self.timelines.values(), self.exchange_timeline):
             line.changes = [(moment - base, name) for moment, name in line.changes]
-        for journey in self.collectives.values():
-            journey.start -= base
-            journey.awaited = None if journey.awaited is None else journey.awaited - base
-            journey.stop = None if journey.stop is None else journey.stop - base
+        for collective in self.collectives.values():
+            collective.start -= base
+            collective.awaited = None if collective.awaited is None else collective.awaited - base
+            collective.stop = None if collective.stop is None else collective.stop - base
 
     def exchange_intervals(self, end: float) -> list[Interval]:
-        """When the host was at exchanges, and what it waited for where that is known."""
+        """When the host sent or waited, with the awaited collective if known."""
         awaited = [Interval(one.awaited, end if one.stop is None else one.stop, one.what)
                    for one in self.collectives.values() if one.awaited is not None]
         return sorted([*awaited, *self.exchange_timeline.intervals(end)])

@@ -22,37 +22,38 @@ from megatron.trace.recorder import TraceRecorder, microseconds
 WRITING = "writing of a trace"
 """An activity (rank_status.py)."""
 MAX_CHANGES = 20_000
-"""Of TraceRecorder.num_changes: a trace ends there, with its step. Some 100 MB and half a minute of writing; more
-cannot be looked at."""
+"""Limit of TraceRecorder.num_changes, where a trace ends with its step: about 100 MB and half a minute of writing, and
+the most that viewers can show."""
 MEMORY_HISTORY_ENTRIES = 200_000
-"""Allocations that the snapshot of an accelerator's memory remembers."""
+"""Allocations in the snapshot of an accelerator's memory."""
 
 
 @contextmanager
 def trace_steps(config: ProfileConfig, device: torch.device, log: CollectiveLog, done: int,
                 train_iters: int) -> Iterator[Callable[[int], None]]:
-    """Inside, this is called after each step with the number of those that are done; `done` are those before."""
+    """Yields a function to call with the number of completed steps after each step; `done` are completed already."""
     window = TraceWindow(config, device, log, train_iters)
     window.start_after(done)
     try:
         yield window.after_step
-    except BaseException as error:
-        window.abandon(is_orderly=isinstance(error, (NumericsError, Interrupted)))
+    except (NumericsError, Interrupted):  # all ranks and the device still answer
+        window.close()
+        raise
+    except BaseException:
+        window.abandon()
         raise
     window.close()
 
 
 @dataclass
 class ActiveTrace:
-    """A trace under way."""
-
     profiler: profile
     recorder: TraceRecorder
     attachment: ExitStack
     cleanup: ExitStack
-    """All that is to be switched off, once it is written."""
+    """Undoes everything else; closed once the trace is written."""
     first: int
-    """Step."""
+    """The first step."""
     start: float
 
 
@@ -93,15 +94,21 @@ class TraceWindow:
         on_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
         with catch_warnings():
-            simplefilter("ignore", UserWarning)  # of cycles, of which there is one; to add them up would take minutes
+            simplefilter("ignore", UserWarning)  # about cycles: there is one, and accumulating events takes minutes
             profiler = profile(activities=activities, profile_memory=True)
         with ExitStack() as after:
             recorder = TraceRecorder()
             if on_cuda:
                 after.callback(torch.cuda.memory._record_memory_history, None)
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_HISTORY_ENTRIES, stacks="python")
-                torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
-            after.callback(_stop_profiler, profiler)
+                torch.cuda.synchronize(self._device)  # kernels launched before belong to earlier steps
+
+            def stop_profiler() -> None:
+                if torch.autograd.profiler._is_profiler_enabled:  # after an error, which is the one to report
+                    with suppress(Exception):
+                        profiler.stop()
+
+            after.callback(stop_profiler)
             with catch_warnings():
                 simplefilter("ignore", UserWarning)
                 profiler.start()
@@ -110,7 +117,7 @@ class TraceWindow:
             self._active = ActiveTrace(profiler, recorder, listening, after.pop_all(), step, microseconds())
 
     def close(self) -> None:
-        """The end of the trace, if one is under way: it is written, and told."""
+        """End the trace, if there is one: write it, and print its line."""
         active, self._active = self._active, None
         if active is None:
             return
@@ -121,9 +128,9 @@ class TraceWindow:
             active.attachment.close()
             active.profiler.stop()
             with STATUS.in_activity(WRITING):
-                taken = FinishedTrace(active.profiler, active.recorder, active.first, active.start, stop,
-                                      ended_early=active.recorder.num_changes > MAX_CHANGES)
-                _print_line(write_trace(taken, self._folder, self._rank, self._device))
+                finished = FinishedTrace(active.profiler, active.recorder, active.first, active.start, stop,
+                                         ended_early=active.recorder.num_changes > MAX_CHANGES)
+                _print_line(write_trace(finished, self._folder, self._rank, self._device))
         except Exception as error:  # not worth ending a job of many ranks
             self._warn(error)
         finally:
@@ -133,21 +140,11 @@ class TraceWindow:
         print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
               "goes on without it", file=sys.stderr, flush=True)
 
-    def abandon(self, *, is_orderly: bool) -> None:
-        """The run ends by an error, which is the one to report. Where that is not `is_orderly`, the device or other
-        ranks may never answer again, and nobody waits for them."""
-        if is_orderly:
-            self.close()
-        elif self._active is not None:
-            with suppress(Exception):
+    def abandon(self) -> None:
+        """After an error: discard the trace without waiting for the device or other ranks, which may not answer."""
+        if self._active is not None:
+            with suppress(Exception):  # the first error is the one to report
                 self._active.cleanup.close()
-
-
-def _stop_profiler(profiler: profile) -> None:
-    """Where that was not done: an error came before, which is the one to report."""
-    if torch.autograd.profiler._is_profiler_enabled:
-        with suppress(Exception):
-            profiler.stop()
 
 
 def _print_line(line: str) -> None:

@@ -43,8 +43,8 @@ class Batch:
 
     def sum_over_loss_tokens(self, value_of_id: Tensor) -> float:
         """Sum of value_of_id[target] over the targets that count in the loss."""
-        found = value_of_id[self.targets]
-        return float((found if self.loss_weight is None else found * self.loss_weight).sum())
+        values = value_of_id[self.targets]
+        return float((values if self.loss_weight is None else values * self.loss_weight).sum())
 
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
@@ -80,12 +80,9 @@ class MicroBatchSampler:
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
         return Batch(
-            tokens,
-            targets,
-            loss_weight=(tokens != self.eod).float() if self.eod_mask_loss else None,
+            tokens, targets, loss_weight=(tokens != self.eod).float() if self.eod_mask_loss else None,
             positions=positions_in_document(segments) if self.reset_position_ids and segments is not None else None,
-            segments=segments if self.reset_attention_mask else None,
-        )
+            segments=segments if self.reset_attention_mask else None)
 
 
 def document_numbers(tokens: Tensor, eod: int) -> Tensor:

@@ -18,6 +18,7 @@ from megatron import recompute
 from megatron.config.tree import Config, TrainConfig, require
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.distributed.rank_status import START_UP, STATUS
+from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
@@ -39,45 +40,37 @@ CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 def tokenizer(config: Config) -> Tokenizer:
     section = config.data
-    return data.tokenizer.build(
-        section.tokenizer_type or DEFAULT_TOKENIZER,
-        vocab_file=section.vocab_file,
-        merge_file=section.merge_file,
-        tokenizer_path=tokenizer_path(section),
-    )
+    return data.tokenizer.build(section.tokenizer_type or DEFAULT_TOKENIZER, vocab_file=section.vocab_file,
+                                merge_file=section.merge_file, tokenizer_path=tokenizer_path(section))
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with `vocab_size` set; ConfigError if the given one is smaller than the tokenizer's."""
-    size = config.model.vocab_size
-    require(size is None or size >= tokenizer.vocab_size, _vocab_size_error(config, tokenizer))
-    return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
-
-
-def _vocab_size_error(config: Config, tokenizer: Tokenizer) -> str:
     size, folder = config.model.vocab_size, config.save.load_hf
-    theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
-              + ("" if config.data.tokenizer_type else ", the default"))
-    remedy = "the tokenizer of those weights, --tokenizer-type with its files (--tokenizer-path or --vocab-file)"
-    if folder is not None:
-        return f"--load-hf {folder} has {size} tokens, fewer than {theirs}: give {remedy}"
-    return f"--vocab-size {size} is smaller than {theirs}; leave it out, or choose another --tokenizer-type"
+    if size is not None and size < tokenizer.vocab_size:
+        theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
+                  + ("" if config.data.tokenizer_type else ", the default"))
+        require(folder is None, f"--load-hf {folder} has {size} tokens, fewer than {theirs}: give the tokenizer of "
+                "those weights, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
+        raise ConfigError(f"--vocab-size {size} is smaller than {theirs}; leave it out, or choose another "
+                          "--tokenizer-type")
+    return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples. Collective: raises if ranks find different corpora or tokenizers."""
     STATUS.set_activity(f"{START_UP}, building of the index")
     section = config.data
-    found = all_succeed_or_raise(lambda: open_datasets(
+    opened = all_succeed_or_raise(lambda: open_datasets(
         train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
         seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
         mock=section.mock_data, json_key=section.text_key, document_separator=section.document_separator), groups.world)
-    parts = {"training": found.train, "validation": found.valid, "test": found.test}
+    parts = {"training": opened.train, "validation": opened.valid, "test": opened.test}
     assert_equal_across_ranks({"the tokenizer": tokenizer.fingerprint,
                                **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}},
                               groups.world, "the files of --train-data, or of what goes with it, differ between ranks")
     STATUS.set_activity(f"{START_UP}, building of the model")
-    return found
+    return opened
 
 
 def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
@@ -93,7 +86,7 @@ def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
     if not train.deterministic:
         yield
         return
-    was_asked = torch.are_deterministic_algorithms_enabled()
+    was_enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE_VARIABLE)
     os.environ.setdefault(CUBLAS_WORKSPACE_VARIABLE, ":4096:8")
@@ -102,7 +95,7 @@ def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_asked, warn_only=warns)
+        torch.use_deterministic_algorithms(was_enabled, warn_only=warns)
         torch.backends.cudnn.benchmark = benchmark
         if workspace is None:
             os.environ.pop(CUBLAS_WORKSPACE_VARIABLE, None)
@@ -148,8 +141,8 @@ def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
 
 def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:
     """[vocab_size]: bytes of text per token id; None if the tokenizer or the data does not say."""
-    found = None if config.data.mock_data else tokenizer.byte_lengths()
-    return None if found is None else torch.from_numpy(found)
+    lengths = None if config.data.mock_data else tokenizer.byte_lengths()
+    return None if lengths is None else torch.from_numpy(lengths)
 
 
 def micro_batch_sampler(config: Config, groups: Groups, tokenizer: Tokenizer) -> MicroBatchSampler:

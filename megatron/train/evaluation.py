@@ -24,7 +24,6 @@ from mpu.collectives import all_reduce
 STOP_CHECK_SECONDS = 0.5
 """Approximate seconds between two stop checks."""
 
-
 StopCheck = Callable[[float], float]
 """stop_check(seconds per round on this rank) -> seconds per round on the slowest rank, or inf to end the evaluation.
 Collective: all ranks call it after the same round."""
@@ -55,8 +54,7 @@ def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
     if samples.distinct_samples is not None:
         rounds = max(1, min(rounds, samples.distinct_samples // round_size))
     total, nats = torch.zeros((2,), dtype=torch.float64, device=device)
-    text = 0.0
-    done = 0
+    text, done = 0.0, 0  # bytes of text, rounds
     engine.train(False)
     try:
         for index in _iterate_rounds(rounds, stop_check, total.item):
@@ -68,7 +66,7 @@ def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
                 nats += loss * batch.loss_token_count
                 text += batch.sum_over_loss_tokens(token_bytes)
             done += 1
-        engine.conclude()  # finish pending communication: no rank has received the other ranks' blocks yet
+        engine.finish_step()  # finish pending communication: no rank has received the other ranks' blocks yet
     finally:
         engine.train(True)
     if done < rounds:
@@ -80,14 +78,14 @@ def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
 def _iterate_rounds(rounds: int, stop_check: StopCheck, wait: Callable[[], object]) -> Iterator[int]:
     """Round indices; fewer if `stop_check` ends the evaluation. `wait` synchronizes the device, so that rounds can be
     timed."""
-    asked_at, ask_next, began = 0, 1, time.monotonic()
+    last_check, next_check, began = 0, 1, time.monotonic()
     for index in range(rounds):
-        if index == ask_next:
+        if index == next_check:
             wait()
-            seconds = stop_check((time.monotonic() - began) / (index - asked_at))
+            seconds = stop_check((time.monotonic() - began) / (index - last_check))
             if seconds == math.inf:
                 return
-            asked_at, ask_next, began = index, index + max(1, int(STOP_CHECK_SECONDS / seconds)), time.monotonic()
+            last_check, next_check, began = index, index + max(1, int(STOP_CHECK_SECONDS / seconds)), time.monotonic()
         yield index
 
 

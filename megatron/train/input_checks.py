@@ -19,13 +19,9 @@ def check_inputs(section: DataConfig) -> None:
     for flag, words in (("--train-data", section.train_data), ("--valid-data", section.valid_data),
                         ("--test-data", section.test_data)):
         check_sources(words, flag)
-    check_tokenizer(section)
-    parse_split(section.split)
-
-
-def check_tokenizer(section: DataConfig) -> None:
     kind = data.tokenizer.canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
     data.tokenizer.check_tokenizer_files(kind, section.vocab_file, section.merge_file, tokenizer_path(section))
+    parse_split(section.split)
 
 
 def tokenizer_path(section: DataConfig) -> str | None:

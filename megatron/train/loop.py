@@ -1,8 +1,6 @@
 """The training loop: batches in, weights and metrics out. All parts are built before it starts (pretrain_gpt2.py).
 
 `TrainState` is what a checkpoint restores of the loop; all other state belongs to the engine and the random generators.
-Python's garbage collector runs at the same steps on all ranks (`periodic_gc`), and `ZeroLRWarning` warns when the
-learning rate reaches 0 before --train-iters.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from math import inf
 from signal import SIGINT
 from typing import NamedTuple
@@ -38,6 +37,269 @@ from mpu.collectives import all_reduce_scalar
 from mpu.groups import set_timeout
 
 
+@dataclass
+class TrainState:
+    """The loop's position. `consumed_samples` is the only state of the data."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    owes_evaluation: bool = False
+    """The evaluation due at this iteration was interrupted, and runs after a resume."""
+
+
+class LoopRequests(NamedTuple):
+    """Stop requests after a step, combined over ranks: each is true if it is on any rank."""
+
+    stop: bool = False
+    by_keyboard: bool = False
+    time_is_up: bool = False
+
+
+@dataclass(frozen=True)
+class CompletedStep:
+    """A step whose report may still be pending on the device."""
+
+    report: StepReport
+    iteration: int
+    consumed_samples: int
+    timing: StepTiming
+    layer_drop: LayerDropMetrics | None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One run of the training loop."""
+
+    config: Config
+    engine: Engine
+    sampler: MicroBatchSampler
+    device: torch.device
+    log: RunLog
+    save: Callable[[TrainState], None] | None = None
+    stop: StopListener = field(default_factory=StopListener)
+    token_bytes: torch.Tensor | None = None
+    """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
+
+    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
+        """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the
+        end."""
+        STATUS.set_activity(TRAINING)
+        STATUS.set_step(state.iteration + 1)
+        try:
+            with periodic_gc(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
+                reason = self._train(state, samples, valid, [trace, collect])
+            self.engine.finish_save()
+        except BaseException as error:
+            if self.engine.is_saving:  # release the --save folder
+                is_solo = self.engine.groups.world.is_solo
+                if isinstance(error, NumericsError) or is_solo and isinstance(error, Exception):
+                    # every rank is here, and no stop is requested: complete the save
+                    with suppress(TrainerError):  # the first error is the one to report
+                        self.engine.finish_save()
+                else:
+                    is_complete = self.engine.abandon_save()
+                    self.log.print_line(" the save under way is complete" if is_complete else
+                                        " the save under way is not complete; the tag before it is the newest")
+            raise
+        if reason:
+            self.log.print_line(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
+        return not reason
+
+    def _train(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
+               between_steps: Sequence[Callable[[int], None]]) -> str:
+        """The loop; returns why it stopped early, or "". The last save may still be in progress."""
+        train, save_interval = self.config.train, self.config.save.save_interval
+        lr_scheduler = lr_scheduler_of(self.engine)
+        zero_lr_steps = find_zero_lr_steps(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration)
+        lr_warning = ZeroLRWarning(zero_lr_steps, self.engine.get_lr()[0], self.log.print_line)
+        timer, reason, pending_logs = StepTimer(self.engine.drive_use), "", list[CompletedStep]()
+        first_iteration = saved_at = state.iteration
+        stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
+                             self.config.data.num_workers)
+        self.engine.train()
+        if state.owes_evaluation and is_due(state.iteration, train.evaluates_every):
+            state.owes_evaluation = not self._evaluate("validation", state, valid)
+        try:
+            for batches in stream:
+                layer_drop = self._layer_drop_of_step()
+                report = self.train_step(batches)
+                state.iteration += 1
+                state.consumed_samples += self.sampler.global_batch
+                pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, timer.lap(),
+                                                  layer_drop))
+                # the last step, and one with a save, evaluation or exit: the loop must know its result to go on
+                needs_result = state.iteration == train.train_iters or any(
+                    is_due(state.iteration, interval)
+                    for interval in (train.evaluates_every, save_interval, train.exit_interval))
+                requests = self._log_known_steps(pending_logs, lr_warning, all_of_them=needs_result)
+                # the first step has completed on all ranks: end of the start-up timeout
+                if state.iteration - len(pending_logs) == first_iteration + 1:
+                    set_timeout(self.engine.groups,
+                                timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
+                if state.iteration < train.train_iters:  # `finish` evaluates after the last iteration
+                    if is_due(state.iteration, train.evaluates_every):
+                        if not self._evaluate("validation", state, valid):
+                            requests, state.owes_evaluation = self._agree_on_stop(), True
+                    reason = self._reason_to_stop(state.iteration, requests)
+                    if requests.stop and self.save is None:
+                        raise Interrupted(_unsaved_message(state.iteration))
+                if reason:
+                    self.stop.is_stopping = True
+                    self._log_known_steps(pending_logs, lr_warning, all_of_them=True)
+                if self.save and (reason or is_due(state.iteration, save_interval)):
+                    self.save(state)
+                    saved_at = state.iteration
+                    # a stop requested during the save takes effect here, without a second save one step later
+                    if not reason and self._should_continue(0.0) == inf:
+                        reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
+                if reason:
+                    self.stop.is_stopping = True
+                    break
+                for action in between_steps:
+                    action(state.iteration)
+                STATUS.set_step(state.iteration + 1)
+                timer.lap()  # exclude evaluation and saving from the step time
+        finally:
+            stream.close()
+        self.engine.finish_step()
+        self.engine.settle()
+        if self.save and state.iteration != saved_at:
+            self.save(state)
+        return reason
+
+    def train_step(self, batches: list[Batch]) -> StepReport:
+        """One optimizer step: forward and backward of each micro-batch, then the update. The loss sum and the stop
+        requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches, 1):
+            loss = forward_loss(self.engine, batch.to(self.device))
+            self.engine.backward(loss)
+            loss_sum += loss.detach()
+            is_last = number == len(batches)
+            report = self.engine.step(extra_scalars=[loss_sum, *self._requests_of_rank()] if is_last else ())
+        assert report is not None, "the last micro-batch of a step is the accumulation boundary"
+        return report
+
+    def _layer_drop_of_step(self) -> LayerDropMetrics | None:
+        """Layer drop metrics of the step that begins now."""
+        layer_drop = self.engine.progressive_layer_drop
+        if layer_drop is None:
+            return None
+        model, length, theta = self.config.model, self.config.seq_length, layer_drop.get_theta()
+        blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
+        return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
+
+    def _log_known_steps(self, pending_logs: list[CompletedStep], lr_warning: ZeroLRWarning, *,
+                         all_of_them: bool) -> LoopRequests:
+        """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
+        device; a stop request may therefore take effect one step late."""
+        deferred_steps = self.engine.core.is_deferred and not all_of_them
+        requests = LoopRequests()
+        while len(pending_logs) > deferred_steps:
+            step = pending_logs.pop(0)
+            if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
+                self.engine.finish_step()
+            self.stop.mark_started()  # all ranks have completed a step
+            loss_sum, *request_counts = step.report.extra_scalars
+            requests = LoopRequests(*(count > 0 for count in request_counts))
+            metrics = self._metrics(step, loss_sum)
+            self.log.step(metrics)
+            lr_warning.after_step(metrics.iteration, metrics.learning_rate)
+        return requests
+
+    def _metrics(self, step: CompletedStep, loss_sum: float) -> StepMetrics:
+        report, (seconds, drive), dropping = step.report, step.timing, step.layer_drop
+        tokens, tflops, mfu = self._throughput.of_step(seconds, dropping.arithmetic_fraction if dropping else 1.0)
+        global_batch = self.sampler.global_batch
+        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
+        return StepMetrics(
+            iteration=step.iteration, lm_loss=loss_sum / (self.sampler.accumulation * self.engine.groups.world.size),
+            grad_norm=report.grad_norm, learning_rate=report.lr, loss_scale=report.loss_scale,
+            skipped=not report.applied, consumed_samples=step.consumed_samples,
+            samples_digest=samples_digest(step.consumed_samples - global_batch, global_batch), step_ms=seconds * 1e3,
+            tokens_per_s=tokens, tflops=tflops, mfu=mfu, max_memory_bytes=max_memory_bytes(self.device), drive=drive,
+            dropping=dropping)
+
+    @cached_property
+    def _throughput(self) -> Throughput:
+        peak = self.config.log.peak_tflops
+        if peak is None and self.device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
+        return Throughput(self.sampler.global_batch * self.config.seq_length, flops_per_token(
+            self.config.model, self.config.seq_length), self.engine.groups.world.size, peak)
+
+    def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
+        profile, core = self.config.profile, self.engine.core
+        if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
+            return nullcontext(lambda done: None)
+        from megatron.trace.trace_window import trace_steps
+        return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
+
+    # ---- evaluation and stop requests -----------------------------------------------------------------------------
+
+    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
+        """Run the evaluations after training; False if a stop request interrupted them."""
+        for name, samples in (("validation", valid), ("test", test)):
+            if self.config.train.evaluates_every and not self._evaluate(name, state, samples):
+                self.stop.is_stopping = True
+                if self.save is None:
+                    raise Interrupted(_unsaved_message(state.iteration))
+                self.log.print_line(f" {self._reason_to_stop(state.iteration, self._agree_on_stop())}, saved "
+                                    f"{self.config.save.save}; the evaluations after the last step are not complete")
+                return False
+        return True
+
+    def _evaluate(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
+        """False if a stop request ended the evaluation early."""
+        if samples is None:
+            return True
+        with STATUS.in_activity(EVALUATION):
+            score = evaluate(self.engine, samples, self.sampler, self.config.train.eval_iters, self.device,
+                             self.token_bytes, self._should_continue)
+        if score is not None:
+            self.log.evaluation(name, state.iteration, score.loss, score.bits_per_byte)
+        return score is not None
+
+    def _requests_of_rank(self) -> LoopRequests:
+        is_late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
+        console_is_lost = self.log.console.write_error is not None  # the files continue until the stop
+        return LoopRequests(bool(self.stop) or console_is_lost, self.stop.signal == SIGINT, is_late)
+
+    def _should_continue(self, seconds: float) -> float:
+        """The largest value over ranks; inf if any rank was asked to stop. Collective."""
+        return all_reduce_scalar(inf if self._requests_of_rank().stop else seconds, self.engine.groups.world)
+
+    def _agree_on_stop(self) -> LoopRequests:
+        """The combined stop request, for a caller that knows some rank was asked to stop. Collective."""
+        return LoopRequests(stop=True,
+                            by_keyboard=all_reduce_scalar(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
+
+    def _reason_to_stop(self, iteration: int, requests: LoopRequests) -> str:
+        train = self.config.train
+        if requests.stop:
+            return f"{'interrupted' if requests.by_keyboard else 'preempted'} at step {iteration}"
+        if requests.time_is_up:
+            return f"leaving after iteration {iteration} (--exit-duration-in-mins {train.exit_duration_in_mins:g})"
+        if is_due(iteration, train.exit_interval):
+            return f"leaving after iteration {iteration} (--exit-interval {train.exit_interval})"
+        return ""
+
+
+def lr_scheduler_of(engine: Engine) -> LRScheduleAdapter:
+    scheduler = engine.lr_scheduler
+    assert isinstance(scheduler, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
+    return scheduler
+
+
+def _unsaved_message(iteration: int) -> str:
+    return f"asked to stop at step {iteration}, and nothing was saved: give --save"
+
+
+def is_due(iteration: int, interval: int) -> bool:
+    """Whether `iteration` is a multiple of `interval`; an interval of 0 disables it."""
+    return interval > 0 and iteration % interval == 0
+
+
 @contextmanager
 def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     """Inside, Python collects garbage only when the yielded function is called with a multiple of `steps`; 0: as Python
@@ -49,16 +311,17 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     was_frozen = gc.get_freeze_count() > 0  # frozen by the surrounding program, which keeps it so
     gc.freeze()
     gc.disable()
+
+    def collect(step: int) -> None:
+        if step % steps == 0:
+            gc.collect()
+
     try:
-        yield lambda step: None if step % steps else _collect_garbage()
+        yield collect
     finally:
         gc.enable()
         if not was_frozen:
             gc.unfreeze()
-
-
-def _collect_garbage() -> None:
-    gc.collect()
 
 
 @dataclass(frozen=True)
@@ -98,294 +361,16 @@ def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied
                        iteration: int) -> ZeroLRSteps | None:
     """The final iterations with a rate of 0, for a run at `iteration` after `applied` schedule steps (skipped steps do
     not count); None if every step has a rate."""
-    last = config.train.train_iters
+    section, last = config.schedule, config.train.train_iters
     remaining = range(applied, applied + last - iteration)
     if not remaining or schedule(remaining[-1]) != 0:
         return None
-    trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
-    return ZeroLRSteps(iteration + trained + 1, last, _remedy(config, iteration))
-
-
-def _remedy(config: Config, iteration: int) -> str:
-    section, last = config.schedule, config.train.train_iters
-    if section.lr == 0 and not section.use_checkpoint_lr_scheduler:
-        return "give --lr above 0"
+    remedy = f"give --lr-decay-iters {last} (in a JSON file: total_num_steps), or a --min-lr above 0"
     if section.use_checkpoint_lr_scheduler:
-        return f"give --override-lr-scheduler --lr-decay-iters {last} in place of --use-checkpoint-lr-scheduler"
-    if iteration > 0 and not section.override_lr_scheduler:
-        return f"give --override-lr-scheduler --lr-decay-iters {last}, or with it a --min-lr above 0"
-    return f"give --lr-decay-iters {last} (in a JSON file: total_num_steps), or a --min-lr above 0"
-
-
-@dataclass
-class TrainState:
-    """The loop's position. `consumed_samples` is the only state of the data."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    owes_evaluation: bool = False
-    """The evaluation due at this iteration was interrupted, and runs after a resume."""
-
-
-class LoopRequests(NamedTuple):
-    """Stop requests after a step, combined over ranks: each is true if it is on any rank."""
-
-    stop: bool = False
-    by_keyboard: bool = False
-    time_is_up: bool = False
-
-
-@dataclass(frozen=True)
-class CompletedStep:
-    """A step whose report may still be pending on the device."""
-
-    report: StepReport
-    iteration: int
-    consumed_samples: int
-    samples_digest: str
-    micro_batches: int
-    timing: StepTiming
-    layer_drop: LayerDropMetrics | None = None
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """One run of the training loop."""
-
-    config: Config
-    engine: Engine
-    sampler: MicroBatchSampler
-    device: torch.device
-    log: RunLog
-    save: Callable[[TrainState], None] | None = None
-    stop: StopListener = field(default_factory=StopListener)
-    token_bytes: torch.Tensor | None = None
-    """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
-
-    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
-        """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the
-        end."""
-        STATUS.set_activity(TRAINING)
-        STATUS.set_step(state.iteration + 1)
-        try:
-            with periodic_gc(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
-                reason = self._train(state, samples, valid, [trace, collect])
-            self.engine.finish_save()
-        except BaseException as error:  # releases the --save folder
-            self._complete_or_abandon_save(error)
-            raise
-        if reason:
-            self.log.print_line(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
-        return not reason
-
-    def _train(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
-               between_steps: Sequence[Callable[[int], None]]) -> str:
-        """The loop; returns why it stopped early, or "". The last save may still be in progress."""
-        lr_watch = self._zero_lr_watch(state)
-        timer, throughput, saved_at, reason = StepTimer(self.engine.drive_use), self._throughput(), state.iteration, ""
-        pending_logs: list[CompletedStep] = []
-        first_iteration, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
-        stream = self._stream(samples, state)
-        self.engine.train()
-        if state.owes_evaluation and is_due(state.iteration, self.config.train.evaluates_every):
-            state.owes_evaluation = not self._evaluate("validation", state, valid)
-        try:
-            for batches in stream:
-                pending_logs.append(self._step(state, batches, timer))
-                requests = self._log_known_steps(pending_logs, throughput, lr_watch,
-                                                 all_of_them=self._needs_step_result(state.iteration))
-                # the first step has completed on all ranks: end of the start-up timeout
-                if state.iteration - len(pending_logs) == first_iteration + 1:
-                    set_timeout(self.engine.groups, timedelta(seconds=limit))
-                if state.iteration < self.config.train.train_iters:  # `finish` evaluates after the last iteration
-                    if is_due(state.iteration, self.config.train.evaluates_every):
-                        if not self._evaluate("validation", state, valid):
-                            requests, state.owes_evaluation = self._agree_on_stop(), True
-                    reason = self._reason_to_stop(state.iteration, requests)
-                    if requests.stop and self.save is None:
-                        raise Interrupted(_unsaved_message(state.iteration))
-                if reason:
-                    self.stop.is_stopping = True
-                    self._log_known_steps(pending_logs, throughput, lr_watch, all_of_them=True)
-                if self.save and (reason or is_due(state.iteration, self.config.save.save_interval)):
-                    self.save(state)
-                    saved_at = state.iteration
-                    # a stop requested during the save takes effect here, without a second save one step later
-                    if not reason and self._should_continue(0.0) == inf:
-                        reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
-                if reason:
-                    self.stop.is_stopping = True
-                    break
-                for action in between_steps:
-                    action(state.iteration)
-                STATUS.set_step(state.iteration + 1)
-                timer.lap()  # exclude evaluation and saving from the step time
-        finally:
-            stream.close()
-        self.engine.conclude()
-        self.engine.settle()
-        if self.save and state.iteration != saved_at:
-            self.save(state)
-        return reason
-
-    def _complete_or_abandon_save(self, error: BaseException) -> None:
-        """After an error: complete a pending save if every rank is known to be here and no stop is requested; otherwise
-        abandon it and print a line."""
-        if not self.engine.is_saving:
-            return
-        if isinstance(error, NumericsError) or self.engine.groups.world.is_solo and isinstance(error, Exception):
-            with suppress(TrainerError):  # the first error is the one to report
-                self.engine.finish_save()
-        else:
-            is_late = self.engine.abandon_save()
-            self.log.print_line(" the save under way is complete" if is_late else
-                                " the save under way is not complete; the tag before it is the newest")
-
-    def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
-        profile, core = self.config.profile, self.engine.core
-        if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
-            return nullcontext(lambda done: None)
-        from megatron.trace.trace_window import trace_steps
-        return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
-
-    def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
-        steps = self.config.train.train_iters - state.iteration
-        return BatchStream(samples, self.sampler, state.consumed_samples, steps, self.config.data.num_workers)
-
-    def _zero_lr_watch(self, state: TrainState) -> ZeroLRWarning:
-        follows = self.engine.lr_scheduler
-        assert isinstance(follows, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
-        idle = find_zero_lr_steps(self.config, follows.schedule, follows.steps, state.iteration)
-        return ZeroLRWarning(idle, self.engine.get_lr()[0], self.log.print_line)
-
-    def _reason_to_stop(self, iteration: int, requests: LoopRequests) -> str:
-        if requests.stop:
-            return f"{'interrupted' if requests.by_keyboard else 'preempted'} at step {iteration}"
-        if requests.time_is_up:
-            limit = self.config.train.exit_duration_in_mins
-            return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
-        interval = self.config.train.exit_interval
-        return (f"leaving after iteration {iteration} (--exit-interval {interval})" if is_due(iteration, interval)
-                else "")
-
-    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
-        """Run the evaluations after training; False if a stop request interrupted them."""
-        for name, samples in (("validation", valid), ("test", test)):
-            if self.config.train.evaluates_every and not self._evaluate(name, state, samples):
-                self.stop.is_stopping = True
-                if self.save is None:
-                    raise Interrupted(_unsaved_message(state.iteration))
-                self.log.print_line(f" {self._reason_to_stop(state.iteration, self._agree_on_stop())}, saved "
-                                    f"{self.config.save.save}; the evaluations after the last step are not complete")
-                return False
-        return True
-
-    def _evaluate(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
-        """False if a stop request ended the evaluation early."""
-        if samples is None:
-            return True
-        with STATUS.in_activity(EVALUATION):
-            score = evaluate(self.engine, samples, self.sampler, self.config.train.eval_iters, self.device,
-                             self.token_bytes, self._should_continue)
-        if score is not None:
-            self.log.evaluation(name, state.iteration, score.loss, score.bits_per_byte)
-        return score is not None
-
-    def _should_continue(self, seconds: float) -> float:
-        """The largest value over ranks; inf if any rank was asked to stop. Collective."""
-        return all_reduce_scalar(inf if self._requests_of_rank().stop else seconds, self.engine.groups.world)
-
-    def _agree_on_stop(self) -> LoopRequests:
-        """The combined stop request, for a caller that knows some rank was asked to stop. Collective."""
-        return LoopRequests(stop=True,
-                            by_keyboard=all_reduce_scalar(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
-
-    def _step(self, state: TrainState, batches: list[Batch], timer: StepTimer) -> CompletedStep:
-        """One optimizer step with all its micro-batches."""
-        digest = samples_digest(state.consumed_samples, self.sampler.global_batch)
-        dropping = self._layer_drop_of_step()
-        report = self._train_step(batches)
-        state.iteration += 1
-        state.consumed_samples += self.sampler.global_batch
-        return CompletedStep(report, state.iteration, state.consumed_samples, digest, len(batches), timer.lap(),
-                             dropping)
-
-    def _layer_drop_of_step(self) -> LayerDropMetrics | None:
-        """Layer drop metrics of the step that begins now."""
-        layer_drop = self.engine.progressive_layer_drop
-        if layer_drop is None:
-            return None
-        model, length, theta = self.config.model, self.config.seq_length, layer_drop.get_theta()
-        blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
-        return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
-
-    def _train_step(self, batches: list[Batch]) -> StepReport:
-        """Forward, backward and step for each micro-batch. The loss sum and stop requests ride on the step's all-reduce
-        as extra scalars."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        report = None
-        for number, batch in enumerate(batches, 1):
-            loss = forward_loss(self.engine, batch.to(self.device))
-            self.engine.backward(loss)
-            total += loss.detach()
-            report = self.engine.step(
-                extra_scalars=[total, *self._requests_of_rank()] if number == len(batches) else ())
-        assert report is not None, "the last micro-batch of a step is the accumulation boundary"
-        return report
-
-    def _requests_of_rank(self) -> LoopRequests:
-        late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
-        return LoopRequests(bool(self.stop) or self.log.console_is_lost, self.stop.signal == SIGINT, late)
-
-    def _needs_step_result(self, iteration: int) -> bool:
-        """Whether the loop must know this step's result before it goes on: it is the last one, or a save, evaluation or
-        exit is due."""
-        train, save = self.config.train, self.config.save
-        return iteration == train.train_iters or any(is_due(iteration, interval) for interval in (
-            train.evaluates_every, save.save_interval, train.exit_interval))
-
-    def _log_known_steps(self, pending_logs: list[CompletedStep], throughput: Throughput, lr_watch: ZeroLRWarning, *,
-                         all_of_them: bool) -> LoopRequests:
-        """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
-        device; a stop request may therefore take effect one step late."""
-        deferred_steps = self.engine.core.is_deferred and not all_of_them
-        requests = LoopRequests()
-        while len(pending_logs) > deferred_steps:
-            step = pending_logs.pop(0)
-            if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
-                self.engine.conclude()
-            self.stop.mark_started()  # all ranks have completed a step
-            loss, *request_counts = step.report.extra_scalars
-            requests = LoopRequests(*(count > 0 for count in request_counts))
-            metrics = self._metrics(step, loss, throughput)
-            self.log.step(metrics)
-            lr_watch.after_step(metrics.iteration, metrics.learning_rate)
-        return requests
-
-    def _metrics(self, step: CompletedStep, loss: float, throughput: Throughput) -> StepMetrics:
-        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        mean = loss / (step.micro_batches * self.engine.groups.world.size)
-        dropping = step.layer_drop
-        tokens, tflops, mfu = throughput.of_step(step.timing.seconds,
-                                                 1.0 if dropping is None else dropping.arithmetic_fraction)
-        return StepMetrics(
-            iteration=step.iteration, lm_loss=mean, grad_norm=step.report.grad_norm, learning_rate=step.report.lr,
-            loss_scale=step.report.loss_scale, skipped=not step.report.applied, consumed_samples=step.consumed_samples,
-            samples_digest=step.samples_digest, step_ms=step.timing.seconds * 1e3, tokens_per_s=tokens, tflops=tflops,
-            mfu=mfu, max_memory_bytes=max_memory_bytes(self.device), drive=step.timing.drive, dropping=dropping)
-
-    def _throughput(self) -> Throughput:
-        peak = self.config.log.peak_tflops
-        if peak is None and self.device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
-        return Throughput(self.sampler.global_batch * self.config.seq_length, flops_per_token(
-            self.config.model, self.config.seq_length), self.engine.groups.world.size, peak)
-
-
-def _unsaved_message(iteration: int) -> str:
-    return f"asked to stop at step {iteration}, and nothing was saved: give --save"
-
-
-def is_due(iteration: int, interval: int) -> bool:
-    """Whether `iteration` is a multiple of `interval`; an interval of 0 disables it."""
-    return interval > 0 and iteration % interval == 0
+        remedy = f"give --override-lr-scheduler --lr-decay-iters {last} in place of --use-checkpoint-lr-scheduler"
+    elif section.lr == 0:
+        remedy = "give --lr above 0"
+    elif iteration > 0 and not section.override_lr_scheduler:
+        remedy = f"give --override-lr-scheduler --lr-decay-iters {last}, or with it a --min-lr above 0"
+    trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
+    return ZeroLRSteps(iteration + trained + 1, last, remedy)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
 MAX_MAPPED_BLOCKS = 65536
 """glibc's default number of blocks allocated with mmap."""
@@ -45,14 +44,9 @@ def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
     if return_large_blocks:
         libc.malloc_trim(0)  # release what an earlier run in this process kept
         large = {M_MMAP_MAX: MAX_MAPPED_BLOCKS, M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, M_TOP_PAD: LARGE_BLOCK_BYTES}
-    taken = all(libc.mallopt(option, value)
-                for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
-    if taken:
-        _preallocate_small_blocks(libc)
-    return taken
-
-
-def _preallocate_small_blocks(libc: ctypes.CDLL) -> None:
+    if not all(libc.mallopt(option, value)
+               for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items()):
+        return False
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     blocks = []
@@ -61,6 +55,7 @@ def _preallocate_small_blocks(libc: ctypes.CDLL) -> None:
         libc.malloc(SEPARATOR_BYTES)  # never freed: it keeps free neighbours from merging
     for block in blocks:
         libc.free(block)
+    return True
 
 
 NATIVE_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
@@ -102,8 +97,7 @@ def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> 
     """Time of products relative to fp32 if it exceeds MAX_SLOWDOWN beyond noise, else None."""
     for each in ("fp32", precision):
         measure(each)  # the first products initialize kernels
-    wide: list[float] = []
-    narrow: list[float] = []
+    wide, narrow = list[float](), list[float]()
     for _ in range(ROUNDS):
         wide.append(measure("fp32"))
         narrow.append(measure(precision))
@@ -114,25 +108,20 @@ def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> 
 
 def precision_notes(precision: str, device: torch.device) -> tuple[str, ...]:
     """A warning if this CPU emulates the run's precision."""
+    import torch
+
     if device.type != "cpu" or precision == "fp32" or has_native_products(precision):
         return ()
-    times = _on_one_thread(lambda: slowdown(precision))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the time of this thread then covers the products
+    try:
+        times = slowdown(precision)
+    finally:
+        torch.set_num_threads(threads)
     if times is None:
         return ()
     return (f" warning: this CPU takes about {times:.0f} times as long for matrix products in {precision} as in fp32; "
             f"train in fp32 (--no-{precision}) unless {precision} is what you study",)
-
-
-def _on_one_thread(work: Callable[[], float | None]) -> float | None:
-    """Run `work` single-threaded, so that its thread time covers everything."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def main() -> None:

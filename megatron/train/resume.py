@@ -32,22 +32,14 @@ from megatron.config.tree import Config, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedulers import LRSchedule
-from megatron.train.loop import TrainState
+from megatron.train.loop import TrainState, lr_scheduler_of
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.checkpoint_state import check_shared_state, shared_state_label
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.optimizer import LRScheduleAdapter
 from mpu.groups import Groups
 
-MODEL_FIELDS_TO_MATCH = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "vocab_size",
-    "layernorm_epsilon",
-    "tile_factor")
+MODEL_FIELDS_TO_MATCH = ("num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
+                         "max_position_embeddings", "vocab_size", "layernorm_epsilon", "tile_factor")
 """Model fields that must be equal in the checkpoint and the run that loads it."""
 
 OnSaved = Callable[[SaveReport, int, str], None]
@@ -71,20 +63,19 @@ class RunCheckpoints:
         with ExitStack() as lock:
             if self.config.save.save is not None:
                 root = Path(self.config.save.save)
-                on_rank_0(lambda: self._prepare_save_root(root, lock), self.groups.world)
-            with explain_load_errors(self.config.save.load):
-                self._source = on_rank_0(self._find_source, self.groups.world) if self.config.save.load is not None \
-                    else (None, None)
-            self._save_root_lock = lock.pop_all(
-            )  # `__exit__` releases it; unlocked above if --load is invalid, since `__exit__` would not run then
 
-    def _prepare_save_root(self, root: Path, lock: ExitStack) -> None:
-        """Check that the folder is writable, lock it, and clean up after an interrupted save; slow deletions continue
-        in the background."""
-        check_save_root_is_writable(root)
-        lock.enter_context(lock_save_root(root))
-        with explain_disk_errors(root, 0):
-            clean_up_save_root(root, delete=self._deleter.delete)
+                def prepare_save_root() -> None:
+                    check_save_root_is_writable(root)
+                    lock.enter_context(lock_save_root(root))
+                    with explain_disk_errors(root, 0):  # after an interrupted save; slow deletions go on in background
+                        clean_up_save_root(root, delete=self._deleter.delete)
+
+                on_rank_0(prepare_save_root, self.groups.world)
+            with explain_load_errors(self.config.save.load):
+                self._source = (None, None) if self.config.save.load is None \
+                    else on_rank_0(self._find_source, self.groups.world)
+            # released by `__exit__`, which does not run if --load is invalid: the `with` above unlocks then
+            self._save_root_lock = lock.pop_all()
 
     def __enter__(self) -> RunCheckpoints:
         return self
@@ -98,16 +89,14 @@ class RunCheckpoints:
     def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
         """The state this run starts from. `data_fingerprint` identifies the data it reads."""
         self._data_fingerprint = data_fingerprint
-        section = self.config.save
-        if section.load is None:
-            return self._start_fresh(engine)
-        root, tag = self._source
-        if root is None:
-            self.notes.append(f" starting from scratch: {section.load}, both --save and --load, holds no checkpoint "
-                              f"yet{dangling(Path(section.load))}")
+        folder, (root, tag) = self.config.save.load, self._source
+        if folder is None or root is None:
+            if folder is not None:
+                self.notes.append(f" starting from scratch: {folder}, both --save and --load, holds no checkpoint "
+                                  f"yet{dangling(Path(folder))}")
             return self._start_fresh(engine)
         self._loaded_folder = Path(root)
-        with explain_load_errors(section.load):
+        with explain_load_errors(folder):
             return self._resume_from(engine, root, tag)
 
     def _resume_from(self, engine: Engine, root: str, tag: str | None) -> TrainState:
@@ -122,7 +111,7 @@ class RunCheckpoints:
         if not section.finetune and "schedule" not in saved:
             raise CheckpointError(f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no "
                                   "position of a run: give --finetune to start from its weights")
-        scheduler = _scheduler_of(engine)
+        scheduler = lr_scheduler_of(engine)
         position = None if section.finetune else parse_loop_state(
             saved, f"{shared_state_label(checkpoint)}: field 'client_state'")
         if position is not None:  # restoring sets the learning rate from the schedule, so choose that first
@@ -152,18 +141,25 @@ class RunCheckpoints:
         known = tokenizer_facts_of_state(saved)
         if known is None or known == self.tokenizer:
             return
-        words = f"trained with {known.description}, and the tokenizer here is {self.tokenizer.description}"
+        difference = f"trained with {known.description}, and the tokenizer here is {self.tokenizer.description}"
         if not self.config.save.finetune:
-            raise CheckpointError(f"{tag} of {self.config.save.load} was {words}; give its own, --tokenizer-type and "
-                                  "its files, or --finetune")
-        self.notes.append(f" warning: the weights were {words}: they know nothing of its ids")
+            raise CheckpointError(f"{tag} of {self.config.save.load} was {difference}; give its own, --tokenizer-type "
+                                  "and its files, or --finetune")
+        self.notes.append(f" warning: the weights were {difference}: they know nothing of its ids")
 
     def _note_later_tags(self, state: TrainState) -> TrainState:
         """Return `state`; note tags in --save of later steps, from a branch that this run leaves or from another run.
         """
         root = self.config.save.save
-        held = {} if root is None else on_rank_0(lambda: _iterations_in(Path(root)), self.groups.world)
-        if later := [tag for tag, step in held.items() if step > state.iteration]:
+
+        def saved_iterations() -> dict[str, int]:
+            try:
+                return iterations_by_tag(Path(root)) if root is not None else {}
+            except CheckpointError as error:
+                raise StorageError(f"--save: {error}") from error
+
+        saved = on_rank_0(saved_iterations, self.groups.world)
+        if later := [tag for tag, step in saved.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
                               f"{state.iteration} where this run starts: a save of the same name replaces it; "
@@ -196,7 +192,7 @@ class RunCheckpoints:
         if same and tag is None and has_no_checkpoint(root):
             return None, None
         if tag is None:
-            load_candidates(root)  # raises if there are none
+            load_candidates(root)  # raises CheckpointError if there are none
         else:
             check_tag_exists(root, tag)
         return str(root), tag
@@ -211,7 +207,7 @@ class RunCheckpoints:
         folder = section.save
         assert folder is not None
         counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
-        position = {**counters, "schedule": asdict(_scheduler_of(engine).schedule), "data": self._data_fingerprint,
+        position = {**counters, "schedule": asdict(lr_scheduler_of(engine).schedule), "data": self._data_fingerprint,
                     "tokenizer": asdict(self.tokenizer)}
         engine.save_checkpoint(folder, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
@@ -242,36 +238,25 @@ def explain_load_errors(folder: str | None) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _iterations_in(root: Path) -> dict[str, int]:
-    """Tags and iterations in --save; errors name that flag."""
-    try:
-        return iterations_by_tag(root)
-    except CheckpointError as error:
-        raise StorageError(f"--save: {error}") from error
+def _compare_models(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
+    """(flag, saved value, value of this run) of MODEL_FIELDS_TO_MATCH."""
+    def effective(model: dict[str, Any], key: str) -> Any:
+        if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
+            return None
+        value = model.get(key)
+        return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
 
-
-def _scheduler_of(engine: Engine) -> LRScheduleAdapter:
-    scheduler = engine.lr_scheduler
-    assert isinstance(scheduler, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
-    return scheduler
-
-
-def _model_field(model: dict[str, Any], key: str) -> Any:
-    """The effective value: intermediate_size defaults to 4 * hidden_size, and tile_factor is None without tiling."""
-    value = model.get(key)
-    if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
-        return None
-    return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
+    present = asdict(config.model)
+    return [(flag_name(key), effective(saved, key), effective(present, key)) for key in MODEL_FIELDS_TO_MATCH]
 
 
 def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError that names every differing field of the model."""
-    present, saved = config.as_dict(), checkpoint.config
-    rows = [(flag_name(key), _model_field(saved["model"], key), _model_field(present["model"], key))
-            for key in MODEL_FIELDS_TO_MATCH]
+    saved = checkpoint.config
+    rows = _compare_models(saved["model"], config)
     if not config.save.finetune:
         if not config.save.load_precision_change:
-            rows.append(("precision", _precision(saved), _precision(present)))
+            rows.append(("precision", _precision(saved), config.precision.name))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
         rows.append(("--seq-length", length, config.seq_length))
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
@@ -287,9 +272,9 @@ def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
     was, now, present = saved["train"]["seed"], config.train.seed, config.as_dict()["data"]
     if was == now:
         return "--train-data is another corpus than the checkpoint's"
-    same = all(saved["data"].get(key) == present[key] for key in ("train_data", "valid_data", "test_data", "split"))
+    is_same = all(saved["data"].get(key) == present[key] for key in ("train_data", "valid_data", "test_data", "split"))
     return (f"--seed is {was} in the checkpoint, {now} here: the order of the samples is another"
-            + ("" if same else ", and --train-data may be another corpus"))
+            + ("" if is_same else ", and --train-data may be another corpus"))
 
 
 def _precision(config: Mapping[str, Any]) -> str:
@@ -299,23 +284,22 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> list[str]:
     """One line on what was resharded; empty if nothing was."""
-    saved, present = {**checkpoint.layout, "precision": _precision(checkpoint.config)
-                      }, {**engine.layout, "precision": precision}
+    saved = {**checkpoint.layout, "precision": _precision(checkpoint.config)}
+    present = {**engine.layout, "precision": precision}
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
     if saved["precision"] != precision == "fp16":
-        changes.append(f"the loss scale starts anew at {engine.cur_scale:g}")
+        changes.append(f"the loss scale starts again at {engine.cur_scale:g}")
     return [f" resharded: {', '.join(changes)}"] if changes else []
 
 
 def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoint:
     """The weights of --load-hf; CheckpointError if its model differs from the flags."""
     read_model_fields(str(folder))  # raises for an invalid folder
-    found = open_huggingface(folder)
-    rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
-            for key in MODEL_FIELDS_TO_MATCH]
-    if differing := [f"{name} {theirs} there, {ours} here" for name, theirs, ours in rows if theirs != ours]:
+    weights = open_huggingface(folder)
+    if differing := [f"{name} {theirs} there, {ours} here"
+                     for name, theirs, ours in _compare_models(asdict(weights.model), config) if theirs != ours]:
         raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
-    return found
+    return weights
 
 
 def _choose_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> LRSchedule:
@@ -328,8 +312,7 @@ def _choose_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> 
                      for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
     raise ConfigError(
         f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
-        "--use-checkpoint-lr-scheduler the checkpoint's"
-    )
+        "--use-checkpoint-lr-scheduler the checkpoint's")
 
 
 SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--lr-warmup-iters",
@@ -337,7 +320,6 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "wsd_style": "--lr-wsd-decay-style", "wsd_steps": "--lr-wsd-decay-iters",
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
-
 
 LOOP_STATE_FIELDS = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
 """Fields of the client state that form a LoopState."""
@@ -384,37 +366,28 @@ def _parse_schedule(record: StrictRecord) -> LRSchedule:
 
 METHOD_SWITCHES = {"layer_drop": "progressive_layer_drop", "quantize": "quantize_training"}
 """Config section -> the field that enables the method."""
-ConfigDict = Mapping[str, Mapping[str, Any]]
 
 
-def method_change_notes(saved: ConfigDict, config: Config, saved_rule: Mapping[str, Any]) -> list[str]:
+def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
+                        saved_rule: Mapping[str, Any]) -> list[str]:
     """One line on what a resumed run does differently: `saved` is the checkpoint's configuration, `saved_rule` its
     optimizer state, if loaded. Settings that must not differ are refused elsewhere."""
-    present = config.as_dict()
-    changes = [change for section, switch in METHOD_SWITCHES.items()
-               for change in _method_changes(saved, present, section, switch)]
-    changes += _freeze_step_changes(saved, present, saved_rule)
-    return [f" changed: {', '.join(changes)}"] if changes else []
+    def as_text(value: Any) -> str:
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
-
-def _method_changes(saved: ConfigDict, present: ConfigDict, section: str, switch: str) -> Iterator[str]:
-    before, now = saved.get(section, {}), present[section]
-    was_on, is_on = bool(before.get(switch)), bool(now[switch])
-    if was_on != is_on:
-        yield f"{flag_name(switch)} {_value_text(was_on)} -> {_value_text(is_on)}"
-    elif is_on:
-        yield from (f"{flag_name(name)} {_value_text(before[name])} -> {_value_text(value)}"
-                    for name, value in now.items() if name in before and before[name] != value)
-
-
-def _freeze_step_changes(saved: ConfigDict, present: ConfigDict, saved_rule: Mapping[str, Any]) -> Iterator[str]:
+    present, changes = config.as_dict(), list[str]()
+    for section, switch in METHOD_SWITCHES.items():
+        before, now = saved.get(section, {}), present[section]
+        was_on, is_on = bool(before.get(switch)), bool(now[switch])
+        if was_on != is_on:
+            changes.append(f"{flag_name(switch)} {as_text(was_on)} -> {as_text(is_on)}")
+        elif is_on:
+            changes += [f"{flag_name(name)} {as_text(before[name])} -> {as_text(value)}"
+                        for name, value in now.items() if name in before and before[name] != value]
     before, now = saved.get("optim", {}), present["optim"]
     name, frozen_at = "onebit_freeze_step", saved_rule.get("frozen_at")
     if now["optimizer"] in ONE_BIT_OPTIMIZERS and before.get("optimizer") == now["optimizer"] \
             and before.get(name) != now[name]:
-        kept = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
-        yield f"{flag_name(name)} {before.get(name)} -> {now[name]}{kept}"
-
-
-def _value_text(value: Any) -> str:
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+        why = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
+        changes.append(f"{flag_name(name)} {before.get(name)} -> {now[name]}{why}")
+    return [f" changed: {', '.join(changes)}"] if changes else []

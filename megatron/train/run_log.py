@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, LogConfig
@@ -25,6 +25,9 @@ from megatron.metrics.run_loggers import CsvLogger, TensorboardLogger, WandbLogg
 from megatron.metrics.scalar_writers import AppendOnlyFile, WandbProject
 from megatron.metrics.step_metrics import StepMetrics
 from megatron.train.evaluation import perplexity
+
+
+RunLogger = TensorboardLogger | CsvLogger | WandbLogger
 
 
 class RunLog:
@@ -47,10 +50,15 @@ class RunLog:
         if writes:
             with ExitStack() as opened:
                 opened.push(self)  # closes the open ones if a later one fails to open
-                self._file = AppendOnlyFile("--metrics-file", config.metrics_file,
-                                            warn) if config.metrics_file else None
-                for sink in open_loggers(config, warn):
-                    self._loggers.append(sink)
+                if config.metrics_file:
+                    self._file = AppendOnlyFile("--metrics-file", config.metrics_file, warn)
+                if config.tensorboard_dir:
+                    self._loggers.append(TensorboardLogger(config.tensorboard_dir))
+                if config.csv_dir:
+                    self._loggers.append(CsvLogger(config.csv_dir, warn))
+                if config.wandb_project is not None:
+                    self._loggers.append(WandbLogger(WandbProject(config.wandb_project, config.wandb_group,
+                                                                  config.wandb_team)))
                 opened.pop_all()
 
     def start_run(self, config: Config, run_header: Mapping[str, Any], lines: list[str]) -> None:
@@ -99,11 +107,6 @@ class RunLog:
                       "seconds": report.seconds})
         self.print_line(f" saved {report.tag} to {folder} ({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
 
-    @property
-    def console_is_lost(self) -> bool:
-        """Whether the console cannot be written any more; the files continue."""
-        return self.console.write_error is not None
-
     def check_console(self, saved: str) -> None:
         """Raise a StorageError if the console was lost; `saved` says what was kept."""
         if self.console.write_error is not None:
@@ -126,40 +129,9 @@ class RunLog:
                 closing.callback(self._file.close)
 
     def _append(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.append(json.dumps({key: _null_if_not_finite(value) for key, value in record.items()}) + "\n")
-
-
-class RunLogger(Protocol):
-    """An additional destination for metrics."""
-
-    def log_config(self, sections: Mapping[str, Mapping[str, Any]], run_header: str, iteration: int) -> None:
-        """Called once, before the first number."""
-
-    def log_step(self, metrics: StepMetrics, tokens: int) -> None:
-        """`tokens`: consumed by the run so far."""
-
-    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int,
-                       text_metrics: Mapping[str, float]) -> None:
-        """Metrics of one split."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """`failed`: the run ends with an error."""
-
-
-def open_loggers(config: LogConfig, warn: Callable[[str], object]) -> Iterator[RunLogger]:
-    """Open the configured loggers one by one; `warn` receives warnings."""
-    if config.tensorboard_dir:
-        yield TensorboardLogger(config.tensorboard_dir)
-    if config.csv_dir:
-        yield CsvLogger(config.csv_dir, warn)
-    if config.wandb_project is not None:
-        yield WandbLogger(WandbProject(config.wandb_project, config.wandb_group, config.wandb_team))
-
-
-def _null_if_not_finite(value: Any) -> Any:
-    """JSON has no inf or nan: write null for them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        if self._file is not None:  # JSON has no inf or nan: they become null
+            self._file.append(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                                          for key, value in record.items()}) + "\n")
 
 
 def check_log_paths(config: LogConfig) -> None:

@@ -1,11 +1,11 @@
-"""`python -m megatron.tune [options] TRAINING FLAGS`: finds the fastest settings of this machine by a few real
-trials."""
+"""`python -m megatron.tune [options] TRAINING FLAGS`: finds the fastest settings of this machine by real trials."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from data.cli import normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
@@ -17,63 +17,62 @@ from megatron.plan.cli import with_vocabulary
 from megatron.plan.footprint import PlannedRun, configured_placement
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.machine_rates import MachineRates
+from megatron.plan.memory import peak_memory
 from megatron.plan.rate_cache import cached_or_measured_rates, num_local_ranks
 from megatron.plan.step_time import step_time
 from megatron.plan.time_forecast import forecast_notes
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (Candidate, TrialOption, common_error, fastest_choice, next_repeat, next_trial,
                                   select_candidates, stop_reason)
-from megatron.tune.space import (MemoryBudget, TuningChoice, available_memory, least_exceeding, legal_choices,
-                                 memory_needed_by, samples_per_step)
+from megatron.tune.space import MemoryBudget, TuningChoice, available_memory, legal_choices, samples_per_step
 from megatron.tune.trial import TRIALS_FOLDER_FLAG as EXPS_FLAG, TrialRunner
 from megatron.tune.trial_records import TrialRecords, open_trial_records, trial_key
 from megatron.tune.tune_report import counted, format_metric, summarize_best, trials_table, tuning_page
 
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
-"""Of trials, where they are not of their choices."""
-
+"""Errors of trials that every choice would have, by exit code."""
 
 DRY_RUN_CHOICES = 10
-"""Choices of a dry run."""
+"""Choices that a dry run prints."""
 
 MAX_FAILED_REPEATS = 2
-"""Of choices that are measured again: then it is not they that fail."""
+"""Failed repeats in a row that end the search: the machine fails then, not the choices."""
 
 
 def plan_choices(requested: PlannedRun, rates: MachineRates) -> dict[TuningChoice, TrialOption]:
-    found = {choice: TrialOption(Candidate(choice.as_dict(), step_time(run, rates)), memory_needed_by(run))
-             for choice, run in legal_choices(requested).items()}
     size = requested.config.autotuning.autotuning_mp_size
     require(size is None or requested.ranks % size == 0,
             f"--autotuning-mp-size {size} does not divide --ranks {requested.ranks}: give one that does")
-    require(bool(found), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
+    options = {choice: TrialOption(Candidate(asdict(choice), step_time(run, rates)),
+                                   MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host))
+               for choice, run in legal_choices(requested).items()}
+    require(bool(options), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
             "choice: samples have to be divisible by the data parallel size")
-    return found
+    return options
 
 
 def print_dry_run(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget) -> None:
-    """What a search would begin with: nothing is tried."""
-    names, values = list(options), list(options.values())
+    """Print the first choices of a search without trying them."""
+    choices, values = list(options), list(options.values())
     kept = select_candidates(values, capacity, requested.config.autotuning.autotuning_num_tuning_micro_batch_sizes, {})
-    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}; nothing is tried (--dry-run). "
-          "The fastest by prediction:")
-    for number in sorted(kept, key=lambda number: values[number].candidate.predicted.total)[:DRY_RUN_CHOICES]:
+    print(f"{counted(len(choices), 'choice')}, {len(kept)} to try; a rank has {capacity}; nothing is tried (--dry-run)."
+          " The fastest by prediction:")
+    for number in kept[:DRY_RUN_CHOICES]:
         print(f"  {format_metric(requested, values[number].candidate.predicted.total)} | "
-              f"{' '.join(names[number].flags(requested, samples_per_step(requested)))}")
+              f"{' '.join(choices[number].flags(requested, samples_per_step(requested)))}")
 
 
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
                trials: TrialRunner, results: TrialRecords) -> None:
-    """Until there is nothing left to gain; a line for each trial."""
+    """Run trials until no more gain is expected, and print a line for each."""
     tuning, samples = requested.config.autotuning, samples_per_step(requested)
-    names, values = list(options), list(options.values())
-    numbers = {choice: number for number, choice in enumerate(names)}
+    choices, values = list(options), list(options.values())
     few, failed = tuning.autotuning_num_tuning_micro_batch_sizes, 0
     kept = select_candidates(values, capacity, few, {})
-    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}"
+    print(f"{counted(len(choices), 'choice')}, {len(kept)} to try; a rank has {capacity}"
           + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
-        known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
+        known = {choices.index(choice): result for choice, result in results.trials.items() if choice in options}
         if error := common_error(known):
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
@@ -85,18 +84,18 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
         if number is None:
             print(f"over: {stop_reason(values, kept, known, tuning)}", flush=True)
             return
-        choice, predicted = names[number], values[number].candidate.predicted.total
+        choice, predicted = choices[number], values[number].candidate.predicted.total
         before = results.trials.get(choice)
         trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
-        outcome = trials.run(trial, choice.apply_to(requested, samples), predicted)
-        results.add(choice, outcome if before is None else before.merge_repeat(outcome), predicted)
-        failed = failed + 1 if before and outcome.seconds is None else 0
-        result_text = (f"{outcome.state}: {outcome.words}" if outcome.seconds is None
-                       else f"measured {format_metric(requested, outcome.seconds)}")
+        result = trials.run(trial, choice.apply_to(requested, samples), predicted)
+        results.add(choice, result if before is None else before.merge_repeat(result), predicted)
+        failed = failed + 1 if before and result.seconds is None else 0
+        result_text = (f"{result.state}: {result.words}" if result.seconds is None
+                       else f"measured {format_metric(requested, result.seconds)}")
         print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(requested, samples))} | predicted "
               f"{format_metric(requested, predicted)} | {result_text}", flush=True)
         if failed == MAX_FAILED_REPEATS:
-            print(f"over: what could be measured before cannot be any more ({outcome.words}); what counts is what was "
+            print(f"over: what could be measured before cannot be any more ({result.words}); what counts is what was "
                   "measured", flush=True)
             return
 
@@ -174,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rates_with_notes(requested: PlannedRun, path: str | None) -> MachineRates:
-    """Of this machine, and in words what they do not know."""
+    """The rates to predict with; prints the limits of the prediction."""
     rates = cached_or_measured_rates(requested, path=path)
     for sentence in forecast_notes(requested, rates, None):
         print(f"note: {sentence}", flush=True)
@@ -185,7 +184,7 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
                     capacity: MemoryBudget) -> int:
     trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
     if not trials:
-        least = least_exceeding((option.memory_needed for option in options.values()), capacity)
+        least = min((option.memory_needed for option in options.values()), key=lambda need: need.usage_of(capacity))
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
     print("", *trials_table(trials, options), "", sep="\n", flush=True)
@@ -193,11 +192,11 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
                         f"what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
-    words = summarize_best(requested, trials, options, names[fastest])
-    print(*words, sep="\n", flush=True)
+    summary = summarize_best(requested, trials, options, names[fastest])
+    print(*summary, sep="\n", flush=True)
     with prefix_storage_errors("--autotuning-results-dir"):
-        for name, text in ((PAGE_FILE, tuning_page(requested, trials, options, words)),
-                           (FLAGS_FILE, words[-1].removeprefix("flags: ") + "\n")):
+        for name, text in ((PAGE_FILE, tuning_page(requested, trials, options, summary)),
+                           (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)
     return 0

@@ -8,6 +8,7 @@ device and host; other failures rule out only their own choice.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log
@@ -22,22 +23,20 @@ from megatron.plan.step_time import StepTime
 from megatron.tune.space import MemoryBudget
 
 MACHINE_STD, PART_STD, SETTING_STD, PAIR_STD, NOISE_STD = 0.4, 0.4, 0.1, 0.03, 0.03
-"""How large corrections are, as standard deviations of a logarithm: of the whole, of a part, of one setting's value, of
-what two of them do together; and how exact a trial is. Of four grids that were measured whole (docs/benchmarks.md) the
-likelihood is near its highest, and a machine of another kind is left room to be wrong by more."""
+"""Standard deviations of the logarithm: of the machine's correction, of a step's part, of a setting's value, of a pair
+of settings, and of a measurement. They nearly maximize the likelihood of four fully measured grids (docs/benchmarks.md)
+and allow for larger errors on other machines."""
 
 
 class StepEstimate(NamedTuple):
-    """Of a step, in seconds."""
-
     seconds: float
     log_std: float
-    """Standard deviation of its logarithm."""
+    """Standard deviation of the logarithm of `seconds`."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the model knows of a choice."""
+    """The features of a choice that the model uses."""
 
     settings: Mapping[str, Any]
     predicted: StepTime
@@ -50,7 +49,7 @@ class Candidate:
 
 
 def estimate_steps(candidates: Sequence[Candidate], measured: Mapping[int, float]) -> list[StepEstimate]:
-    """Of all, by the seconds that some of them (by number) have been measured to take."""
+    """Estimates for all candidates, from the measured seconds of some, by their index."""
     predicted = np.log([candidate.predicted.total for candidate in candidates])
     covariance = _covariance(candidates)
     tried = sorted(measured)
@@ -67,11 +66,10 @@ def estimate_steps(candidates: Sequence[Candidate], measured: Mapping[int, float
 
 
 def _covariance(candidates: Sequence[Candidate]) -> Any:
-    """How alike the errors of each two are: a matrix."""
+    """[candidate, candidate]: of the prediction errors."""
     shares = np.array([candidate.shares for candidate in candidates])
-    names = list(candidates[0].settings)
-    same = np.array([[one.settings[name] for name in names] for one in candidates], dtype=object)
-    equal = (same[:, None, :] == same[None, :, :]).astype(float).sum(axis=2)
+    values = np.array([list(candidate.settings.values()) for candidate in candidates], dtype=object)
+    equal = (values[:, None, :] == values[None, :, :]).astype(float).sum(axis=2)
     pairs = equal * (equal - 1) / 2
     return MACHINE_STD**2 + PART_STD**2 * shares @ shares.T + SETTING_STD**2 * equal + PAIR_STD**2 * pairs
 
@@ -79,47 +77,46 @@ def _covariance(candidates: Sequence[Candidate]) -> Any:
 TrialState = Literal["done", "memory", "crash", "hang", "unclear"]
 
 FINALISTS, REPEATS = 3, 2
-"""So many of the best are measured again, so often at most."""
+"""The number of best choices that are measured again, and the maximum number of repeats."""
 WORTHWHILE = 0.005
-"""Share of a step that a trial has to save on average, before it is made."""
+"""Minimum expected gain of a trial, as a share of a step."""
 MIN_PROGRESS = 0.01
-"""One that saved less was none."""
+"""A smaller gain counts as none for early stopping."""
 CHOICES_PER_TRIAL, MIN_MODELLED_TRIALS = 4, 8
-"""No more than one choice of so many is measured by the model, where there are more than a few: of those that are
-nearly the same any will do."""
+"""The model measures at most one choice in CHOICES_PER_TRIAL, as many are nearly the same, but at least
+MIN_MODELLED_TRIALS."""
 NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class TrialOption:
-    """A choice with what the planner says of it."""
+    """A choice as the planner predicts it."""
 
     candidate: Candidate
     memory_needed: MemoryBudget
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """All but the micro-batch."""
+        """All settings but the micro-batch."""
         return tuple(value for name, value in self.candidate.settings.items() if name != "batch")
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Of one trial."""
+    """All measurements of one choice."""
 
     state: TrialState
     seconds: float | None = None
-    """Of a step, where it was done; of several times the least, since what else a machine does makes steps longer."""
+    """Of a step if done: the least of all measurements, since interference only makes steps longer."""
     words: str = ""
-    """Why not."""
+    """The reason if not done."""
     code: int = 0
-    """That its processes ended with."""
+    """Exit code."""
     times: tuple[float, ...] = ()
-    """Seconds of each time, where it was measured again; infinite where that failed."""
+    """Seconds of each measurement of a repeated choice; infinite if it failed."""
 
     def merge_repeat(self, other: TrialResult) -> TrialResult:
-        """With another measurement of the same choice. One that failed takes nothing back, for once; a second one is
-        what there is to say of the choice."""
+        """The result including `other`, a repeat. One failed repeat is tolerated; after a second the choice failed."""
         if self.seconds is None:
             return other
         times = (*(self.times or (self.seconds,)), inf if other.seconds is None else other.seconds)
@@ -130,54 +127,48 @@ class TrialResult:
 
 def select_candidates(options: Sequence[TrialOption], capacity: MemoryBudget, micro_batches: int,
                       trials: Mapping[int, TrialResult]) -> list[int]:
-    """Numbers of those that fit, as far as is known, the fastest by prediction first."""
+    """Indices of the options that fit, the fastest by prediction first, with at most `micro_batches` per family."""
     order = sorted((number for number, option in enumerate(options)
                     if capacity.can_hold(option.memory_needed) and not _exceeds_known_oom(option, options, trials)),
                    key=lambda number: options[number].candidate.predicted.total)
-    kept, seen = list[int](), dict[tuple[Any, ...], int]()
+    kept, seen = list[int](), Counter[tuple[Any, ...]]()
     for number in order:
-        kind = options[number].family
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= micro_batches:
+        seen[options[number].family] += 1
+        if seen[options[number].family] <= micro_batches:
             kept.append(number)
     return kept
 
 
 def next_trial(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapping[int, TrialResult],
                tuning: AutotuningConfig) -> int | None:
-    """None: the search is over."""
-    if len(trials) >= tuning.autotuning_tuner_num_trials or _has_stalled(trials,
-                                                                         tuning.autotuning_tuner_early_stopping):
-        return None
+    """The index of the option to try; None: the search is over."""
     left = _untried(options, kept, trials)
-    if not left:
+    if (not left or len(trials) >= tuning.autotuning_tuner_num_trials
+            or _has_stalled(trials, tuning.autotuning_tuner_early_stopping)):
         return None
     if tuning.autotuning_tuner_type == "gridsearch":
         return left[0]
     if tuning.autotuning_tuner_type == "random":
         return random.Random(len(trials)).choice(left)
-    return _most_promising(options, left, trials)
-
-
-def _most_promising(options: Sequence[TrialOption], left: Sequence[int],
-                    trials: Mapping[int, TrialResult]) -> int | None:
-    measured = {number: outcome.seconds for number, outcome in trials.items() if outcome.seconds is not None}
-    found = estimate_steps([option.candidate for option in options], measured)
+    measured = _measured_seconds(trials)
+    estimates = estimate_steps([option.candidate for option in options], measured)
     if not measured:
-        return min(left, key=lambda number: found[number].seconds)
-    gains = {number: expected_gain(found[number], min(measured.values())) for number in left}
+        return min(left, key=lambda number: estimates[number].seconds)
+    gains = {number: expected_gain(estimates[number], min(measured.values())) for number in left}
     number = max(left, key=lambda number: gains[number])
     return number if gains[number] >= WORTHWHILE and len(measured) < _max_modelled_trials(options) else None
 
 
+def _measured_seconds(trials: Mapping[int, TrialResult]) -> dict[int, float]:
+    return {number: trial.seconds for number, trial in trials.items() if trial.seconds is not None}
+
+
 def _max_modelled_trials(options: Sequence[TrialOption]) -> int:
-    """Choices that are measured by the model."""
     return max(MIN_MODELLED_TRIALS, len(options) // CHOICES_PER_TRIAL)
 
 
 def expected_gain(estimate: StepEstimate, fastest: float) -> float:
-    """By how much, as a share, a trial of it makes the best time better: on average, as nothing is lost where it turns
-    out to be slower."""
+    """Expected improvement of the best time by a trial, as a share; a slower result counts as 0."""
     ratio, doubt = estimate.seconds / fastest, max(estimate.log_std, 1e-9)
     ahead = -log(ratio) / doubt
     return NORMAL.cdf(ahead) - ratio * exp(doubt**2 / 2) * NORMAL.cdf(ahead - doubt)
@@ -185,7 +176,7 @@ def expected_gain(estimate: StepEstimate, fastest: float) -> float:
 
 def stop_reason(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapping[int, TrialResult],
                 tuning: AutotuningConfig) -> str:
-    """Where there is no next trial."""
+    """Why there is no next trial."""
     if not _untried(options, kept, trials):
         return "nothing is left to try"
     if len(trials) >= tuning.autotuning_tuner_num_trials:
@@ -193,7 +184,7 @@ def stop_reason(options: Sequence[TrialOption], kept: Sequence[int], trials: Map
     if _has_stalled(trials, tuning.autotuning_tuner_early_stopping):
         return (f"the last {tuning.autotuning_tuner_early_stopping} trials were no faster "
                 "(--autotuning-tuner-early-stopping)")
-    if sum(outcome.seconds is not None for outcome in trials.values()) >= _max_modelled_trials(options):
+    if len(_measured_seconds(trials)) >= _max_modelled_trials(options):
         return f"{_max_modelled_trials(options)} of {len(options)} choices were measured, and no other one stands out"
     return f"no other choice is expected to save {WORTHWHILE:.1%} of a step"
 
@@ -204,25 +195,24 @@ def _untried(options: Sequence[TrialOption], kept: Sequence[int], trials: Mappin
 
 
 def _exceeds_known_oom(option: TrialOption, options: Sequence[TrialOption], trials: Mapping[int, TrialResult]) -> bool:
-    """It needs as much as one that found no memory."""
-    return any(outcome.state == "memory" and option.memory_needed.can_hold(options[number].memory_needed)
-               for number, outcome in trials.items())
+    """It needs at least as much memory as an option that ran out of it."""
+    return any(trial.state == "memory" and option.memory_needed.can_hold(options[number].memory_needed)
+               for number, trial in trials.items())
 
 
 def _has_stalled(trials: Mapping[int, TrialResult], max_trials_without_gain: int) -> bool:
-    """The last trials, in their order, were no faster than one before them."""
+    """The last trials were no faster than an earlier one."""
     fastest, since = inf, 0
-    for outcome in trials.values():
+    for trial in trials.values():
         since += 1
-        if outcome.seconds is not None and outcome.seconds < (1 - MIN_PROGRESS) * fastest:
-            fastest, since = outcome.seconds, 0
+        if trial.seconds is not None and trial.seconds < (1 - MIN_PROGRESS) * fastest:
+            fastest, since = trial.seconds, 0
     return 0 < max_trials_without_gain <= since and fastest < inf
 
 
 def next_repeat(trials: Mapping[int, TrialResult]) -> int | None:
-    """Of the best ones in turn, until every time of one is less than all of the others. None: that, or often enough."""
-    times = {number: outcome.times or (outcome.seconds,)
-             for number, outcome in trials.items() if outcome.seconds is not None}
+    """The finalist to measure again; None if one was faster than the others in every measurement, or after REPEATS."""
+    times = {number: trials[number].times or (seconds,) for number, seconds in _measured_seconds(trials).items()}
     first = sorted(times, key=lambda number: times[number][0])[:FINALISTS]
     if len(first) < 2:
         return None
@@ -235,8 +225,8 @@ def next_repeat(trials: Mapping[int, TrialResult]) -> int | None:
 
 
 def common_error(trials: Mapping[Any, TrialResult]) -> TrialResult | None:
-    """What the last two trials ended with, if that is not of their choices: settings that nothing has run with, data
-    that cannot be read, a disk that cannot be written."""
+    """The error of the last two trials, if every choice would have it: settings that no trial has run with, data that
+    cannot be read, a disk that cannot be written."""
     if len(trials) < 2:
         return None
     *before, one, other = trials.values()
@@ -246,5 +236,5 @@ def common_error(trials: Mapping[Any, TrialResult]) -> TrialResult | None:
 
 
 def fastest_choice(trials: Mapping[int, TrialResult]) -> int | None:
-    done = {number: outcome.seconds for number, outcome in trials.items() if outcome.seconds is not None}
-    return min(done, key=lambda number: done[number]) if done else None
+    measured = _measured_seconds(trials)
+    return min(measured, key=lambda number: measured[number]) if measured else None

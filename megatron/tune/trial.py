@@ -17,14 +17,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from data.storage import prefix_storage_errors, write_errors_for
 from megatron.config.schema import flag_name
@@ -37,25 +36,24 @@ from megatron.tune.search import TrialResult
 
 
 def config_to_flags(config: Config) -> list[str]:
-    """Of all settings that are not as they are by default."""
-    return [word for name, section in SECTIONS.items() for item in fields(section)
-            for word in _flag_words(item.name, getattr(getattr(config, name), item.name), item.default)]
-
-
-def _flag_words(name: str, value: Any, default: Any) -> Iterator[str]:
-    if value == default or value is None:
-        return
-    flag = flag_name(name)
-    if isinstance(value, bool):
-        yield flag if value else f"--no-{flag[2:]}"
-    elif isinstance(value, tuple):
-        yield from (flag, *map(str, value))
-    else:
-        yield from (flag, repr(value) if isinstance(value, float) else str(value))
+    """The flags of all settings that differ from their defaults."""
+    flags = list[str]()
+    for name, section in SECTIONS.items():
+        for item in fields(section):
+            value, flag = getattr(getattr(config, name), item.name), flag_name(item.name)
+            if value == item.default or value is None:
+                continue
+            if isinstance(value, bool):
+                flags.append(flag if value else f"--no-{flag[2:]}")
+            elif isinstance(value, tuple):
+                flags += [flag, *map(str, value)]
+            else:
+                flags += [flag, repr(value) if isinstance(value, float) else str(value)]
+    return flags
 
 
 EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
-"""Seconds for what no prediction knows, after a first step; how many times longer than predicted steps may be."""
+"""After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +61,20 @@ class TrialTimeout:
     """Seconds."""
 
     first_step: float
-    """Until a first step is told: libraries, the meeting of the ranks, the index, building, compiling."""
+    """Until a first step is logged: imports, rendezvous, the index, building, compiling."""
     steps: float
     """After that."""
     total: float = inf
-    """For all of it."""
 
     @classmethod
     def for_run(cls, run: PlannedRun, predicted: float, time_limit: float | None) -> TrialTimeout:
-        """`predicted`: seconds of all steps; `time_limit`: a limit that was given, instead of ours."""
+        """`predicted`: seconds of all steps; `time_limit` (the flag) replaces our limits."""
         if time_limit is not None:
             return cls(inf, inf, time_limit)
         return cls(run.config.parallel.startup_limit, EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted)
 
     def expired_reason(self, waited: float, stepped: float | None) -> str:
-        """Why a trial is not waited for any longer; "" where it is. `stepped`: when the first step was told."""
+        """Why to kill the trial after `waited` seconds, or "". `stepped`: when the first step was logged."""
         if waited >= self.total:
             return f"not over after {self.total:g} s"
         if stepped is None:
@@ -88,39 +85,41 @@ class TrialTimeout:
 TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8
-"""Of the loss in fp16, at most."""
+"""Maximum loss scale in fp16."""
 POLL_SECONDS = 0.5
-"""Seconds between two looks at whether it steps."""
 TERMINATE_SECONDS = 5.0
-"""Seconds between asking and killing."""
+"""Seconds between SIGTERM and SIGKILL."""
 OOM_PATTERN = re.compile("|".join(map(re.escape, (
     *MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory", "Cannot allocate memory", "_STATUS_ALLOC_FAILED", "(SIGKILL)"))))
-"""In the line of an error: of ours, of torch, of the system, of NVIDIA's libraries, of the launcher."""
+"""In error lines of this program, torch, the system, NVIDIA's libraries and the launcher."""
 ERROR, POINTER = re.compile(r"error:|(\[rank\d+\]: )?[\w.]*(Error|Exception)\b"), "its own output above says why"
 MAX_ERROR_CHARACTERS = 300
-"""Letters of an error."""
 
 
 @dataclass(frozen=True)
 class TrialRunner:
-    """How trials are run. `trainer`: what the launcher is to start."""
+    """Runs trials. `trainer`: arguments of the launcher."""
 
     folder: Path
-    """Of what they write."""
+    """For the output of trials."""
     first_step: int
-    """The step whose time counts, and the last one."""
+    """The first measured step."""
     last_step: int
     time_limit: float | None = None
-    """Limit of a trial; None: as `TrialTimeout` says."""
+    """Seconds of a trial; None: see `TrialTimeout`."""
     trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
-        outcome = self._attempt(number, run, predicted)
-        return outcome if outcome.state != "unclear" else self._attempt(number, run, predicted)
+        result = self._attempt(number, run, predicted)
+        return result if result.state != "unclear" else self._attempt(number, run, predicted)
 
     def _attempt(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
-            place = _fresh_folder(self.folder, f"{number:03}")
+            for attempt in count(1):
+                place = self.folder / (f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}")
+                with suppress(FileExistsError):
+                    place.mkdir(parents=True)
+                    break
         metrics = place / "metrics.jsonl"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
                    "-m", "megatron.launch", "--nproc-per-node",
@@ -137,24 +136,17 @@ class TrialRunner:
         if end == 0:
             missing = f"ended well without the times of steps {self.first_step} to {self.last_step}"
             return TrialResult("unclear", words=missing) if seconds is None else TrialResult("done", seconds)
-        is_out_of_memory = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(
-            map(OOM_PATTERN.search, _error_lines(text)))
-        return TrialResult("memory" if is_out_of_memory else "crash", words=_error_line(text, end), code=end)
-
-
-def _fresh_folder(parent: Path, name: str) -> Path:
-    for attempt in count(1):
-        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError("there is always a next name")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]
+        is_out_of_memory = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(OOM_PATTERN.search, errors))
+        return TrialResult("memory" if is_out_of_memory else "crash", code=end,
+                           words=(errors or lines or [f"exit code {end}"])[-1][:MAX_ERROR_CHARACTERS])
 
 
 def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
-    """So many steps of this run, that load, save and evaluate nothing, and report to this file. It is left after them,
-    and not a run of so few: schedules and what follows from --train-iters are as they will be. A step that overflows
-    updates nothing, so the loss is not scaled by much."""
+    """The run without loading, saving and evaluation, which logs to `metrics` and exits after `steps` steps;
+    --train-iters, and so the schedules, stay as they are. The loss scale is low, because an overflow skips the update.
+    """
     config = run.config
     scale = min(config.precision.initial_loss_scale, max(SCALE, config.precision.min_scale))
     return replace(config, offload=replace(config.offload, offload_optimizer_device=run.placement.optimizer,
@@ -168,8 +160,7 @@ def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
 
 def _run_process(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,
                  timeout: TrialTimeout) -> int | str:
-    """The exit code, or why it had to be killed. Nothing of it is left when this returns or raises, or when the tuner
-    is killed."""
+    """The exit code, or why it was killed. Its process group ends before this returns or raises, and with the tuner."""
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                start_new_session=True, preexec_fn=die_with_parent())
     began, stepped = time.monotonic(), None
@@ -181,16 +172,11 @@ def _run_process(command: Sequence[str], environment: dict[str, str], output: in
                 stepped = time.monotonic() - began
         return reason
     finally:
-        _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Where it has been waited for, its number may be a stranger's by now."""
-    for ending in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, ending)
-                process.wait(TERMINATE_SECONDS)
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            if process.returncode is None:  # else another process may have its id by now
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, ending)
+                    process.wait(TERMINATE_SECONDS)
 
 
 def _median_step_seconds(metrics: Path, first: int, last: int) -> float | None:
@@ -199,18 +185,7 @@ def _median_step_seconds(metrics: Path, first: int, last: int) -> float | None:
 
 
 def _recorded_steps(metrics: Path) -> list[tuple[int, float]]:
-    """(number, seconds) of those that were told so far, and taken: one that is skipped updates nothing."""
+    """(number, seconds) of the steps logged so far, without skipped ones, which have no update."""
     records = MetricsFileReader(metrics) if metrics.exists() else ()
     return [(record["iteration"], record["step_ms"] / 1e3) for record in records
             if "step_ms" in record and not record.get("skipped")]
-
-
-def _error_line(text: str, code: int) -> str:
-    """The line of its error, and not that of a launcher which points to it; or else its last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (_error_lines(text) or lines or [f"exit code {code}"])[-1][:MAX_ERROR_CHARACTERS]
-
-
-def _error_lines(text: str) -> list[str]:
-    lines = map(str.strip, text.splitlines())
-    return [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]

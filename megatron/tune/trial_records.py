@@ -15,7 +15,7 @@ from typing import Any
 
 from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, write_errors_for
 from megatron.config.schema import flag_name
-from megatron.config.tree import AutotuningConfig, Config, LogConfig, SaveConfig
+from megatron.config.tree import AutotuningConfig, LogConfig, SaveConfig
 from megatron.errors import ConfigError
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.rate_cache import rates_key
@@ -24,36 +24,32 @@ from megatron.tune.space import TuningChoice, samples_per_step
 
 
 def trial_key(requested: PlannedRun) -> dict[str, Any]:
-    tuning = requested.config.autotuning
-    settings = {flag_name(name): value for section in _untuned_settings(requested).as_dict().values()
-                for name, value in section.items()}
-    return {"settings": json.loads(json.dumps(settings)), "samples": samples_per_step(requested),
-            "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
-            **rates_key(requested, requested.ranks)}
-
-
-def _untuned_settings(requested: PlannedRun) -> Config:
-    config, zero = requested.config, requested.config.zero
+    """What trials must have in common: the settings that are not tuned, and the machine."""
+    config, zero, tuning = requested.config, requested.config.zero, requested.config.autotuning
+    samples = samples_per_step(requested)
     gathered = 1 if zero.allgather_bucket_size == zero.reduce_bucket_size else zero.allgather_bucket_size
-    return replace(
+    untuned = replace(
         config, save=SaveConfig(), log=LogConfig(), autotuning=AutotuningConfig(),
         parallel=replace(config.parallel, model_parallel_size=1), zero=replace(
             zero, zero_stage=0, reduce_bucket_size=1, allgather_bucket_size=gathered),
         recompute=replace(config.recompute, checkpoint_activations=False),
         offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
-        train=replace(config.train, batch_size=1, global_batch_size=samples_per_step(requested), train_iters=1))
+        train=replace(config.train, batch_size=1, global_batch_size=samples, train_iters=1))
+    settings = {flag_name(name): value for section in untuned.as_dict().values() for name, value in section.items()}
+    return {"settings": json.loads(json.dumps(settings)), "samples": samples,
+            "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
+            **rates_key(requested, requested.ranks)}
 
 
 TRIALS_FILE = "trials.jsonl"
 RESULTS_FLAG = "--autotuning-results-dir"
-
 MAX_DIFFERENCES = 8
-"""Differences between two runs that an error names."""
+"""Maximum number of differences in an error message."""
 
 
 @contextmanager
 def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) -> Iterator[TrialRecords]:
-    """For one search at a time: a second one is refused."""
+    """Holds a lock: a second search with this folder fails."""
     with prefix_storage_errors(RESULTS_FLAG):
         make_folder(folder)
     with ExitStack() as stack:
@@ -63,15 +59,15 @@ def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) 
 
 
 class TrialRecords:
-    """Open for the trials of `subject`."""
+    """The trials under `key`."""
 
     def __init__(self, folder: str, key: Mapping[str, Any], *, overwrite: bool) -> None:
         self.folder, self._path = Path(folder), Path(folder) / TRIALS_FILE
         self.trials: dict[TuningChoice, TrialResult] = {}
-        """In the order in which they were made."""
+        """In order of the first measurement."""
         lines = [] if overwrite or not self._path.exists() else self._read_complete_lines()
         if not lines:
-            self._write(json.dumps({"subject": dict(key)}), mode="w")
+            self._write({"subject": dict(key)}, mode="w")
             return
         head, *rest = [json.loads(line) for line in lines]
         if not isinstance(head.get("subject", {}), dict):
@@ -79,43 +75,42 @@ class TrialRecords:
         if others := [*_differences(head.get("subject", {}), key)]:
             more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
             raise ConfigError(f"{RESULTS_FLAG} {folder} has trials of another run or machine "
-                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or begin anew "
-                              "with --autotuning-overwrite")
+                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or start "
+                              "again with --autotuning-overwrite")
         for record in rest:
             try:
-                outcome = TrialResult(**record["outcome"])
-                self.trials[TuningChoice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
+                result = TrialResult(**record["outcome"])
+                self.trials[TuningChoice(**record["choice"])] = replace(result, times=tuple(result.times))
             except (KeyError, TypeError) as error:
                 raise self._bad_line_error() from error
 
-    def add(self, choice: TuningChoice, outcome: TrialResult, predicted: float) -> None:
-        """In the place of what was known of this choice."""
-        self.trials[choice] = outcome
-        self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
-                                "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
+    def add(self, choice: TuningChoice, result: TrialResult, predicted: float) -> None:
+        """Add the result, or replace an earlier one of the choice."""
+        self.trials[choice] = result
+        self._write({"trial": list(self.trials).index(choice) + 1, "choice": asdict(choice), "predicted": predicted,
+                     "outcome": asdict(result)}, mode="a")
 
     def remove(self, choices: Sequence[TuningChoice]) -> None:
-        """Trials that say nothing of their choices."""
         for choice in choices:
             del self.trials[choice]
-        removed = [choice.as_dict() for choice in choices]
+        removed = [asdict(choice) for choice in choices]
         self._replace([line for line in self._read_complete_lines() if json.loads(line).get("choice") not in removed])
 
     def _read_complete_lines(self) -> list[str]:
         text = self._path.read_text(encoding="utf-8", errors="replace")
-        whole = text[:text.rfind("\n") + 1].splitlines()
+        lines = text[:text.rfind("\n") + 1].splitlines()
         try:
-            is_right = all(isinstance(json.loads(line), dict) for line in whole)
+            are_records = all(isinstance(json.loads(line), dict) for line in lines)
         except ValueError as error:
             raise self._bad_line_error() from error
-        if not is_right:
+        if not are_records:
             raise self._bad_line_error()
-        if not text.endswith("\n"):  # without what a kill has cut
-            self._replace(whole)
-        return whole
+        if not text.endswith("\n"):  # remove the partial line of a killed search
+            self._replace(lines)
+        return lines
 
     def _bad_line_error(self) -> ConfigError:
-        return ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
+        return ConfigError(f"{self._path} holds a line that is no record of a trial: start again with "
                            "--autotuning-overwrite")
 
     def _replace(self, lines: Sequence[str]) -> None:
@@ -124,21 +119,19 @@ class TrialRecords:
             fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(fresh, self._path)
 
-    def _write(self, *lines: str, mode: str) -> None:
-        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path), open(self._path, mode,
-                                                                                     encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+    def _write(self, record: Mapping[str, Any], mode: str) -> None:
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path), \
+                open(self._path, mode, encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    def as_text(value: Any) -> str:
+        return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+
     for name in sorted({*there, *here}):
         before, now = there.get(name), here.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from _differences(before, now)
         elif before != now:
-            yield f"other {name}" if name == "settings" \
-                else f"{name} {_format_value(before)} there, {_format_value(now)} here"
-
-
-def _format_value(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+            yield "other settings" if name == "settings" else f"{name} {as_text(before)} there, {as_text(now)} here"

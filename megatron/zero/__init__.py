@@ -5,12 +5,10 @@
 
 In reading order: stages.py, layout.py, flat_buffers.py (arithmetic and memory of flat buffers); partitioned_param.py,
 param_writes.py, deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one
-unit); hooks.py, units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, compression.py,
-moq.py, state.py, update.py, step.py (the optimizer step); eigenvalue.py; engine.py assembles them. offload/ stores
-state on the device, the host or NVMe; api/ is what a script sees. tiling.py, utils.py, accelerator.py, comm.py,
-estimate.py and ops/ have DeepSpeed's names.
-
-Names are imported on first use: config and the planner import stages.py and layout.py without torch.
+unit); hooks.py, units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, state.py,
+update.py, step.py (the optimizer step); engine.py assembles them. offload/ stores state on the device, the host or
+NVMe; api/ is what a script sees. Names are imported on first use: config and the planner need stages.py
+and layout.py without torch.
 """
 
 from importlib import import_module

@@ -12,6 +12,8 @@ from megatron.distributed.process_group import read_environment
 
 
 class Accelerator:
+    """torch.cuda under DeepSpeed's names, or the same for a CPU."""
+
     @property
     def _on_gpu(self) -> bool:
         return torch.cuda.is_available()

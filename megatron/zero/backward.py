@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,13 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
 from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
-from megatron.zero.param_coordinator import DIGEST_LIMIT, NoopCoordinator, UnitPhase
+from megatron.zero.param_coordinator import DIGEST_LIMIT, ReplicatedParams, UnitPhase
 from megatron.zero.step_result import NoGradForwardChecker
 
 
 class ReductionOrder:
+    """Starts the gradient reductions of one backward in the fixed order."""
+
     def __init__(self, units: Sequence[Unit], max_in_flight: int | None, log: CollectiveLog) -> None:
         backwards = [*reversed(units[1:]), units[0]]
         self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
@@ -47,7 +50,6 @@ class ReductionOrder:
         self.reset()
 
     def reset(self) -> None:
-        """Start over for the next backward."""
         self._next = 0
         self._ready.clear()
 
@@ -58,12 +60,26 @@ class ReductionOrder:
         self._next += 1
 
 
+@dataclass
+class RunningBackward:
+    """What has happened in one backward, from `begin_backward` on."""
+
+    reduces: bool
+    begun_calls: set[UnitCall] = field(default_factory=set)
+    """Calls whose backward has begun."""
+    unfinished_calls: dict[Unit, set[UnitCall]] = field(default_factory=dict)
+    """The same by unit, without the units whose gradients have all arrived."""
+    begun_counts: Counter[Unit] = field(default_factory=Counter)
+    input_grads_counts: Counter[Unit] = field(default_factory=Counter)
+    """Per unit: calls whose backward has begun, and calls whose input gradients are computed."""
+
+
 class PassCoordinator:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
     _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
-    def __init__(self, units: Sequence[Unit], param_coordinator: NoopCoordinator, reduction_order: ReductionOrder,
+    def __init__(self, units: Sequence[Unit], param_coordinator: ReplicatedParams, reduction_order: ReductionOrder,
                  log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
         self._param_coordinator, self._reduction_order, self._allows_unused = (
@@ -71,22 +87,16 @@ class PassCoordinator:
         self._log, self._params_are_sharded, self.forward_checker = log, params_are_sharded, forward_checker
         self._current_step = current_step
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
-        self.in_backward = False
+        self._backward: RunningBackward | None = None
         self.weight_version = 0
         self._is_single_rank = all(bucket.shard_group.is_solo and bucket.replica_group.is_solo
                                    for bucket in self._buckets)
         self._is_interrupted = False
-        self._reduces_grads = False
-        self._unused_param_error: str | None = None
+        self.unused_param_error: str | None = None
+        """Why this rank refuses the step that its last backward ended."""
         self._failed_backwards = 0
-        self._backwards_begun, self._backwards_with_input_grads = Counter[Unit](), Counter[Unit]()
-        """Per unit in this backward: calls whose backward has begun, and calls whose input gradients are computed."""
         self._call_counts, self._call_counts_version = Counter[Unit](), 0
         """Per unit: forward calls whose backward may still come; and the weight version they used."""
-        self._begun_calls: set[UnitCall] = set()
-        """Calls whose backward has begun."""
-        self._begun_calls_of_unit: dict[Unit, set[UnitCall]] = {}
-        """The same by unit, without the units whose gradients have all arrived."""
         self._digest_before = 0  # the gather digest at the start of the running forward
         self.before_evaluation: Callable[[], None] | None = None
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
@@ -95,6 +105,10 @@ class PassCoordinator:
         self._running_units: list[Unit] = []
         self._enclosing_units: dict[Unit, set[Unit]] = {}
         """Unit -> the units whose forward called it."""
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backward is not None
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Compute the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
@@ -114,7 +128,7 @@ class PassCoordinator:
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare a backward. `complete_backward` and `end_backward`, or `fail_backward`, must follow."""
-        self.in_backward, self._reduces_grads, PassCoordinator._in_backward_now = True, reduces, self
+        self._backward, PassCoordinator._in_backward_now = RunningBackward(reduces), self
         STATUS.set_phase(BACKWARD)
         for bucket in self._buckets:
             bucket.grads.check_user_modified_grads()
@@ -128,8 +142,16 @@ class PassCoordinator:
     def complete_backward(self, *, ends_step: bool) -> None:
         """Autograd is done: launch the remaining reductions and wait for all."""
         if ends_step:
-            self._unused_param_error = self._check_unused_params()
-        if self._reduces_grads:
+            unused = [] if self._allows_unused else [name for bucket in self._buckets
+                                                     for name in bucket.grads.params_without_grad()]
+            message = None if not unused else (
+                f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
+                "change the model, or set ignore_unused_parameters")
+            if message is not None and self._is_single_rank:
+                raise ConfigError(message)
+            self.unused_param_error = message  # a veto for the step: other ranks may have used the parameters
+        assert self._backward is not None
+        if self._backward.reduces:
             self._reduction_order.launch_remaining()
         for bucket in self._buckets:
             bucket.grads.end_backward(ends_step)
@@ -138,34 +160,23 @@ class PassCoordinator:
         try:
             self.record_interruption(error)
             self._log.raise_root_cause(error)
-            if not self._is_interrupted:
-                self._discard_failed_backward()
+            if not self._is_interrupted:  # discard all gradients of the step, which are incomplete
+                self._failed_backwards += 1
+                for bucket in self._buckets:
+                    bucket.grads.cancel_reduction()
+                self._reduction_order.reset()
+                self._param_coordinator.release_all()
+                for bucket in self._buckets:
+                    bucket.grads.discard()
         finally:
-            self._reset_backward_state()
+            self._backward = PassCoordinator._in_backward_now = None
 
     def end_backward(self, *, retain_graph: bool) -> None:
-        self._reset_backward_state()
+        self._backward = PassCoordinator._in_backward_now = None
         if not retain_graph and max(self._call_counts.values(), default=0) <= 1:
             self._call_counts.clear()  # otherwise it is unknown which of the calls still have a backward to come
         self._param_coordinator.release_all()
         STATUS.set_phase("")
-
-    def _reset_backward_state(self) -> None:
-        self.in_backward, PassCoordinator._in_backward_now = False, None
-        self._backwards_begun.clear()
-        self._backwards_with_input_grads.clear()
-        self._begun_calls_of_unit.clear()
-        self._begun_calls.clear()
-
-    def _discard_failed_backward(self) -> None:
-        """Discard all gradients of the step: after a failed backward they are incomplete."""
-        self._failed_backwards += 1
-        for bucket in self._buckets:
-            bucket.grads.cancel_reduction()
-        self._reduction_order.reset()
-        self._param_coordinator.release_all()
-        for bucket in self._buckets:
-            bucket.grads.discard()
 
     def record_interruption(self, error: BaseException) -> None:
         """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
@@ -179,28 +190,11 @@ class PassCoordinator:
             raise ConfigError("an earlier backward or step was interrupted half way, and the ranks no longer exchange "
                               "the same gradients: end this run, and resume it from the last checkpoint")
 
-    def _check_unused_params(self) -> str | None:
-        """Raises ConfigError on a single rank. With more ranks it returns the message as a veto for the step, because
-        other ranks may have used the parameters."""
-        unused = [] if self._allows_unused else [name for bucket in self._buckets
-                                                 for name in bucket.grads.params_without_grad()]
-        if not unused:
-            return None
-        message = (f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
-                   "change the model, or set ignore_unused_parameters")
-        if self._is_single_rank:
-            raise ConfigError(message)
-        return message
-
     def set_forward_modules(self, modules: Iterable[nn.Module]) -> None:
         """The running forward calls these modules in this order, and no other units."""
         units = [self._unit_of[part] for module in modules for part in module.modules() if part in self._unit_of]
         self._skipped_units.update(set(self._unit_of.values()).difference(units, [self._root]))
         self._param_coordinator.set_forward_order(units)
-
-    def veto_error(self) -> str | None:
-        """Why this rank refuses the step that its last backward ended, or None."""
-        return self._unused_param_error
 
     def take_run_digest(self) -> int:
         """A digest of the gathers since the last call, their order, and the number of failed backwards.
@@ -229,7 +223,15 @@ class PassCoordinator:
                 self._ran_units_version = self.weight_version
         self._ran_units.add(unit)
         if self._params_are_sharded:
-            self._count_call(unit)
+            self._enclosing_units.setdefault(unit, set()).update(self._running_units)
+            self._running_units.append(unit)
+            if self._backward is not None:
+                self._release_finished_units(self._backward, unit, is_recompute=True)
+            elif torch.is_grad_enabled():
+                if self._call_counts_version != self.weight_version:
+                    self._call_counts.clear()
+                    self._call_counts_version = self.weight_version
+                self._call_counts[unit] += 1
         try:
             self._param_coordinator.acquire(unit, UnitPhase.RECOMPUTE if self.in_backward else UnitPhase.FORWARD)
         except RuntimeError as error:
@@ -252,59 +254,51 @@ class PassCoordinator:
     def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
         if weight_version != self.weight_version:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
-                              "or a delayed update that somebody waited for): its gradients would mix old and new; run "
+                              "or a delayed update that was waited for): its gradients would mix old and new; run "
                               "the forward again after it")
         STATUS.set_phase(BACKWARD, unit.display_name)
         # Its first output has begun it. An output that is a returned input gets its gradient while other units run.
-        if call in self._begun_calls:
+        backward = self._backward
+        if backward is not None and call in backward.begun_calls:
             return
-        if self.in_backward:
-            self._begun_calls.add(call)
-            self._backwards_begun[unit] += 1
         self._running_units.clear()  # a recomputation ends before its forward does
-        if self._params_are_sharded and self.in_backward:
-            self._release_finished_units(unit, is_recompute=False, call=call)
-            if not unit.is_root:
-                self._begun_calls_of_unit.setdefault(unit, set()).add(call)
+        if backward is not None:
+            backward.begun_calls.add(call)
+            backward.begun_counts[unit] += 1
+            if self._params_are_sharded:
+                self._release_finished_units(backward, unit, is_recompute=False, call=call)
+                if not unit.is_root:
+                    backward.unfinished_calls.setdefault(unit, set()).add(call)
         self._param_coordinator.acquire(unit, UnitPhase.BACKWARD)
 
-    def _count_call(self, unit: Unit) -> None:
-        self._enclosing_units.setdefault(unit, set()).update(self._running_units)
-        self._running_units.append(unit)
-        if self.in_backward:
-            self._release_finished_units(unit, is_recompute=True)
-        elif torch.is_grad_enabled():
-            if self._call_counts_version != self.weight_version:
-                self._call_counts.clear()
-                self._call_counts_version = self.weight_version
-            self._call_counts[unit] += 1
-
-    def _release_finished_units(self, unit: Unit, *, is_recompute: bool, call: UnitCall | None = None) -> None:
+    def _release_finished_units(self, backward: RunningBackward, unit: Unit, *, is_recompute: bool,
+                                call: UnitCall | None = None) -> None:
         """Release the units whose backward is over when the backward of `unit` begins.
 
         Autograd runs in the reverse order of the forward. So the backward of another unit is over once all its calls
         have begun theirs, unless it encloses `unit` or both returned the same tensor. Calls inside
         torch.utils.checkpoint(use_reentrant=True) are not counted; their backward is over when another unit is
         recomputed."""
-        for other in sorted(self._begun_calls_of_unit.keys() - {unit}, key=lambda one: -one.index):
+        for other in sorted(backward.unfinished_calls.keys() - {unit}, key=lambda one: -one.index):
             calls = self._call_counts[other]
-            begun = self._begun_calls_of_unit[other]
+            begun = backward.unfinished_calls[other]
             is_over = not calls if is_recompute else (len(begun) >= calls and unit not in self._enclosing_units[other])
             if call is not None and any(call.shares_output_with(one) for one in begun):
                 continue
             if is_over and other not in self._enclosing_units[unit]:
-                del self._begun_calls_of_unit[other]
+                del backward.unfinished_calls[other]
                 self._param_coordinator.release(other)
-                for bucket in other.buckets if self._reduces_grads else ():
+                for bucket in other.buckets if backward.reduces else ():
                     if bucket.trainable:
                         self._reduction_order.mark_ready(bucket)
 
     def input_grads_ready(self, unit: Unit) -> None:
-        self._backwards_with_input_grads[unit] += 1
+        if self._backward is not None:
+            self._backward.input_grads_counts[unit] += 1
         self._release_if_finished(unit)
 
     def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
-        if not self.in_backward:
+        if self._backward is None:
             bucket.parameters[index].grad = None
             if PassCoordinator._in_backward_now is None:
                 raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not "
@@ -315,15 +309,17 @@ class PassCoordinator:
                 "this one before the forward, and True after the step; to train both, make one nn.Module of them")
         if bucket.grads.accept_grad(index):
             self._release_if_finished(unit)
-            if self._reduces_grads:
+            if self._backward.reduces:
                 self._reduction_order.mark_ready(bucket)
 
     def _release_if_finished(self, unit: Unit) -> None:
         """Release a unit as soon as this backward cannot need it: the gradients of all its trainable parameters have
         been computed and, if it has frozen parameters, those of its inputs."""
-        grads_are_complete = all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable)
-        if grads_are_complete:
-            self._begun_calls_of_unit.pop(unit, None)
-        if grads_are_complete and not unit.is_root and (
-                not unit.has_frozen or self._backwards_with_input_grads[unit] >= self._backwards_begun[unit]):
+        if not all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable):
+            return
+        backward = self._backward
+        if backward is not None:
+            backward.unfinished_calls.pop(unit, None)
+        if not unit.is_root and (not unit.has_frozen or backward is None or
+                                 backward.input_grads_counts[unit] >= backward.begun_counts[unit]):
             self._param_coordinator.release(unit)

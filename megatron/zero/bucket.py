@@ -160,7 +160,7 @@ class FlatBucket:
         device."""
         param_dtype, layout = self._dtypes.params, self.layout
         self.gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel, dtype=param_dtype,
-                                            device=self.device)
+                                           device=self.device)
         if self.params_are_sharded:
             self.shard_state = ShardState.SHARDED
             self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +43,6 @@ class CompressedGradExchange:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.bucket_exchanges: list[CompressedBucketExchange] = []
         """One for each bucket, once the rule is compressed."""
-        self._is_paused = False
 
     @property
     def is_compressed(self) -> bool:
@@ -54,20 +54,18 @@ class CompressedGradExchange:
                                  for bucket in self._state.buckets] if self._rule.is_compressed else []
         self._set_skip_reduction()
 
-    def _set_skip_reduction(self) -> None:
+    def _set_skip_reduction(self, *, is_paused: bool = False) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.skip_reduction = self.is_compressed and not self._is_paused
+            bucket.grads.skip_reduction = self.is_compressed and not is_paused
             bucket.peers_know_states = bool(self.bucket_exchanges)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Between two steps: backward passes inside reduce their gradients as without compression."""
-        self._is_paused = True
-        self._set_skip_reduction()
+        self._set_skip_reduction(is_paused=True)
         try:
             yield
         finally:
-            self._is_paused = False
             self._set_skip_reduction()
 
     def begin_step(self) -> str | None:
@@ -75,7 +73,11 @@ class CompressedGradExchange:
         self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._state_sum)
         if self._rule.is_compressed and not self.bucket_exchanges:
             self.sync_with_rule()
-            return self._compression_note()
+            numbers = sum(slot.numel for exchange in self.bucket_exchanges for slot in exchange.layout.slots)
+            masked = sum(exchange.masked_numel for exchange in self.bucket_exchanges)
+            masked_note = f"; {masked} numbers that never had a gradient are left out" if masked else ""
+            return (f" {self._rule.name}: from step {self._state.counters.optimizer_steps + 1} on "
+                    f"{self._rule.compression_note}: {numbers} on each tensor parallel rank{masked_note}")
         self._set_skip_reduction()
         return None
 
@@ -85,40 +87,29 @@ class CompressedGradExchange:
         for bucket in self._state.buckets:
             for segment in bucket.layout.segments(bucket.shard_group.rank):
                 if segment.slot.partition is not None or self._groups.tp.rank == 0:
-                    run = _state_on_device(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
-                    total += run.sum(dtype=torch.float64)
+                    values = _state_on_device(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
+                    total += values.sum(dtype=torch.float64)
         return float(all_reduce(all_reduce(total, self._state.buckets[0].shard_group), self._groups.tp))
-
-    def _compression_note(self) -> str:
-        numbers = sum(slot.numel for line in self.bucket_exchanges for slot in line.layout.slots)
-        silent = sum(line.masked_numel for line in self.bucket_exchanges)
-        quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
-        step = self._state.counters.optimizer_steps + 1
-        return (f" {self._rule.name}: from step {step} on {self._rule.compression_note}: {numbers} on each tensor "
-                f"parallel rank{quiet}")
 
     def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:
         """Exchange and store the mean gradient of each bucket. Returns (factor for the update to apply, norm).
 
         `grad_multiplier` unscales a rank's own gradient. The factor clips the norm of the result to `max_norm`."""
-        norm = float(all_reduce(self._exchange_mean(grad_multiplier), self._groups.tp)) ** 0.5
-        clip = clip_factor(norm, max_norm)
-        for line in self.bucket_exchanges:
-            line.set_mean_gradient(clip)
-        return clip, norm
-
-    def _exchange_mean(self, grad_multiplier: float) -> Tensor:
-        """The squared norm of the result, without what other tensor parallel ranks count; 0-dimensional, fp64."""
         # Three loops: the sends of all buckets overlap.
-        for line in self.bucket_exchanges:
-            line.one_bit_mean.send_to_servers(line.compression_inputs(self._rule, self._param_groups, grad_multiplier))
-        for line in self.bucket_exchanges:
-            line.one_bit_mean.reduce_and_send()
+        for exchange in self.bucket_exchanges:
+            exchange.one_bit_mean.send_to_servers(
+                exchange.compression_inputs(self._rule, self._param_groups, grad_multiplier))
+        for exchange in self.bucket_exchanges:
+            exchange.one_bit_mean.reduce_and_send()
         square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
-        for line in self.bucket_exchanges:
-            line.one_bit_mean.wait_for_result()
-            square += (line.one_bit_mean.squared_norms() * line.counts_in_norm).sum()
-        return square
+        for exchange in self.bucket_exchanges:
+            exchange.one_bit_mean.wait_for_result()
+            square += (exchange.one_bit_mean.squared_norms() * exchange.counts_in_norm).sum()
+        norm = float(all_reduce(square, self._groups.tp)) ** 0.5  # each rank has summed what the others do not count
+        clip = clip_factor(norm, max_norm)
+        for exchange in self.bucket_exchanges:
+            exchange.set_mean_gradient(clip)
+        return clip, norm
 
 
 class CompressedBucketExchange:
@@ -127,8 +118,10 @@ class CompressedBucketExchange:
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         """Cut into one shard per rank at every stage: each rank is the server of one chunk."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
-        rows = [_rows_per_segment([segment.shard_offset for segment in each], self.layout.shard_numel)
-                for each in segments]
+        rows = []  # of NORM_ROW elements, per segment; padding belongs to the segment before it
+        for each in segments:
+            bounds = [0, *(segment.shard_offset for segment in each[1:]), self.layout.shard_numel]
+            rows.append([(stop - start) // NORM_ROW for start, stop in pairwise(bounds)])
         self.one_bit_mean = CompressedAllReduce(groups.dp, rows, bucket.device)
         numbers = max(map(len, rows))
         self.counts_in_norm = torch.tensor(
@@ -147,7 +140,14 @@ class CompressedBucketExchange:
     def mask_unused_elements(self, rule: UpdateRule) -> None:
         """Exclude elements whose variance is negligible, and set their variance to 0."""
         own = _state_on_device(self.bucket, rule.compression_mask_state)
-        self._zero_negligible_variance(own)
+        segments = [(index, own[start:stop])
+                    for index, start, stop in self.bucket.layout.slot_ranges(self.bucket.shard_group.rank)]
+        sums = torch.zeros(len(self.layout.slots), dtype=torch.float64, device=own.device)
+        for index, values in segments:
+            sums[index] += values.sum(dtype=torch.float64)
+        sums = all_reduce(sums, self.bucket.shard_group)
+        for index, values in segments:
+            values.masked_fill_(values <= NEGLIGIBLE_VARIANCE / self.layout.slots[index].numel * sums[index], 0.0)
         packed_mask = pack_bits(own != 0)
         if not self.bucket.shard_group.is_solo:
             mine, packed_mask = packed_mask, packed_mask.new_empty(self.layout.numel // SIGNS_PER_BYTE)
@@ -158,52 +158,34 @@ class CompressedBucketExchange:
         self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
         """Excluded elements of parameters, without padding."""
 
-    def _zero_negligible_variance(self, own: Tensor) -> None:
-        bucket, number = self.bucket, {slot.name: index for index, slot in enumerate(self.bucket.layout.slots)}
-        runs = [(number[segment.slot.name], own[segment.shard_offset : segment.shard_offset + segment.count])
-                for segment in bucket.layout.segments(bucket.shard_group.rank)]
-        sums = torch.zeros(len(number), dtype=torch.float64, device=own.device)
-        for index, run in runs:
-            sums[index] += run.sum(dtype=torch.float64)
-        sums = all_reduce(sums, bucket.shard_group)
-        for index, run in runs:
-            run.masked_fill_(run <= NEGLIGIBLE_VARIANCE / bucket.layout.slots[index].numel * sums[index], 0.0)
-
-    def _gather_state(self, kind: str) -> Tensor:
-        """An optimizer state of all shards, [numel]. Collective."""
-        own = _state_on_device(self.bucket, kind)
-        if self.bucket.shard_group.is_solo:
-            return pad(own, (0, self.layout.numel - len(own))) if len(own) < self.layout.numel else own
-        whole = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
-        all_gather_into(whole, own, self._dp).wait()
-        return whole
-
     def compression_inputs(self, rule: UpdateRule, param_groups: Sequence[ParamGroup],
                            grad_multiplier: float) -> AddInputs:
         """A function that adds the rule's inputs for one slice of the bucket, made from this rank's gradients."""
-        before, everything = self._momentum_reader(), FlatLayout(self.layout.slots)
-        spans = [slice(*everything.group_range(0, number)) for number in range(len(param_groups))]
+        momentum, unsharded = self._momentum_reader(), FlatLayout(self.layout.slots)
+        group_ranges = [slice(*unsharded.group_range(0, number)) for number in range(len(param_groups))]
 
-        def give(place: slice, owed: Tensor) -> None:
-            for group, span in zip(param_groups, spans):
-                start, stop = max(place.start, span.start), min(place.stop, span.stop)
+        def add_inputs(place: slice, error: Tensor) -> None:
+            for group, group_range in zip(param_groups, group_ranges):
+                start, stop = max(place.start, group_range.start), min(place.stop, group_range.stop)
                 if start < stop:
-                    here, within = slice(start, stop), slice(start - place.start, stop - place.start)
-                    what = CompressionInput(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
-                    rule.add_compression_input(what, group, factor=grad_multiplier)
+                    within = slice(start - place.start, stop - place.start)
+                    rule.add_compression_input(CompressionInput(error[within], self.bucket.grads.shard[start:stop],
+                                                                partial(momentum, place, within)),
+                                               group, factor=grad_multiplier)
 
-        return give
+        return add_inputs
 
     def _momentum_reader(self) -> Callable[[slice, slice], Tensor]:
-        """A function (slice of the bucket, slice within it) -> momentum."""
+        """A function (slice of the bucket, slice within it) -> momentum. May gather it: collective."""
+        own = _state_on_device(self.bucket, self._momentum_kind)
         if self.bucket.shard_group.is_solo:
-            own = _state_on_device(self.bucket, self._momentum_kind)
             return lambda place, within: own[place][within]
         if self._last_clip is None:
-            whole = self._gather_state(self._momentum_kind)
-            return lambda place, within: whole[place][within]
-        said, clipped = self.one_bit_mean.previous_result(), self._last_clip
-        return lambda place, within: said(place)[within].mul_(clipped)
+            gathered = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
+            all_gather_into(gathered, own, self._dp).wait()
+            return lambda place, within: gathered[place][within]
+        previous_result, clip = self.one_bit_mean.previous_result(), self._last_clip
+        return lambda place, within: previous_result(place)[within].mul_(clip)
 
     def set_mean_gradient(self, clip: float) -> None:
         """Store this rank's part of the result as the reduced gradient."""
@@ -217,10 +199,3 @@ class CompressedBucketExchange:
 def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
     assert bucket.master_state.is_on_device, "rules with compressed communication keep their states on the device"
     return bucket.master_state.view(kind)
-
-
-def _rows_per_segment(starts: Sequence[int], numel: int) -> list[int]:
-    """The number of NORM_ROW rows of each segment. The first begins at 0; padding belongs to the segment before it."""
-    ends = [*starts[1:], numel]
-    return [(end - (start if number else 0)) // NORM_ROW for number, (start, end) in enumerate(zip(starts, ends))] \
-        or [numel // NORM_ROW]

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Protocol, Self, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,13 @@ class DeferredParam(ABC):
     params_are_sharded = True
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
-        self._param_ref, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
+        self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
         self._init_context = init_context
 
     @property
     def _parameter(self) -> nn.Parameter:
         parameter = self._param_ref()
-        assert isinstance(parameter, nn.Parameter), "it has gone, and its holder should have gone with it"
+        assert isinstance(parameter, nn.Parameter), "it has gone, and its owner should have gone with it"
         return parameter
 
     @property
@@ -76,9 +76,8 @@ class DeferredParam(ABC):
         other._take_ownership()
         return parameter
 
-    @abstractmethod
     def _unshare_after_clone(self) -> None:
-        """After a copy: stop sharing mutable values with the original."""
+        """After a copy: stop sharing values that are written in place with the original."""
 
     @abstractmethod
     def full_value(self, device: torch.device | None = None) -> Tensor:
@@ -96,10 +95,6 @@ class DeferredParam(ABC):
 
     def describe(self, parameter: Tensor) -> str:
         return f"a parameter of shape {tuple(self._shape)}"
-
-    @property
-    def dp(self) -> Group:
-        return self._dp
 
     def check_before_user_gather(self) -> None:
         """Always possible."""
@@ -124,14 +119,14 @@ class DeferredParam(ABC):
 
 def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
     """The full value of a parameter without an engine; rank 0's value on every rank. Collective."""
-    holder = param_owner(parameter)
-    if holder is None:
+    owner = param_owner(parameter)
+    if owner is None:
         value = parameter.detach().to(device).contiguous()
         broadcast_into(value, 0, dp).wait()
         return value
-    if isinstance(holder, DeferredParam):
-        return holder.full_value(device)
-    raise ConfigError(f"a parameter of shape {tuple(holder.full_shape(parameter))} belongs to another engine already: "
+    if isinstance(owner, DeferredParam):
+        return owner.full_value(device)
+    raise ConfigError(f"a parameter of shape {tuple(owner.full_shape(parameter))} belongs to another engine already: "
                       "build one engine for a model, or destroy() the other first")
 
 
@@ -144,17 +139,13 @@ class LazyInitParam(DeferredParam):
                  init_context: InitContext = InitContext()) -> None:
         super().__init__(parameter, parameter.dtype, dp, init_context)
         self.source = source
-        self._modified_value: Tensor | None = None
+        self.modified_value: Tensor | None = None
+        """The values if the user has edited them: they no longer follow from the source. Never written in place."""
         self._take_ownership()
 
-    @property
-    def is_modified(self) -> bool:
-        """The user has edited the values, which no longer follow from the source."""
-        return self._modified_value is not None
-
     def full_value(self, device: torch.device | None = None) -> Tensor:
-        if self._modified_value is not None:
-            return self._modified_value.to(device)
+        if self.modified_value is not None:
+            return self.modified_value.to(device)
         flat = torch.empty(self._shape.numel(), device=device)
         self.source(flat, 0)
         return flat.view(self._shape).to(self._dtype)
@@ -165,12 +156,9 @@ class LazyInitParam(DeferredParam):
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         value = self._parameter.detach()
         if modifier_rank is not None:
-            self._modified_value = value.contiguous()
-            broadcast_into(self._modified_value, modifier_rank, self._dp).wait()
+            self.modified_value = value.contiguous()
+            broadcast_into(self.modified_value, modifier_rank, self.dp).wait()
         self._become_placeholder()
-
-    def _unshare_after_clone(self) -> None:
-        """Nothing to do: `_modified_value` is never written in place."""
 
 
 def lacks_values(parameter: nn.Parameter) -> bool:
@@ -187,9 +175,9 @@ def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
 
 def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
     """The initializers of the parameters, or None unless all are still to be drawn."""
-    holders = [param_owner(parameter) for parameter in parameters]
-    found = [holder.source for holder in holders if isinstance(holder, LazyInitParam) and not holder.is_modified]
-    return found if len(found) == len(holders) else None
+    sources = [owner.source for owner in map(param_owner, parameters)
+               if isinstance(owner, LazyInitParam) and owner.modified_value is None]
+    return sources if len(sources) == len(parameters) else None
 
 
 def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:
@@ -246,16 +234,6 @@ class NvmeInitShard:
         return self._arena.store(self.read())
 
 
-class InitShard(Protocol):
-    """A rank's shard of one parameter."""
-
-    def write(self, values: Tensor) -> None: ...
-
-    def read(self) -> Tensor: ...
-
-    def copy(self) -> Self: ...
-
-
 @final
 class MemoryInitShard:
     def __init__(self, values: Tensor) -> None:
@@ -283,14 +261,13 @@ class InitShardedParam(DeferredParam):
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         own = self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0))
-        self._shard: InitShard = (storage.store(own) if isinstance(storage, NvmeInitArena)
-                                  else MemoryInitShard(own.to(storage)))
+        self._shard = (storage.store(own) if isinstance(storage, NvmeInitArena) else MemoryInitShard(own.to(storage)))
         self._take_ownership()
 
     def full_value(self, device: torch.device | None = None) -> Tensor:
         part = self._shard.read().to(self._device)
-        flat = part.new_empty(self._dp.size * part.numel())
-        all_gather_into(flat, part, self._dp).wait()
+        flat = part.new_empty(self.dp.size * part.numel())
+        all_gather_into(flat, part, self.dp).wait()
         return flat[: self._shape.numel()].view(self._shape).to(device)
 
     def _is_unmodified(self, value: Tensor) -> bool:
@@ -306,12 +283,12 @@ class InitShardedParam(DeferredParam):
 
     def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
         value = value.to(self._device).contiguous()
-        broadcast_into(value, source_rank, self._dp).wait()
+        broadcast_into(value, source_rank, self.dp).wait()
         return value
 
     def _shard_of(self, value: Tensor) -> Tensor:
         """This rank's part of the flattened values, padded with zeros."""
         own = value.new_zeros(self._shard_numel, dtype=self._dtype)
-        mine = value.flatten()[self._dp.rank * self._shard_numel : (self._dp.rank + 1) * self._shard_numel]
+        mine = value.flatten()[self.dp.rank * self._shard_numel : (self.dp.rank + 1) * self._shard_numel]
         own[: mine.numel()] = mine
         return own

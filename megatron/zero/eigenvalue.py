@@ -49,13 +49,13 @@ class ShiftedRounding:
     def __call__(self) -> None:
         if self.inner is not None:
             self.inner()
-        kept, work = self.bucket.master_state, self.bucket.param_shard
-        for chunk in kept.chunks:
-            with kept.open(chunk, [WEIGHT]) as found:
-                lacking = found[WEIGHT] - found[WEIGHT].to(work.dtype)
-            moved = torch.empty_like(lacking, dtype=torch.float32)
-            work.read(WEIGHT, chunk.start, moved)
-            work.write(WEIGHT, chunk.start, moved.add_(lacking).add_(self.shift[chunk].to(moved.device)))
+        master_state, param_shard = self.bucket.master_state, self.bucket.param_shard
+        for chunk in master_state.chunks:
+            with master_state.open(chunk, [WEIGHT]) as opened:
+                cast_error = opened[WEIGHT] - opened[WEIGHT].to(param_shard.dtype)
+            shifted = torch.empty_like(cast_error, dtype=torch.float32)
+            param_shard.read(WEIGHT, chunk.start, shifted)
+            param_shard.write(WEIGHT, chunk.start, shifted.add_(cast_error).add_(self.shift[chunk].to(shifted.device)))
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
         raise AssertionError("nothing is checked while weights are moved")
@@ -86,58 +86,50 @@ class HessianEigensolver:
         v = self._normalized(parts, {bucket: self._random_direction(bucket, segments, key)
                                      for bucket, segments in parts.items()})
         unit = self._norm(parts, {bucket: _read_weights(bucket, bucket.master_state) for bucket in parts}) or 1.0
-        wanted, s, found = TARGET_GRADIENT_CHANGE[self._buckets[0].param_shard.dtype], FIRST_STEP * unit, 0.0
+        target, s, eigenvalue = TARGET_GRADIENT_CHANGE[self._buckets[0].param_shard.dtype], FIRST_STEP * unit, 0.0
         known: list[HessianDirection] = []
         for _ in range(self._max_iter):
-            image, change = self._hessian_vector_product(parts, v, s, run)
-            known.append(HessianDirection(v, image))
-            matrix = self._projected_hessian(parts, known)
+            product, change = self._hessian_vector_product(parts, v, s, run)
+            known.append(HessianDirection(v, product))
+            products = torch.tensor([[self._dot(parts, one.direction, other.hessian_product) for other in known]
+                                     for one in known], dtype=torch.float64, device=self._buckets[0].device)
+            broadcast_into(products, 0, self._world).wait()  # so that all ranks stop at the same iteration
+            matrix = (products + products.T).cpu() / 2  # H projected on the known directions, [n, n], symmetric
             if not bool(matrix.isfinite().all()):
                 return math.nan
             values, vectors = torch.linalg.eigh(matrix)  # ascending: the largest magnitude is the first or the last
             place = int(values.abs().argmax())
-            before, found = found, float(values[place])
-            if found == 0 or abs(found - before) < self._tol * abs(found):
+            before, eigenvalue = eigenvalue, float(values[place])
+            if eigenvalue == 0 or abs(eigenvalue - before) < self._tol * abs(eigenvalue):
                 break
             steepest = _combine_directions(known, vectors[:, place])
             if len(known) == MAX_DIRECTIONS:
                 known = [_combine_directions(known, vectors[:, end]) for end in (0, -1)]
-            v = self._normalized(parts, self._residual(parts, known, steepest, found))
-            s = min(max(s * wanted / (change or wanted), MIN_STEP * unit), MAX_STEP * unit)
-        return found
-
-    def _projected_hessian(self, parts: BlockSegments, known: Sequence[HessianDirection]) -> Tensor:
-        """H projected on the known directions, [n, n], symmetric. All ranks use the values of rank 0, so that all stop
-        at the same iteration."""
-        products = torch.tensor([[self._dot(parts, one.direction, other.hessian_product) for other in known]
-                                 for one in known], dtype=torch.float64, device=self._buckets[0].device)
-        broadcast_into(products, 0, self._world).wait()
-        return (products + products.T).cpu() / 2
-
-    def _residual(self, parts: BlockSegments, known: Sequence[HessianDirection], steepest: HessianDirection,
-                  eigenvalue: float) -> ShardedVector:
-        rest = _linear_combination([1.0, -eigenvalue], [steepest.hessian_product, steepest.direction])
-        for one in known:
-            rest = _linear_combination([1.0, -self._dot(parts, one.direction, rest)], [rest, one.direction])
-        return rest
+            residual = _linear_combination([1.0, -eigenvalue], [steepest.hessian_product, steepest.direction])
+            for one in known:
+                residual = _linear_combination([1.0, -self._dot(parts, one.direction, residual)],
+                                               [residual, one.direction])
+            v = self._normalized(parts, residual)
+            s = min(max(s * target / (change or target), MIN_STEP * unit), MAX_STEP * unit)
+        return eigenvalue
 
     def _hessian_vector_product(self, parts: BlockSegments, v: ShardedVector, length: float,
                                 run: Callable[[], None]) -> tuple[ShardedVector, float]:
         """H v from gradients at weights shifted by `length` to both sides, and the relative change of the gradients."""
-        moved, turned = ({bucket: torch.zeros_like(values) for bucket, values in v.items()} for _ in range(2))
+        shifts, changes = ({bucket: torch.zeros_like(values) for bucket, values in v.items()} for _ in range(2))
         size = 0.0
         for sign in (1, -1):
             with self._shifted_params({bucket: values * (sign * length) for bucket, values in v.items()}):
                 run()
-                for bucket, values in moved.items():
+                for bucket, values in shifts.items():
                     values.add_(_read_weights(bucket, bucket.param_shard), alpha=sign)
             gradients = {bucket: _mean_gradient(bucket, segments) for bucket, segments in parts.items()}
             size += self._norm(parts, gradients) / 2
-            for bucket, values in turned.items():
+            for bucket, values in changes.items():
                 values.add_(gradients[bucket], alpha=sign)
-        way = self._dot(parts, v, moved)
-        return ({bucket: values / way if way else torch.zeros_like(values) for bucket, values in turned.items()},
-                self._norm(parts, turned) / size if size else 0.0)
+        distance = self._dot(parts, v, shifts)
+        return ({bucket: values / distance if distance else torch.zeros_like(values)
+                 for bucket, values in changes.items()}, self._norm(parts, changes) / size if size else 0.0)
 
     @contextmanager
     def _shifted_params(self, by: ShardedVector) -> Iterator[None]:
@@ -176,15 +168,15 @@ class HessianEigensolver:
                 place = slice(part.shard_offset, part.shard_offset + part.count)
                 product = one[bucket][place].double() @ other[bucket][place].double()
                 sums[int(part.slot.partition is not None)] += product
-            whole, cut = all_reduce(sums, bucket.shard_group)
-            total += float(whole) + float(all_reduce(cut, self._tp))
+            replicated, sharded = all_reduce(sums, bucket.shard_group)
+            total += float(replicated) + float(all_reduce(sharded, self._tp))
         return total
 
 
-def _read_weights(bucket: FlatBucket, shelf: StoredShard) -> Tensor:
+def _read_weights(bucket: FlatBucket, stored: StoredShard) -> Tensor:
     """This rank's shard of the weights in fp32, [shard_numel]; other blocks included."""
     out = torch.empty(bucket.layout.shard_numel, device=bucket.device)
-    shelf.read(WEIGHT, 0, out)
+    stored.read(WEIGHT, 0, out)
     return out
 
 
@@ -203,8 +195,8 @@ def _combine_directions(known: Sequence[HessianDirection], shares: Tensor) -> He
 
 
 def _linear_combination(shares: Sequence[float], vectors: Sequence[ShardedVector]) -> ShardedVector:
-    found = {bucket: torch.zeros_like(values) for bucket, values in vectors[0].items()}
+    total = {bucket: torch.zeros_like(values) for bucket, values in vectors[0].items()}
     for share, vector in zip(shares, vectors, strict=True):
-        for bucket, values in found.items():
+        for bucket, values in total.items():
             values.add_(vector[bucket], alpha=share)
-    return found
+    return total

@@ -31,7 +31,7 @@ from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location, StateSegment
-from megatron.zero.param_coordinator import NoopCoordinator, ParamCoordinator, units_reused_within
+from megatron.zero.param_coordinator import ReplicatedParams, ParamCoordinator, units_reused_within
 from megatron.zero.stages import make_comm_config, stage_policy
 from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
 from megatron.zero.step import OptimizerStep, StepReport
@@ -69,38 +69,39 @@ class ZeroEngine:
         self.set_accumulation_steps(accumulation)
         comm = make_comm_config(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
-        kinds = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
+        dtypes = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
         self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
-                                                              DeviceStorage(device, kinds.params))
-        turns = BufferPool()
+                                                              DeviceStorage(device, dtypes.params))
+        buffer_pool = BufferPool()
         self._units = build_units(module, BucketingConfig(
-            self._policy, comm, kinds, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, turns))
+            self._policy, comm, dtypes, groups.dp, device,
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool))
         attach_main_grad_writers(self._units)
         scaling = loss_scale_rule(precision)
         self.state = EngineState(self._units, rule, scaling.initial_state(), groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
+        self.all_buckets = self.state.all_buckets
         if (schedule := quantize.schedule) is not None:
             self.state.moq = MoQState(quantize, schedule, module, self.buckets, groups, seed)
             publish_masters(self.buckets)
         on_host = [bucket.storage.update_location is Location.HOST for bucket in self.buckets]
         rule.bind_device(HOST if all(on_host) else device, groups.world)
-        for bucket in (*self.buckets, *self.frozen_buckets):
+        for bucket in self.all_buckets:
             register_owning_engine(bucket, self)
-        self._state_offloader = StateOffloader([*self.buckets, *self.frozen_buckets], turns, device)
-        self._param_guard = ModelParamGuard(module, [*self.buckets, *self.frozen_buckets])
+        self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
+        self._param_guard = ModelParamGuard(module, self.all_buckets)
         self._optimizer_step = OptimizerStep(
             self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
             divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
-        self.param_coordinator = NoopCoordinator() if not self._policy.params_are_sharded else ParamCoordinator(
+        self.param_coordinator = ReplicatedParams() if not self._policy.params_are_sharded else ParamCoordinator(
             self._units, max_live=zero.stage3_max_live_parameters,
             kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self._units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
-        one_by_one = self._policy.optim_is_sharded or kinds.copies_for_reduction(device)
-        # On one data parallel rank there is no collective to overlap, only the copies to the host.
-        at_once = any(on_host) and groups.dp.is_solo
-        reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
+        max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
+        if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
+            max_in_flight = 0
+        reductions = ReductionOrder(self._units, max_in_flight, self.log)
         self.pass_coordinator = PassCoordinator(self._units, self.param_coordinator, reductions, self.log,
                                                 NoGradForwardChecker(groups.dp, device, self.log),
                                                 allows_unused=zero.ignore_unused_parameters,
@@ -125,7 +126,17 @@ class ZeroEngine:
         Returns the divided loss."""
         self._check_can_train("engine.backward()")
         self._state_offloader.check_not_offloaded("engine.backward()", LP_PARAMS)
-        _check_loss(loss, self.module)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
+                              "tensor with one number")
+        if loss.numel() != 1:
+            raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of "
+                              "it")
+        if not loss.requires_grad:
+            advice = "run the forward outside of torch.no_grad(), on parameters that are not frozen"
+            if not any(parameter.requires_grad for parameter in self.module.parameters()):
+                advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
+            raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
         divisor = self.accumulation_steps if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
         self._optimizer_step.before_backward(part, first=not self.has_gradients, divisor=divisor)
@@ -151,16 +162,15 @@ class ZeroEngine:
                               "after the block, and after a backward outside of it")
         if self._failed_backward is not None:
             raise ConfigError(f"step() after a backward that failed ({self._failed_backward}): what had been "
-                              "accumulated is gone, and the step begins anew: call backward(loss) for each of its "
+                              "accumulated is gone, and the step starts again: call backward(loss) for each of its "
                               "micro-batches")
-        boundary = self.is_at_boundary
-        if boundary and not all(bucket.grads.is_reduced for bucket in self.buckets):
-            raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
-                              "outside of no_sync() and at the accumulation boundary")
-        if not boundary:
+        if not self.is_at_boundary:
             self.state.counters.micro_steps += 1
             self._micro_batches += 1
             return None
+        if not all(bucket.grads.is_reduced for bucket in self.buckets):
+            raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
+                              "outside of no_sync() and at the accumulation boundary")
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
         STATUS.set_phase(OPTIMIZER_STEP)
@@ -168,11 +178,10 @@ class ZeroEngine:
         self.finish_delayed_update()
         try:
             scalars_error = _extra_scalars_error(extra_scalars)
-            veto_error = (self.pass_coordinator.veto_error() or self._param_guard.veto_error()
-                          or self._user_modified_grad_error() or scalars_error)
-            filled = [*(extra_scalars if scalars_error is None
-                        else ()), *(MAX_EXTRA_SCALARS * [0.0])][:MAX_EXTRA_SCALARS]
-            self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, filled,
+            veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
+            padding = MAX_EXTRA_SCALARS * [0.0]
+            padded_scalars = [*(extra_scalars if scalars_error is None else ()), *padding][:MAX_EXTRA_SCALARS]
+            self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, padded_scalars,
                                                     engine_scalars, self.accumulation_steps, self.micro_batch)
             self.last_report.given_scalar_count = len(extra_scalars)
         except BaseException as error:
@@ -185,9 +194,11 @@ class ZeroEngine:
         STATUS.set_phase("")
         return self.last_report
 
-    def _user_modified_grad_error(self) -> str | None:
-        """The error if the user has set a gradient since the backward that the engine would ignore, or None."""
+    def _model_change_error(self) -> str | None:
+        """The error if the user changed the model or a gradient so that the step would ignore it, or None. Other ranks
+        may see no error."""
         try:
+            self._param_guard.check_before_step()
             for bucket in self.buckets:
                 bucket.grads.check_user_modified_grads()
         except ConfigError as error:
@@ -291,7 +302,7 @@ class ZeroEngine:
 
     def wait_for_param_gathers(self) -> None:
         """Wait for the running all-gathers of parameters, so that this rank may exit."""
-        for bucket in (*self.buckets, *self.frozen_buckets):
+        for bucket in self.all_buckets:
             bucket.wait_for_param_gather()
 
     def offload_states(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> bool:
@@ -299,7 +310,7 @@ class ZeroEngine:
         if self.has_gradients:
             raise ConfigError("engine.offload_states() within a step, whose gradients are accumulated: call it after "
                               "the engine.step() that ends the step, or after engine.zero_grad()")
-        for bucket in (*self.buckets, *self.frozen_buckets):
+        for bucket in self.all_buckets:
             bucket.check_not_gathered_by_user("engine.offload_states()")
         if not self._state_offloader.frees_memory:
             return False
@@ -323,7 +334,7 @@ class ZeroEngine:
             handle.remove()
         detach_main_grad_writers(self._units)
         try:
-            for bucket in (*self.buckets, *self.frozen_buckets):
+            for bucket in self.all_buckets:
                 bucket.release_params()
         finally:  # also if NVMe fails
             self.engine_storage.close()
@@ -435,32 +446,19 @@ class ZeroEngine:
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
         """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
-        return (() if self._optimizer_step.compressed_exchange is None
-                else self._optimizer_step.compressed_exchange.bucket_exchanges)
+        exchange = self._optimizer_step.compressed_exchange
+        return () if exchange is None else exchange.bucket_exchanges
 
     def invalidate_communicated_states(self, bucket: object) -> None:
         """The user has changed optimizer states of the bucket: drop what other ranks derived from communication.
         Collective if states are sharded."""
-        for line in self.compressed_exchanges:
-            if line.bucket is bucket:
-                line.states_were_modified(self.rule)
+        for exchange in self.compressed_exchanges:
+            if exchange.bucket is bucket:
+                exchange.states_were_modified(self.rule)
 
     def _sync_exchange_with_rule(self) -> None:
         if self._optimizer_step.compressed_exchange is not None:
             self._optimizer_step.compressed_exchange.sync_with_rule()
-
-
-def _check_loss(loss: object, module: nn.Module) -> None:
-    if not isinstance(loss, Tensor):
-        raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
-                          "tensor with one number")
-    if loss.numel() != 1:
-        raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of it")
-    if not loss.requires_grad:
-        advice = "run the forward outside of torch.no_grad(), on parameters that are not frozen"
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
-        raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
 
 
 def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:

@@ -1,9 +1,7 @@
 """DeepSpeed's estimates of what ZeRO's model states need, for scripts written against them: same names, same formulas.
 
-Four functions print a table, one row for each choice of offloading and of construction, and return its rows:
-
-    ..._all_live(model, ...)      counts the parameters of a model
-    ..._all_cold(numbers, ...)    is given their number
+Each function prints a table, one row for each choice of offloading and of construction, and returns its rows. Those
+called `all_live` count the parameters of a model, those called `all_cold` are given their number.
 
 Bytes per parameter: 2 for the 16-bit weight, 2 for its gradient, 4 for the gradient in fp32, 12 for the fp32 master
 and the moments. `zero_init` shards each layer when it is built, so that the host never holds a full model per GPU.

@@ -40,16 +40,18 @@ STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in it
 class GradState(Enum):
     UNREDUCED = "gradients in the full buffer, or none; the shard, if any, holds sums of earlier backwards"
     REDUCING = "this backward has started the reduction: no other gradient may arrive"
-    REDUCED = "the shard holds the sums of all gradients so far, apart from the full buffer"
+    REDUCED = "the shard holds the sums of all gradients so far, and the full buffer is free"
     REDUCED_IN_BUFFER = "the same, in the full buffer, which is to be kept until the step"
 
 
 class FlatGradients:
+    """The full buffer and the reduced shard of one bucket's gradients."""
+
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
                  shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
                  buffer_pool: BufferPool, log: CollectiveLog, offloader: GradOffloader | None = None) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
-        self._accumulates_shard, self._reduces_when_complete = policy.grads_are_sharded, policy.params_are_sharded
+        self._accumulates_shard, self._params_are_sharded = policy.grads_are_sharded, policy.params_are_sharded
         self._shard_group, self._replica_group = shard_group, replica_group
         self._device, self._dtypes, self._comm = device, dtypes, comm
         self._buffer_pool, self._log, self._offloader = buffer_pool, log, offloader
@@ -100,7 +102,7 @@ class FlatGradients:
     def _mark_grad_received(self, index: int) -> None:
         """Record that the parameter got a gradient. Raises ConfigError if its bucket has been reduced already."""
         if index in self._arrived_in_backward and (self.state is GradState.REDUCING
-                                                   or self._reduces_when_complete and self.is_complete):
+                                                   or self._params_are_sharded and self.is_complete):
             raise ConfigError(
                 f"{self.layout.slots[index].name} got a second gradient in one backward, after those of its "
                 "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
@@ -252,7 +254,8 @@ class FlatGradients:
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
         self._copy_remaining_grads()
         # The reduction overwrites this rank's gradients in the buffer, of which `parameter.grad` may be a view.
-        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
+        if self._slots_with_grad_view or (
+                self._arrived_in_backward and not self._copies_each_grad and not self.is_complete):
             self._clear_param_grads()
         self.state = GradState.REDUCING
         self._evict_all_reservations()
@@ -271,7 +274,7 @@ class FlatGradients:
         output = self._shard_of(grads)
         # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
         keeps_output = self._accumulates_shard and self._shard is None and self._offloader is None
-        if keeps_output and self._shard_group.size > 1 or self._dtypes.grad_shard != grads.dtype:
+        if (keeps_output and self._shard_group.size > 1) or self._dtypes.grad_shard != grads.dtype:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         self._reduction_output, self._pending_reduction = output, self._launch_reduction(
             grads.to(self._dtypes.communication or grads.dtype), output)

@@ -1,8 +1,7 @@
 """Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports to a `UnitEvents` object.
 
 A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
-the parameters that no other unit has. Recomputed forwards need no extra hooks: the receiver knows whether a backward
-is running.
+the parameters that no other unit has.
 
 Autograd may save views of gathered weights, which would keep the gathered buffer alive until the backward. After the
 forward of a unit each such view in its graph is replaced by a reference (`SavedParamView`), which is resolved in
@@ -16,8 +15,8 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import ref
 
 import torch
@@ -70,9 +69,6 @@ INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
 _SEARCHED_KEY = "zero_searched"
 """Marks the graph nodes of a unit's outputs; a later search stops at them."""
 
-_saved_fields: dict[type[Node], list[str]] = {}
-"""Node class -> the attributes that hold its saved tensors."""
-
 
 class SavedParamView(NamedTuple):
     """A view of a gathered parameter, without its memory."""
@@ -109,29 +105,23 @@ def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBu
             continue
         seen.add(node)
         nodes += [before for before, _ in node.next_functions if before is not None]
-        for saved in _iter_saved_tensors(node):
-            if saved.unpack_hook is None and (weight := _find_param_view(saved.data, of_storage)) is not None:
-                saved.register_hooks(partial(_pack, weight), SavedParamView.resolve)
+        for name in _saved_tensor_names(type(node)):
+            value = getattr(node, name)
+            for saved in value if isinstance(value, tuple | list) else () if value is None else (value,):
+                if saved.unpack_hook is None and (view := _find_param_view(saved.data, of_storage)) is not None:
+                    saved.register_hooks(lambda tensor, view=view: view, SavedParamView.resolve)
     for node in ends:
         _metadata(node)[_SEARCHED_KEY] = True
 
 
 def _metadata(node: Node) -> dict[str, Any]:
-    found: Any = node.metadata  # torch's annotation says that it is a function
-    return found  # type: ignore[no-any-return]
+    return cast(dict[str, Any], node.metadata)  # torch's annotation says that it is a function
 
 
-def _pack(saved: SavedParamView, tensor: Tensor) -> SavedParamView:
-    return saved
-
-
-def _iter_saved_tensors(node: Node) -> Iterator[Any]:
-    kind = type(node)
-    if kind not in _saved_fields:
-        _saved_fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
-    for name in _saved_fields[kind]:
-        found = getattr(node, name)
-        yield from found if isinstance(found, tuple | list) else () if found is None else (found,)
+@cache
+def _saved_tensor_names(kind: type[Node]) -> list[str]:
+    """The attributes of the node class that hold its saved tensors."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved")]
 
 
 def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> SavedParamView | None:
@@ -232,12 +222,18 @@ def _do_nothing(*given: Any) -> None:
 
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
+    def refuse_load(buckets: set[FlatBucket], *arguments: object) -> None:
+        if any(bucket.overwrites_user_writes for bucket in buckets):
+            raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it "
+                              "with the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
+                              "zero.GatheredParameters(parameters, modifier_rank=0)")
+
     bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
     handles: list[RemovableHandle] = []
     for module in units[0].module.modules():
         buckets = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
         if buckets:
-            handles.append(module.register_load_state_dict_pre_hook(EngineHook(partial(_refuse_load, buckets))))
+            handles.append(module.register_load_state_dict_pre_hook(EngineHook(partial(refuse_load, buckets))))
     return handles
 
 
@@ -322,13 +318,6 @@ def map_module_outputs(module: nn.Module, change: Callable[[Any], Any]) -> Remov
     return module.register_forward_hook(lambda module, args, output: change(output))
 
 
-def _refuse_load(buckets: set[FlatBucket], module: nn.Module, *arguments: object) -> None:
-    if any(bucket.overwrites_user_writes for bucket in buckets):
-        raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it with "
-                          "the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
-                          "zero.GatheredParameters(parameters, modifier_rank=0)")
-
-
 def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
     events.before_forward(unit)
     if unit.has_frozen and torch.is_grad_enabled():
@@ -341,38 +330,29 @@ class UnitCall:
     """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._output_ids = {_output_id(x) for x in outputs}
+        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
 
     def shares_output_with(self, other: UnitCall) -> bool:
         return not self._output_ids.isdisjoint(other._output_ids)
 
 
-def _output_id(output: Tensor) -> object:
-    mark = output.__dict__.setdefault("zero_mark", object())
-    return mark
-
-
 def _after_forward(events: UnitEvents, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
     if any(map(unit.has_view, iter_tensors(output))):  # a view would keep the whole gathered buffer alive
         output = map_tensors(output, lambda tensor: tensor.clone() if unit.has_view(tensor) else tensor)
-    output_tensors = list(iter_tensors(output))
-    grad_outputs = [tensor for tensor in output_tensors
-                    if tensor.requires_grad and not tensor.is_leaf]  # leaves get gradients in no fixed order
+    outputs = list(iter_tensors(output))
+    # Leaves get gradients in no fixed order.
+    grad_outputs = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
     if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
         save_params_by_reference(grad_outputs, unit.sharded_buckets)
-    call = UnitCall(grad_outputs)
+    call, version = UnitCall(grad_outputs), events.weight_version
     for tensor in grad_outputs:
-        tensor.register_hook(partial(_before_backward, events, unit, events.weight_version, call))
-    if not output_tensors and output is not None and unit.numel:
+        tensor.register_hook(lambda gradient: events.before_backward(unit, version, call))
+    if not outputs and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
                           "them")
     events.after_forward(unit)
     return output
-
-
-def _before_backward(events: UnitEvents, unit: Unit, weight_version: int, call: UnitCall, gradient: Tensor) -> None:
-    events.before_backward(unit, weight_version, call)
 
 
 def _param_grad_ready(events_of: ref[UnitEvents], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,

@@ -58,8 +58,11 @@ class FlatLayout:
     """The slots of one bucket in one flat buffer of `shards` equal shards."""
 
     def __init__(self, slots: Sequence[Slot], shards: int = 1) -> None:
-        self.slots = _assign_offsets(slots)
-        self.shards = shards
+        placed, offset = [], 0
+        for slot in sorted(slots, key=lambda slot: slot.group):
+            placed.append(replace(slot, offset=offset))
+            offset += align(slot.numel)
+        self.slots, self.shards = tuple(placed), shards
         used = self.slots[-1].end if self.slots else 0
         self.shard_numel = align(-(-used // shards))
         self.numel = self.shard_numel * shards
@@ -101,15 +104,6 @@ class FlatLayout:
         number = {slot.name: index for index, slot in enumerate(self.slots)}
         for segment in self.segments(rank):
             yield number[segment.slot.name], segment.shard_offset, segment.shard_offset + segment.count
-
-
-def _assign_offsets(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Give each slot its offset: sorted by param group, otherwise in the given order."""
-    placed, offset = [], 0
-    for slot in sorted(slots, key=lambda s: s.group):
-        placed.append(replace(slot, offset=offset))
-        offset += align(slot.numel)
-    return tuple(placed)
 
 
 def align(count: int) -> int:

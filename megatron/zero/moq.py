@@ -65,20 +65,20 @@ class QuantizedMatrix:
         if cut_rows:
             block, place = np.divmod(np.arange(rows), blocks.segment_length // columns)
             size = blocks.full_length // columns
-            there = block * size + blocks.offset // columns + place
+            logical_row = block * size + blocks.offset // columns + place
             is_padding = blocks.offset // columns + place >= size
             logical, width = stride * size, columns
         else:
-            there, is_padding = np.arange(rows), np.zeros(rows, bool)
+            logical_row, is_padding = np.arange(rows), np.zeros(rows, bool)
             logical, width = rows, columns * blocks.full_length // blocks.segment_length
         if logical % wanted and not (is_table and wanted <= logical):
             raise ConfigError(f"--quantize-groups {wanted} does not divide the {logical} rows of {slot.name}: give a "
                               "divisor of the rows of every matrix")
         each = -(-logical // wanted)
         count = -(-logical // each)
-        members = [(min(logical, (group + 1) * each) - group * each) * width for group in range(count)]
-        index = np.where(is_padding, count, there // each)
-        return QuantizedMatrix(slot, columns, slice(first, first + count + 1), members,
+        group_numel = [(min(logical, (group + 1) * each) - group * each) * width for group in range(count)]
+        index = np.where(is_padding, count, logical_row // each)
+        return QuantizedMatrix(slot, columns, slice(first, first + count + 1), group_numel,
                                torch.from_numpy(index).to(device), blocks, slot.partition is not None)
 
 
@@ -102,7 +102,9 @@ class QuantRowBlock:
         """[rows]: the group of each row, counted within the matrix."""
         return self.matrix.group_of_row[self.row : self.row + self.rows]
 
-    def noise(self, key: int, device: torch.device) -> Tensor:
+    def noise(self, key: int | None, device: torch.device) -> Tensor | None:
+        if key is None:
+            return None
         out = torch.empty(self.rows * self.width, device=device)
         UniformInitializer(key, self.matrix.blocks)(out, self.row * self.matrix.columns + self.column)
         return out.view(self.rows, self.width)
@@ -123,52 +125,50 @@ class QuantGroupStats:
 
     def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Quantizer]:
         """Name -> quantizer of each matrix, for its number of bits. Collective."""
-        highest, lowest = self._extremes()
-        few = {name: one for name, one in self.matrices.items() if bits[name] < MIN_UNIFORM_BITS}
-        found: dict[str, Quantizer] = {name: uniform_quantizer(bits[name], highest[one.groups], lowest[one.groups],
-                                                               symmetric=symmetric)
-                                       for name, one in self.matrices.items() if name not in few}
-        return {**found, **(self._low_bit_grids(few, torch.maximum(highest, -lowest), bits) if few else {})}
-
-    def _extremes(self) -> tuple[Tensor, Tensor]:
-        """[groups] twice: the largest and the smallest value of each group."""
-        found = torch.full((2, self.group_count), -torch.inf, device=self.device)
+        extremes = torch.full((2, self.group_count), -torch.inf, device=self.device)  # largest, -smallest
         for x, group, _ in self.iter_rows(self.matrices):
-            found[0].scatter_reduce_(0, group, x.amax(1), "amax")
-            found[1].scatter_reduce_(0, group, -x.amin(1), "amax")
-        found = self.all_reduce(found, "max")
+            extremes[0].scatter_reduce_(0, group, x.amax(1), "amax")
+            extremes[1].scatter_reduce_(0, group, -x.amin(1), "amax")
+        extremes = self.all_reduce(extremes, "max")
         for one in self.matrices.values():
-            found[:, one.groups.stop - 1] = 0  # padding
-        return found[0], -found[1]
+            extremes[:, one.groups.stop - 1] = 0  # padding
+        highest, lowest = extremes[0], -extremes[1]
+        low_bit = {name: one for name, one in self.matrices.items() if bits[name] < MIN_UNIFORM_BITS}
+        grids: dict[str, Quantizer] = {name: uniform_quantizer(bits[name], highest[one.groups], lowest[one.groups],
+                                                               symmetric=symmetric)
+                                       for name, one in self.matrices.items() if name not in low_bit}
+        return {**grids, **(self._low_bit_grids(low_bit, torch.maximum(highest, -lowest), bits) if low_bit else {})}
 
-    def _low_bit_grids(self, few: Mapping[str, QuantizedMatrix], largest: Tensor,
+    def _low_bit_grids(self, matrices: Mapping[str, QuantizedMatrix], largest: Tensor,
                        bits: Mapping[str, int]) -> dict[str, Quantizer]:
-        members = torch.ones(self.group_count, dtype=torch.int64)
-        for one in few.values():
-            members[one.groups.start : one.groups.stop - 1] = torch.tensor(one.group_numel)
-        members = members.to(self.device)
-        unit = MagnitudeUnit.for_groups(largest, members)
-        mean = unit.mean(self._group_sums(few, unit.to_units), members)
-        ternary = {name: one for name, one in few.items() if bits[name] == 2}
-        binary: dict[str, Quantizer] = {name: binary_quantizer(mean[one.groups]) for name, one in few.items()
-                                        if name not in ternary}
-        return {**binary, **(self._ternary_grids(ternary, unit, ternary_threshold(mean)) if ternary else {})}
+        """Binary and ternary quantizers. `largest`: [groups], the largest magnitude of each group."""
+        group_numel = torch.ones(self.group_count, dtype=torch.int64)
+        for one in matrices.values():
+            group_numel[one.groups.start : one.groups.stop - 1] = torch.tensor(one.group_numel)
+        group_numel = group_numel.to(self.device)
+        unit = MagnitudeUnit.for_groups(largest, group_numel)
+        mean = unit.mean(self._group_sums(matrices, unit.to_units), group_numel)
+        grids: dict[str, Quantizer] = {name: binary_quantizer(mean[one.groups]) for name, one in matrices.items()
+                                       if bits[name] != 2}
+        ternary = {name: one for name, one in matrices.items() if bits[name] == 2}
+        if not ternary:
+            return grids
+        threshold = ternary_threshold(mean)
 
-    def _ternary_grids(self, matrices: Mapping[str, QuantizedMatrix], unit: MagnitudeUnit,
-                       threshold: Tensor) -> dict[str, Quantizer]:
         def beyond(x: Tensor, group: Tensor) -> Tensor:
             return x.abs() > threshold[group].unsqueeze(1)
 
-        sums = self._group_sums(matrices, lambda x, group: unit.to_units(x, group).mul_(beyond(x, group)))
-        mean = unit.mean(sums, self._group_sums(matrices, lambda x, group: beyond(x, group).long()))
-        return {name: ternary_quantizer(threshold[one.groups], mean[one.groups]) for name, one in matrices.items()}
+        sums = self._group_sums(ternary, lambda x, group: unit.to_units(x, group).mul_(beyond(x, group)))
+        mean = unit.mean(sums, self._group_sums(ternary, lambda x, group: beyond(x, group).long()))
+        return {**grids, **{name: ternary_quantizer(threshold[one.groups], mean[one.groups])
+                            for name, one in ternary.items()}}
 
     def _group_sums(self, matrices: Mapping[str, QuantizedMatrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        found = torch.zeros(self.group_count, dtype=torch.int64, device=self.device)
+        sums = torch.zeros(self.group_count, dtype=torch.int64, device=self.device)
         for x, group, matrix in self.iter_rows(matrices):
             if matrix.is_tp_sharded or self.counts_replicated:
-                found.index_add_(0, group, count(x, group).sum(1))
-        return self.all_reduce(found, "sum")
+                sums.index_add_(0, group, count(x, group).sum(1))
+        return self.all_reduce(sums, "sum")
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,13 @@ class MatrixRounding:
     key: int | None
     """Of the random noise; None: round to nearest."""
 
-    def round_values(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
-        rounded = quantize_to_levels(self.grid, x, strip.group, self._noise(x, strip))
+    def round_values(self, x: Tensor, row_block: QuantRowBlock) -> Tensor:
+        rounded = quantize_to_levels(self.grid, x, row_block.group, row_block.noise(self.key, x.device))
         return rounded.mul_(1 - self.blend).add_(x * self.blend) if self.blend else rounded
 
-    def levels(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
+    def levels(self, x: Tensor, row_block: QuantRowBlock) -> Tensor:
         """The grid levels of `x`, without blending."""
-        return self.grid.levels(x, strip.group, self._noise(x, strip))
-
-    def _noise(self, x: Tensor, strip: QuantRowBlock) -> Tensor | None:
-        return None if self.key is None else strip.noise(self.key, x.device)
+        return self.grid.levels(x, row_block.group, row_block.noise(self.key, x.device))
 
 
 def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iterator[QuantRowBlock]:
@@ -207,6 +204,8 @@ def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iter
 
 
 class MoQState:
+    """The bits of each block, as training goes on; attaches the rounding to the buckets."""
+
     def __init__(self, config: QuantizeConfig, schedule: BitSchedule, module: nn.Module,
                  buckets: Sequence[FlatBucket], groups: Groups, seed: int) -> None:
         self.config, self.schedule, self.seed = config, schedule, seed
@@ -254,14 +253,6 @@ class MoQState:
                                zip(self.blocks[1:], eigenvalues, self.period_factors[1:], strict=True))
             self.messages.append(f"eigenvalues before step {self.counter + 1}: {values}")
 
-    def progress_of(self, name: str) -> BitState:
-        """The state of the block of a parameter."""
-        return self.progress[block_of(name, self.blocks)]
-
-    def noise_key_of(self, name: str) -> int | None:
-        """The RNG key of a matrix's rounding noise at this step; None without stochastic rounding."""
-        return noise_key(self.seed, self.counter, name) if self.config.quantize_rounding == "stochastic" else None
-
     def take_messages(self) -> list[str]:
         messages, self.messages = self.messages, []
         return messages
@@ -287,18 +278,17 @@ class MoQState:
 def _eigenvalue_blocks(config: QuantizeConfig, module: nn.Module) -> list[str]:
     """Names of the blocks of `eigenvalue_layer_name`, by default those of the first ModuleList."""
     lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
-    wanted = config.eigenvalue_layer_name
-    name = wanted if wanted is not None else next(iter(lists), None)
+    name = next(iter(lists), None) if config.eigenvalue_layer_name is None else config.eigenvalue_layer_name
     if name is None:
         raise ConfigError("--quantize-eigenvalue needs a list of modules in the model, its blocks: there is none")
     if name not in lists:
         there = f"its lists are {', '.join(lists)}" if lists else "it has no list of modules"
         raise ConfigError(f"--eigenvalue-layer-name {name}: the model has no such list of blocks; {there}")
-    found = [f"{name}.{number}" for number in range(len(lists[name]))]
-    if config.eigenvalue_layer_num not in (0, len(found)):
-        raise ConfigError(f"--eigenvalue-layer-num is {config.eigenvalue_layer_num}, and {name} has {len(found)}: give "
-                          "that number, or leave it out")
-    return found
+    count = len(lists[name])
+    if config.eigenvalue_layer_num not in (0, count):
+        raise ConfigError(f"--eigenvalue-layer-num is {config.eigenvalue_layer_num}, and {name} has {count}: give that "
+                          "number, or leave it out")
+    return [f"{name}.{number}" for number in range(count)]
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
@@ -330,19 +320,29 @@ class BucketRounding:
         count = 0
         for slot in bucket.layout.slots:
             if is_matrix(slot.shape) and slot.numel:
-                made = QuantizedMatrix.of(slot, moq.config.quantize_groups, count, tp, self._device, slot.name
-                                          in tables)
-                self._matrices[slot.name], count = made, made.groups.stop
+                matrix = QuantizedMatrix.of(slot, moq.config.quantize_groups, count, tp, self._device,
+                                            slot.name in tables)
+                self._matrices[slot.name], count = matrix, matrix.groups.stop
         self._matrix_roundings: dict[str, MatrixRounding] = {}
         """The roundings that the current parameters were made with."""
 
     def __call__(self) -> None:
         """Round this rank's parameter shard, which has the values of the masters. Collective."""
-        self._matrix_roundings = self._make_matrix_roundings() if self._moq.is_rounding and self._matrices else {}
-        if self._matrix_roundings:
-            for chunk in self._bucket.param_shard.chunks:
-                with self._bucket.param_shard.open(chunk, [WEIGHT], writes=True) as kept:
-                    self._round(chunk, kept[WEIGHT])
+        moq, config = self._moq, self._moq.config
+        roundings: dict[str, MatrixRounding] = {}
+        if moq.is_rounding and self._matrices:
+            progress = {name: moq.progress[block_of(name, moq.blocks)] for name in self._matrices}
+            stats = QuantGroupStats(self._matrices, self._iter_rows, self._all_reduce, self._device,
+                                    counts_replicated=self._tp.rank == 0)
+            grids = stats.make_grids({name: state.bits for name, state in progress.items()},
+                                     symmetric=config.quantize_type == "symmetric")
+            for name, grid in grids.items():
+                key = noise_key(moq.seed, moq.counter, name) if config.quantize_rounding == "stochastic" else None
+                roundings[name] = MatrixRounding(grid, moq.schedule.blend(progress[name], moq.counter), key)
+        self._matrix_roundings = roundings
+        for chunk in self._bucket.param_shard.chunks if roundings else ():
+            with self._bucket.param_shard.open(chunk, [WEIGHT], writes=True) as opened:
+                self._round(chunk, opened[WEIGHT])
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
         """The rounded values of one chunk of the masters, as last written to the parameters."""
@@ -354,37 +354,27 @@ class BucketRounding:
         return weights
 
     def _round(self, chunk: slice, weights: Tensor) -> None:
-        for strip in self._iter_row_blocks(chunk):
-            block = strip.view_in(weights)
-            block.copy_(self._matrix_roundings[strip.matrix.slot.name].round_values(block.float(), strip))
+        for row_block in self._iter_row_blocks(chunk):
+            values = row_block.view_in(weights)
+            rounding = self._matrix_roundings[row_block.matrix.slot.name]
+            values.copy_(rounding.round_values(values.float(), row_block))
 
-    def _make_matrix_roundings(self) -> dict[str, MatrixRounding]:
-        """Name -> rounding of each matrix at this step. Collective."""
-        moq, config, device = self._moq, self._moq.config, self._device
-        now = {name: moq.progress_of(name) for name in self._matrices}
-        stats = QuantGroupStats(self._matrices, self._iter_rows, self._all_reduce, device,
-                                counts_replicated=self._tp.rank == 0)
-        grids = stats.make_grids({name: one.bits for name, one in now.items()},
-                                 symmetric=config.quantize_type == "symmetric")
-        return {name: MatrixRounding(grid, moq.schedule.blend(now[name], moq.counter), moq.noise_key_of(name))
-                for name, grid in grids.items()}
-
-    def _all_reduce(self, found: Tensor, op: Op) -> Tensor:
+    def _all_reduce(self, stats: Tensor, op: Op) -> Tensor:
         """Over data and tensor parallel ranks that hold other parts of the same tensors."""
         bucket = self._bucket
         if bucket.shard_group.is_solo and self._tp.is_solo:
-            return found
+            return stats
         bucket.log.record_collective(f"scales of {bucket.name}")
-        return all_reduce(all_reduce(found.to(bucket.device), bucket.shard_group, op), self._tp, op).to(self._device)
+        return all_reduce(all_reduce(stats.to(bucket.device), bucket.shard_group, op), self._tp, op).to(self._device)
 
     def _iter_rows(self, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
         """The `RowIterator` of this rank's parameter shard."""
         for chunk in self._bucket.param_shard.chunks:
-            with self._bucket.param_shard.open(chunk, [WEIGHT]) as kept:
-                for strip in self._iter_row_blocks(chunk):
-                    if strip.matrix.slot.name in matrices:
-                        x = strip.view_in(kept[WEIGHT]).float()
-                        yield x, strip.group + strip.matrix.groups.start, strip.matrix
+            with self._bucket.param_shard.open(chunk, [WEIGHT]) as opened:
+                for row_block in self._iter_row_blocks(chunk):
+                    if (matrix := row_block.matrix).slot.name in matrices:
+                        x = row_block.view_in(opened[WEIGHT]).float()
+                        yield x, row_block.group + matrix.groups.start, matrix
 
     def _iter_row_blocks(self, chunk: slice) -> Iterator[QuantRowBlock]:
         for segment in self._bucket.layout.segments(self._bucket.shard_group.rank, chunk):

@@ -1,12 +1,8 @@
-"""Decides which units are gathered at stage 3: those in use, and a cache of those that are used next.
-
-    in use    from `acquire` to `after_forward`, or in a backward from `acquire` to `release`
-    idle      gathered but not in use: prefetched, or kept from a forward for its backward
-    sharded   `acquire` gathers it
+"""Decides which units are gathered at stage 3: those in use, and a cache of those that are used next (`UnitState`).
 
 While a unit is used, the unit that followed it last time is prefetched. At most `stage3_max_live_parameters` elements
 are gathered at a time: idle units are resharded to make space, in forward order (a backward uses the first one last).
-All ranks must gather the same units in the same order; `gather_digest` checks it. `NoopCoordinator` is for stages 0
+All ranks must gather the same units in the same order; `gather_digest` checks it. `ReplicatedParams` is for stages 0
 to 2.
 """
 
@@ -30,8 +26,15 @@ class UnitPhase(Enum):
     BACKWARD = "backward"
 
 
-class NoopCoordinator:
-    """For units that are never sharded; `acquire` waits for the all-gather after the last step."""
+class UnitState(Enum):
+    SHARDED = "`acquire` gathers it"
+    IDLE = "gathered but not in use: prefetched, or kept from a forward for its backward"
+    IN_FORWARD = "from `acquire` to `after_forward`"
+    IN_BACKWARD = "from `acquire` to `release`"
+
+
+class ReplicatedParams:
+    """Stages 0 to 2, where units are always gathered: `acquire` waits for the all-gather after the last step."""
 
     gather_digest = 0
     """A digest of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
@@ -67,25 +70,23 @@ class NoopCoordinator:
 
 def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     """Units whose backward follows their forward with at most `distance` elements of other units in between."""
-    behind, found = 0, set[Unit]()
+    behind, reused = 0, set[Unit]()
     for unit in reversed(units):
         if 2 * behind <= distance:  # each later unit is used twice in between: in its forward and in its backward
-            found.add(unit)
+            reused.add(unit)
         behind += unit.numel
-    return found
+    return reused
 
 
-class ParamCoordinator(NoopCoordinator):
+class ParamCoordinator(ReplicatedParams):
     def __init__(self, units: Sequence[Unit], *, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
                  log: CollectiveLog) -> None:
         """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward."""
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
-        self._in_use: set[Unit] = set()
-        self._in_backward: set[Unit] = set()
+        self._states = dict.fromkeys(units, UnitState.SHARDED)
         self._finished_in_backward: set[Unit] = set()  # units that this backward does not use again
-        self._gathered: set[Unit] = set()
         self.gathered_numel = 0
-        self._kept_for_backward, self._root, self._all = kept_for_backward, units[0], frozenset(units)
+        self._kept_for_backward, self._root = kept_for_backward, units[0]
         self._skipped_units: Set[Unit] = frozenset()
         """Units that the last `set_forward_order` left out."""
         self._last_forward_unit: Unit | None = None
@@ -97,62 +98,55 @@ class ParamCoordinator(NoopCoordinator):
         self._last_use: tuple[UnitPhase, Unit] | None = None
 
     def begin_forward(self) -> None:
-        for unit in [*self._in_use]:
+        for unit in self._states:
             self._mark_idle(unit)
         self._last_use = self._last_forward_unit = None
         self._skipped_units = frozenset()
 
     def set_forward_order(self, units: Sequence[Unit]) -> None:
         order = [self._root, *units, self._root]
-        self._skipped_units, self._last_forward_unit = self._all.difference(order), order[-2]
+        self._skipped_units, self._last_forward_unit = self._states.keys() - order, order[-2]
         for one, after in zip(order, order[1:]):
             self._next_unit[UnitPhase.FORWARD, one] = after
             self._next_unit[UnitPhase.BACKWARD, after] = one
 
     def acquire(self, unit: Unit, phase: UnitPhase) -> None:
         self._log.purpose = phase.value
-        if unit not in self._gathered:
+        if self._states[unit] is UnitState.SHARDED:
             self._evict_idle_units(unit)
-        self._in_use.add(unit)
-        if phase is UnitPhase.BACKWARD:
-            self._in_backward.add(unit)
         self._mark_gathered(unit)
+        if phase is UnitPhase.BACKWARD:
+            self._states[unit] = UnitState.IN_BACKWARD
+        elif self._states[unit] is not UnitState.IN_BACKWARD:
+            self._states[unit] = UnitState.IN_FORWARD
         for bucket in unit.buckets:
             bucket.gather()
         if self._last_use is not None:
             self._next_unit[self._last_use] = unit
         self._last_use = phase, unit
         follower = self._next_unit.get(self._last_use)
-        self._prefetch(follower)
-        if follower is not None:
-            self._prefetch_local_shard(self._next_unit.get((phase, follower)))
-
-    def _prefetch(self, unit: Unit | None) -> None:
-        """Start to gather the next unit if it fits into `max_live`."""
-        if self._should_prefetch(unit) and self.gathered_numel + unit.numel <= self._max_live:
-            self._mark_gathered(unit)
-            for bucket in unit.buckets:
+        if self._should_prefetch(follower) and self.gathered_numel + follower.numel <= self._max_live:
+            self._mark_gathered(follower)
+            for bucket in follower.buckets:
                 bucket.start_gather()
-
-    def _prefetch_local_shard(self, unit: Unit | None) -> None:
-        """Start to fetch this rank's shard of the unit after the next one from its offload storage."""
-        if self._should_prefetch(unit):
-            for bucket in unit.buckets:
+        second = None if follower is None else self._next_unit.get((phase, follower))
+        if self._should_prefetch(second):  # fetch this rank's shard from its offload storage
+            for bucket in second.buckets:
                 bucket.param_shard.prefetch()
 
     def _should_prefetch(self, unit: Unit | None) -> TypeGuard[Unit]:
         """The unit is sharded, and this pass is expected to use it."""
-        return (self._prefetches and unit is not None and unit not in self._gathered
+        return (self._prefetches and unit is not None and self._states[unit] is UnitState.SHARDED
                 and unit not in self._finished_in_backward and unit not in self._skipped_units)
 
     def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
-        if unit not in self._in_backward:
+        if self._states[unit] is not UnitState.IN_BACKWARD:
             self._mark_idle(unit)
             if not backward_follows or not (unit in self._kept_for_backward or unit is self._last_forward_unit):
                 self._reshard(unit, keep_secondary_shard=backward_follows)
 
     def after_recompute(self, unit: Unit) -> None:
-        if unit not in self._in_backward:
+        if self._states[unit] is not UnitState.IN_BACKWARD:
             self._mark_idle(unit)
 
     def release(self, unit: Unit) -> None:
@@ -162,38 +156,38 @@ class ParamCoordinator(NoopCoordinator):
 
     def release_all(self) -> None:
         self._finished_in_backward.clear()
-        self._in_use.clear()
-        self._in_backward.clear()
-        for unit in [*self._gathered]:
-            self._reshard(unit)
+        for unit, state in self._states.items():
+            if state is not UnitState.SHARDED:
+                self._mark_idle(unit)
+                self._reshard(unit)
         self._last_use = None
 
     def _mark_gathered(self, unit: Unit) -> None:
-        if unit not in self._gathered:
-            self._gathered.add(unit)
+        if self._states[unit] is UnitState.SHARDED:
+            self._states[unit] = UnitState.IDLE
             self.gathered_numel += unit.numel
         if unit.numel and not unit.is_unsharded:
             self.gather_digest = (self.gather_digest * 31 + unit.index + 1) % DIGEST_LIMIT
 
     def _mark_idle(self, unit: Unit) -> None:
-        self._in_use.discard(unit)
-        self._in_backward.discard(unit)
+        if self._states[unit] is not UnitState.SHARDED:
+            self._states[unit] = UnitState.IDLE
 
     def _reshard(self, unit: Unit, *, keep_secondary_shard: bool = False) -> None:
         for bucket in unit.buckets:
             bucket.reshard(keep_secondary_shard=keep_secondary_shard)
-        if unit in self._gathered and not unit.is_unsharded:  # stays gathered inside zero.GatheredParameters
-            self._gathered.remove(unit)
+        if self._states[unit] is not UnitState.SHARDED and \
+                not unit.is_unsharded:  # stays gathered inside zero.GatheredParameters
+            self._states[unit] = UnitState.SHARDED
             self.gathered_numel -= unit.numel
 
     def _evict_idle_units(self, unit: Unit) -> None:
-        if self.gathered_numel + unit.numel <= self._max_live:
-            return
-        for idle in sorted(self._gathered - self._in_use, key=lambda other: other.index):
-            self._reshard(idle)
+        for idle in [other for other, state in self._states.items() if state is UnitState.IDLE]:
             if self.gathered_numel + unit.numel <= self._max_live:
                 return
+            self._reshard(idle)
         needed = self.gathered_numel + unit.numel
-        raise ConfigError(
-            f"{needed} parameters have to be whole at once for {unit.name}, and --stage3-max-live-parameters is "
-            f"{self._max_live}: raise it to {needed}, or cut the model finer (blocks in a ModuleList, TiledLinear)")
+        if needed > self._max_live:
+            raise ConfigError(
+                f"{needed} parameters have to be gathered at once for {unit.name}, and --stage3-max-live-parameters is "
+                f"{self._max_live}: raise it to {needed}, or cut the model finer (blocks in a ModuleList, TiledLinear)")

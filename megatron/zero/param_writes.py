@@ -81,35 +81,33 @@ class InPlaceWriteGuard:
         counts = self._current_versions()
         if counts == self._versions and (param_shard is None or not compare_values):  # the common case
             return
-        touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._versions) if pair[0] != pair[1]]
-        if param_shard is not None and (touched or compare_values):
-            if (edited := self._first_modified(param_shard, master_state, round_masters)) is not None:
-                self._raise_write_error(edited)
-        self._versions = counts
-        if touched and (param_shard is None or self._layout.shards > 1):
-            self._raise_write_error(touched[0])
+        written, modified = self.first_written(), None
+        if param_shard is not None and (written is not None or compare_values):
+            modified = self._first_modified(param_shard, master_state, round_masters)
+        if modified is None:
+            self._versions = counts
+            if param_shard is None or self._layout.shards > 1:
+                modified = written
+        if modified is not None:
+            raise ConfigError(
+                f"{modified} was written to in place since the last step (copy_(), `p.data.mul_()`, nn.init and the "
+                "like), and that would not last: the engine keeps fp32 masters or shards beside it. Write inside "
+                "zero.GatheredParameters(parameters, modifier_rank=0), or call engine.load_module_state_dict(state)")
 
     def _first_modified(self, param_shard: Tensor, master_state: StoredShard,
                         round_masters: MasterRounding) -> str | None:
         """The first parameter that differs from its masters."""
         for chunk in master_state.chunks:
-            with master_state.open(chunk, [WEIGHT]) as kept:
-                master = round_masters(chunk, kept[WEIGHT])
+            with master_state.open(chunk, [WEIGHT]) as opened:
+                master = round_masters(chunk, opened[WEIGHT])
                 if not any(map(_values_differ, param_shard[chunk].split(ELEMENTS_PER_COMPARISON),
                                master.split(ELEMENTS_PER_COMPARISON))):
                     continue
                 for segment in self._layout.segments(self._rank, chunk):
-                    segment_range = slice(segment.shard_offset, segment.shard_offset + segment.count)
-                    if _values_differ(param_shard[segment_range],
-                                      master[segment_range.start - chunk.start:segment_range.stop - chunk.start]):
+                    start, stop = segment.shard_offset, segment.shard_offset + segment.count
+                    if _values_differ(param_shard[start:stop], master[start - chunk.start : stop - chunk.start]):
                         return segment.slot.name  # if none differs, it was padding
         return None
-
-    def _raise_write_error(self, name: str) -> None:
-        raise ConfigError(
-            f"{name} was written to in place since the last step (copy_(), `p.data.mul_()`, nn.init and the like), and "
-            "that would not last: the engine keeps fp32 masters or shards beside it. Write inside "
-            "zero.GatheredParameters(parameters, modifier_rank=0), or call engine.load_module_state_dict(state)")
 
 
 def shift_version_counters(parameters: Sequence[Tensor], by: int) -> None:
@@ -131,11 +129,8 @@ class GatheredParamsSession:
         start = rank * layout.shard_numel
         self._shard_range = slice(start, start + layout.shard_numel)
         self._before = gathered_params.clone()
-
-    @property
-    def shard_before(self) -> Tensor:
+        self.shard_before = self._before[self._shard_range]
         """This rank's shard at the start of the session; it counts until the session ends."""
-        return self._before[self._shard_range]
 
     def first_modified(self) -> str | None:
         """The first parameter whose bits have changed."""
@@ -153,12 +148,10 @@ class GatheredParamsSession:
         param_shard.write(WEIGHT, 0, new)
         for chunk in master_state.chunks if master_state is not param_shard else ():
             edited = new[chunk] != old[chunk]
-            if edited.any():
-                with master_state.open(chunk, [WEIGHT],
-                                       writes=True) as opened:  # unedited elements keep their fp32 bits
+            if edited.any():  # unedited elements keep their fp32 bits
+                with master_state.open(chunk, [WEIGHT], writes=True) as opened:
                     masters = opened[WEIGHT]
-                    there = edited.to(masters.device)
-                    masters[there] = new[chunk][edited].to(masters.device, masters.dtype)
+                    masters[edited.to(masters.device)] = new[chunk][edited].to(masters.device, masters.dtype)
 
     def undo_modifications(self) -> None:
         self._gathered_params.copy_(self._before)

@@ -4,8 +4,7 @@ The owner of a parameter is `zero.Init` or a bucket of an engine; an ordinary te
 parameter to owner is global, because `GatheredParameters(params)` gets only parameters.
 
 A placeholder has no elements and reports the size of the full parameter. Its class refuses every torch operation
-that needs values (`ALLOWED_OPS` and `SIZE_OPS` need none), so use outside the parameter's unit is an error, never a
-wrong number. A gathered parameter has its normal class again: no overhead in a forward. Inside `zero.Init`, in-place
+that needs values, so use outside the parameter's unit is an error, never a wrong number. Inside `zero.Init`, in-place
 operations run on the full parameter. torch does not dispatch `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)`
 to the class: they see an empty tensor.
 """
@@ -68,13 +67,6 @@ class ParamOwner(Protocol):
         """Reshard, and undo all edits. Not collective."""
 
 
-class DeferredParamOwner(ParamOwner, Protocol):
-    """The owner of one parameter before there is an engine."""
-
-    def clone(self) -> nn.Parameter:
-        """A copy of the parameter, with an owner of the same kind."""
-
-
 _PARAM_OWNERS = WeakTensorKeyDictionary()
 """Parameter -> a function that returns its owner, or None."""
 
@@ -89,14 +81,14 @@ def release_param(parameter: nn.Parameter) -> None:
 
 
 def param_owner(parameter: Tensor) -> ParamOwner | None:
-    found: Callable[[], ParamOwner | None] | None = _PARAM_OWNERS.get(parameter)
-    return None if found is None else found()
+    get_owner: Callable[[], ParamOwner | None] | None = _PARAM_OWNERS.get(parameter)
+    return None if get_owner is None else get_owner()
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """The shape of the full parameter, sharded or not."""
-    holder = param_owner(parameter)
-    return parameter.shape if holder is None else holder.full_shape(parameter)
+    owner = param_owner(parameter)
+    return parameter.shape if owner is None else owner.full_shape(parameter)
 
 
 _EXTERNAL = "zero_external_parameters"
@@ -122,8 +114,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    found: Any = module.__dict__.get(_EXTERNAL, [])
-    return list(found)
+    return list(module.__dict__.get(_EXTERNAL, []))
 
 
 _TENSOR: Any = Tensor
@@ -179,34 +170,37 @@ class Placeholder(nn.Parameter):
                 return func(*args, **given)
         used = next(_find_placeholders((*args, *given.values())), None)
         if func in SIZE_OPS and used is not None and used is args[0] and param_owner(used) is not None:
-            return func(_full_size_meta(used), *args[1:], **given)
+            with torch._C.DisableTorchFunctionSubclass():
+                full_meta = torch.empty(full_shape(used), dtype=used.dtype, device="meta")
+            return func(full_meta, *args[1:], **given)
         if func in CONVERSION_OPS and used is not None and used is args[0]:
             return _convert(used, func, args, given)
-        holder = None if used is None else param_owner(used)
-        if holder is not None and holder.allows_in_place_writes:
+        owner = None if used is None else param_owner(used)
+        if owner is not None and owner.allows_in_place_writes:
             if func == _GET_DATA:
                 return used  # in-place writes to `p.data` run on the parameter
-            if _is_in_place(func):
+            name = _op_name(func)
+            if func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__"):
                 return _run_in_place(func, args, given)
-        if holder is None:
+        if owner is None:
             raise ConfigError(f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the "
                               "data parallel ranks, and nothing has them now. Either its engine could not be built, "
-                              "or is gone: build the model anew; or this is a copy: use the parameter itself")
-        if holder.is_offloaded:
+                              "or is gone: build the model again; or this is a copy: use the parameter itself")
+        if owner.is_offloaded:
             raise ConfigError(f"{_describe(used)} cannot be used here ({_op_name(func)}): engine.offload_states() has "
                               "set its elements aside; call engine.reload_states() first")
-        outside = "" if holder.is_engine_owned else "build a model that reads it outside zero.Init, "
+        outside = "" if owner.is_engine_owned else "build a model that reads it outside zero.Init, "
         raise ConfigError(
             f"{_describe(used)} cannot be used here ({_op_name(func)}): its elements are split over the data parallel "
             f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
             "engine.save_16bit_model or engine.save_checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        holder = param_owner(self)
-        if holder is None or not holder.allows_in_place_writes:
+        owner = param_owner(self)
+        if owner is None or not owner.allows_in_place_writes:
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
         if id(self) not in memo:
-            memo[id(self)] = cast(DeferredParamOwner, holder).clone()
+            memo[id(self)] = cast(Any, owner).clone()  # a DeferredParam, since no engine owns the parameter
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -218,28 +212,23 @@ class Placeholder(nn.Parameter):
         return format(repr(self), format_spec)
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = _op_name(func)
-    return func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__")
-
-
 def _run_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an in-place operation on gathered parameters. Collective; rank 0's result is kept."""
-    holders = {id(holder): holder for used in _find_placeholders((*args, *kwargs.values()))
-               if (holder := param_owner(used)) is not None}.values()
+    owners = {id(owner): owner for used in _find_placeholders((*args, *kwargs.values()))
+              if (owner := param_owner(used)) is not None}.values()
     try:
-        for holder in holders:
-            holder.gather_for_user()
+        for owner in owners:
+            owner.gather_for_user()
         with torch.no_grad():
             result = func(*args, **kwargs)
-        for holder in holders:
-            holder.check_before_user_reshard(0)
+        for owner in owners:
+            owner.check_before_user_reshard(0)
     except BaseException:
-        for holder in holders:
-            holder.cancel_user_gather()
+        for owner in owners:
+            owner.cancel_user_gather()
         raise
-    for holder in holders:
-        holder.reshard_after_user(0)
+    for owner in owners:
+        owner.reshard_after_user(0)
     return result
 
 
@@ -254,7 +243,7 @@ def replace_by_placeholder(parameter: Any, empty: Tensor, placeholder_class: typ
 def set_param_data(parameter: Any, data: Tensor) -> None:
     """Give the parameter its normal class and these elements."""
     now: type[nn.Parameter] = type(parameter)
-    parameter.__class__ = _own_class(now)
+    parameter.__class__ = now.own_class if issubclass(now, Placeholder) else now
     parameter.data = data
 
 
@@ -264,41 +253,26 @@ def _placeholder_class(own: type[nn.Parameter], kind: type[Placeholder]) -> type
     return type(kind.__name__, bases, {"own_class": own, "__module__": kind.__module__})
 
 
-@cache
-def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    return cls.own_class if issubclass(cls, Placeholder) else cls
-
-
-def _full_size_meta(placeholder: Placeholder) -> Tensor:
-    """A meta tensor of the full shape."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty(full_shape(placeholder), dtype=placeholder.dtype, device="meta")
-
-
 def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
              kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result: Any = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
         if not isinstance(result, Tensor):  # `type()` without arguments returns a string
             return result
-        holder = param_owner(placeholder)
-        if holder is not None and holder.is_engine_owned:
-            _check_conversion(placeholder, func, result)
+        owner = param_owner(placeholder)
+        is_same_kind = (result.dtype, result.device) == (placeholder.dtype, placeholder.device)
+        if owner is not None and owner.is_engine_owned and not is_same_kind:
+            raise ConfigError(f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} "
+                              f"({_op_name(func)}): its elements are split over the data parallel ranks, in "
+                              f"{placeholder.dtype} on {placeholder.device}; choose fp16 or bf16 in the configuration "
+                              "and the device by the launcher, and read values inside zero.GatheredParameters")
     result.__class__ = type(placeholder)
     return result
 
 
-def _check_conversion(placeholder: Placeholder, func: Callable[..., Any], result: Tensor) -> None:
-    if (result.dtype, result.device) != (placeholder.dtype, placeholder.device):
-        raise ConfigError(f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} "
-                          f"({_op_name(func)}): its elements are split over the data parallel ranks, in "
-                          f"{placeholder.dtype} on {placeholder.device}; choose fp16 or bf16 in the configuration and "
-                          "the device by the launcher, and read values inside zero.GatheredParameters")
-
-
 def _describe(placeholder: Placeholder | None) -> str:
-    holder = None if placeholder is None else param_owner(placeholder)
-    return "a parameter" if holder is None or placeholder is None else holder.describe(placeholder)
+    owner = None if placeholder is None else param_owner(placeholder)
+    return "a parameter" if owner is None or placeholder is None else owner.describe(placeholder)
 
 
 def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:

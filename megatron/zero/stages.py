@@ -3,15 +3,14 @@
     stage  optimizer  gradients  parameters  reduction
     0      full       full       full        at the accumulation boundary, all-reduce
     1      sharded    full       full        at the boundary, reduce-scatter into the shard
-    2      sharded    sharded    full        after every backward, reduce-scatter
-    3      sharded    sharded    sharded     after every backward, reduce-scatter
+    2      sharded    sharded    full        in every backward, reduce-scatter as buckets complete
+    3      sharded    sharded    sharded     in every backward, reduce-scatter as buckets complete
 
 The engine asks this table, never the stage number. `CommConfig` says how gradients and parameters are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron.config.tree import ZeroConfig, flag_name
@@ -68,26 +67,23 @@ def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
     """One line for each setting that is not at its default and has no effect in this run."""
-    given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
-    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}"
-            for name, why in _ineffective_settings(zero.zero_stage, precision, on_cuda) if name in given]
-
-
-def _ineffective_settings(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]]:
-    """Yield (setting, why it has no effect)."""
+    stage, is_sharded = zero.zero_stage, zero.zero_stage >= SHARDED_FROM_STAGE["optim"]
+    reasons: list[tuple[str, str]] = []
     if stage < SHARDED_FROM_STAGE["params"]:
-        for item in fields(ZeroConfig):
-            if item.name.startswith("stage3_"):
-                yield item.name, f"at stage {stage}, where parameters are whole"
-    is_sharded = stage >= SHARDED_FROM_STAGE["optim"]
-    for name in () if is_sharded else ("reduce_scatter", "allgather_bucket_size", "allgather_partitions"):
-        yield name, f"at stage {stage}, where nothing is split"
+        reasons += [(item.name, f"at stage {stage}, where parameters are not sharded") for item in fields(ZeroConfig)
+                    if item.name.startswith("stage3_")]
     if is_sharded:
-        yield "allgather_partitions", "here: each device has one way to collect weights"
-    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else [])) if on_cuda else ():
-        yield name, "on GPUs, where a block travels in one piece"
+        reasons.append(("allgather_partitions", "here: each device has one way to gather weights"))
+    else:
+        reasons += [(name, f"at stage {stage}, where nothing is sharded")
+                    for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions")]
     if on_cuda:
-        yield "contiguous_gradients", "on GPUs, where one operation moves the gradients of a block"
+        reasons += [(name, "on GPUs, where a bucket is sent at once")
+                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else []))]
+        reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a bucket"))
     if precision == "fp32":
-        yield "load_from_fp32_weights", "in fp32, where masters and weights are one"
-    yield "round_robin_gradients", "without offloading to the host"
+        reasons.append(("load_from_fp32_weights", "in fp32, where the weights are the masters"))
+    reasons.append(("round_robin_gradients", "without offloading to the host"))
+    given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
+    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}" for name, why in reasons
+            if name in given]

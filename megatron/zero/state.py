@@ -1,9 +1,6 @@
 """The state that lasts between steps: masters, optimizer states, frozen weights, counters, module buffers.
 
-`EngineState` is what checkpoints hold. `segments_to_save` yields the part of each parameter's state that this rank
-writes; together the ranks write each element once. `load_segments` fills it, and `publish_loaded` gathers the new
-weights. An interrupted change is remembered: steps and saves are refused until a load. Module buffers (batch norm
-statistics) are broadcast from the first rank, and can be restored after a forward that must leave no trace.
+`EngineState` is what checkpoints hold. An interrupted change is remembered: steps and saves are refused until a load.
 
 `StateOffloader` implements `engine.offload_states()` and `reload_states()`: the engine's tensors lose their storage and
 get a new one on reload; a user's view of a weight keeps the old storage. While weights are offloaded their parameters
@@ -86,7 +83,7 @@ def parse_offload_states(include: object, device: object) -> list[str]:
     ConfigError for an unknown state or another device than the host."""
     where = str(_enum_value(device))
     if where != OffloadDeviceEnum.cpu.value:
-        raise ConfigError(f"offload_states: device is {where!r}, and states can be set aside on the host alone: give "
+        raise ConfigError(f"offload_states: device is {where!r}, and states can be offloaded to the host only: give "
                           "\"cpu\"")
     known = [state.value for state in OffloadStateTypeEnum]
     if include is None:
@@ -96,7 +93,7 @@ def parse_offload_states(include: object, device: object) -> list[str]:
         raise ConfigError(f"offload_states: include is a {type(include).__name__}; give a list of {', '.join(known)}")
     wanted = {str(_enum_value(state)) for state in given}
     for name in wanted.difference(known):
-        raise ConfigError(f"offload_states: there is no {name!r} to set aside; known are {', '.join(known)}")
+        raise ConfigError(f"offload_states: unknown state {name!r}; known are {', '.join(known)}")
     return [state for state in known if state in wanted]
 
 
@@ -153,60 +150,58 @@ class StateOffloader:
         if state in (GRADS, GRAD_BUFFERS):
             self._buffer_pool.clear()
             return
-        found = [(bucket, tensors) for bucket in self._buckets for tensors in _tensors_by_storage(bucket, state)]
-        pieces = self._offloaded.setdefault(state, []) if found else []
-        for bucket, tensors in found:
+        device_tensors = [(bucket, tensors) for bucket in self._buckets
+                          for tensors in _tensors_by_storage(bucket, state)]
+        copies = self._offloaded.setdefault(state, []) if device_tensors else []
+        for bucket, tensors in device_tensors:
             bucket.offloaded_states.add(state)
             if state == LP_PARAMS:
                 bucket.begin_param_offload()
             storage, device = tensors[0].untyped_storage(), tensors[0].device
             copy = self._host_buffer(storage.nbytes(), pinned)
-            left = copy_streams.to_host.copy(copy, _byte_view(storage, device))
-            left.wait_on_device()  # the current stream waits, so that the copy is done before the memory is reused
+            copy_event = copy_streams.to_host.copy(copy, _byte_view(storage, device))
+            copy_event.wait_on_device()  # the current stream waits: the copy is done before the memory is reused
             if not non_blocking:
-                left.wait_on_host()
-            pieces.append(
-                _OffloadedStorage([(one, int(one.storage_offset()), one.shape) for one in tensors], device, copy, left))
+                copy_event.wait_on_host()
+            copies.append(_OffloadedStorage([(one, int(one.storage_offset()), one.shape) for one in tensors], device,
+                                            copy, copy_event))
             for one in tensors:
                 one.set_(torch.UntypedStorage(0, device=device))
 
     def _host_buffer(self, nbytes: int, pinned: bool) -> Tensor:
-        kept = self._pinned_buffers.get(nbytes) if pinned else None
-        return kept.pop() if kept else page_aligned_zeros(nbytes, torch.uint8, pinned=pinned)
+        reusable = self._pinned_buffers.get(nbytes) if pinned else None
+        return reusable.pop() if reusable else page_aligned_zeros(nbytes, torch.uint8, pinned=pinned)
 
     def reload(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         """Reload these states, by default all. If the device runs out of memory, the rest stays offloaded."""
         for state in [state for state in self._offloaded if states is None or state in states]:
-            pieces = self._offloaded[state]
-            while pieces:
-                self._reload_storage(pieces[-1], non_blocking)
-                pieces.pop()
+            copies = self._offloaded[state]
+            while copies:
+                offloaded, streams = copies[-1], self._copy_streams
+                assert streams is not None
+                storage = torch.UntypedStorage(len(offloaded.copy), device=offloaded.device)
+                copy_event = streams.to_device.copy(_byte_view(storage, offloaded.device), offloaded.copy,
+                                                    [offloaded.copy_event])
+                copy_event.wait_on_device()
+                if not non_blocking:
+                    copy_event.wait_on_host()
+                for tensor, offset, size in offloaded.tensors:
+                    tensor.set_(storage, offset, size, (1,))
+                if offloaded.copy.is_pinned():
+                    self._pinned_buffers.setdefault(len(offloaded.copy), []).append(offloaded.copy)
+                copies.pop()
             for bucket in self._buckets:
                 if state == LP_PARAMS:
                     bucket.end_param_offload()
                 bucket.offloaded_states.discard(state)
             del self._offloaded[state]
 
-    def _reload_storage(self, piece: _OffloadedStorage, non_blocking: bool) -> None:
-        assert self._copy_streams is not None
-        storage = torch.UntypedStorage(len(piece.copy), device=piece.device)
-        copy_event = self._copy_streams.to_device.copy(_byte_view(storage, piece.device), piece.copy,
-                                                       [piece.copy_event])
-        copy_event.wait_on_device()
-        if not non_blocking:
-            copy_event.wait_on_host()
-        for tensor, offset, size in piece.tensors:
-            tensor.set_(storage, offset, size, (1,))
-        if piece.copy.is_pinned():
-            self._pinned_buffers.setdefault(len(piece.copy), []).append(piece.copy)
-
 
 def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
     """Yield the device tensors of a state, grouped by the storage they share."""
     if state == LP_PARAMS:
         if bucket.is_on_device:
-            yield [bucket.device_param_shard
-                   ] if bucket.params_are_sharded else [bucket.device_param_shard, bucket.gathered_params]
+            yield [bucket.device_param_shard, *([] if bucket.params_are_sharded else [bucket.gathered_params])]
         return
     masters = [WEIGHT] if bucket.has_separate_masters else []
     for kind in masters if state == MASTERS else [one for one in bucket.master_state.kinds if one != WEIGHT]:
@@ -243,6 +238,7 @@ class EngineState:
         self.device = in_forward_order[0].device
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen_buckets = [bucket for bucket in in_forward_order if not bucket.trainable]
+        self.all_buckets = [*self.buckets, *self.frozen_buckets]
         for bucket in self.buckets:
             bucket.master_state.add_kinds(rule.states)
         self.counters = StepCounters(scaler)
@@ -270,10 +266,15 @@ class EngineState:
     def segments_to_save(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
         """Yield (slot, offset in the slot, segment) for the state that this rank writes. Together the ranks write each
         element once: replicas of a shard write a part of it each."""
-        for bucket in self._buckets_with_state(frozen):
+        for bucket in self.all_buckets if frozen else self.buckets:
+            layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
+            if bucket.replica_group.size > 1:
+                layout, rank = FlatLayout(bucket.layout.slots, bucket.replica_group.size), bucket.replica_group.rank
+                shift = rank * layout.shard_numel
             for kind in kinds:
-                if kind in bucket.master_state.kinds:
-                    yield from _owned_segments(bucket, kind)
+                for segment in layout.segments(rank) if kind in bucket.master_state.kinds else ():
+                    yield segment.slot, segment.slot_offset, StateSegment(
+                        bucket.master_state, kind, shift + segment.shard_offset, segment.count)
 
     def load_segments(self, names: Mapping[str, Collection[str]],
                       read: Callable[[str, Slot, int, Tensor], None]) -> None:
@@ -282,46 +283,44 @@ class EngineState:
         `publish_loaded` must follow. No parameter may be in use. A chunk that is overwritten completely is not read
         first: after an NVMe failure it may be unreadable."""
         self.unfinished_change = "load"
-        for bucket in self._buckets_with_state():
+        for bucket in self.all_buckets:
             for chunk in bucket.master_state.chunks:
-                for kind in (kind for kind in names if kind in bucket.master_state.kinds):
-                    self._load_chunk(bucket, kind, chunk, names[kind], read)
+                for kind in names:
+                    if kind in bucket.master_state.kinds:
+                        self._load_chunk(bucket, kind, chunk, names[kind], read)
 
     def _load_chunk(self, bucket: FlatBucket, kind: str, chunk: slice, names: Collection[str],
                     read: Callable[[str, Slot, int, Tensor], None]) -> None:
         segments = list(bucket.layout.segments(bucket.shard_group.rank, chunk))
-        wanted = [segment for segment in segments if segment.slot.name in names]
-        with bucket.master_state.open(chunk, [kind], reads=len(wanted) < len(segments), writes=True) as kept:
-            end = chunk.start
+        reads = not all(segment.slot.name in names for segment in segments)
+        with bucket.master_state.open(chunk, [kind], reads=reads, writes=True) as opened:
+            values, end = opened[kind], 0
             for segment in segments:
-                kept[kind][end - chunk.start : segment.shard_offset - chunk.start] = 0  # padding
-                end = segment.shard_offset + segment.count
-            kept[kind][end - chunk.start :] = 0
-            for segment in wanted:
                 start = segment.shard_offset - chunk.start
-                read(kind, segment.slot, segment.slot_offset, kept[kind][start : start + segment.count])
+                values[end:start] = 0  # padding
+                end = start + segment.count
+                if segment.slot.name in names:
+                    read(kind, segment.slot, segment.slot_offset, values[start:end])
+            values[end:] = 0
             if kind == WEIGHT and not self._loads_masters:
-                kept[WEIGHT].copy_(kept[WEIGHT].to(bucket.param_shard.dtype))
+                values.copy_(values.to(bucket.param_shard.dtype))
 
     def publish_loaded(self) -> None:
         """Copy the loaded masters to the parameters on every rank. Collective."""
-        publish_masters([*self.buckets, *self.frozen_buckets])
+        publish_masters(self.all_buckets)
         self.unfinished_change = None
-
-    def _buckets_with_state(self, frozen: bool = True) -> list[FlatBucket]:
-        return [*self.buckets, *self.frozen_buckets] if frozen else self.buckets
 
     # ---- counters -----------------------------------------------------------------------------------------------
 
     def scalar_state(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides tensors, as JSON values. Collective."""
-        of_rule: dict[str, Any] = {}
-        for part in all_gather_json(self._rule.scalars(), self._world):  # a rank has those of its own segments
-            of_rule |= part
+        rule_scalars: dict[str, Any] = {}
+        for scalars in all_gather_json(self._rule.scalars(), self._world):  # a rank has those of its own segments
+            rule_scalars |= scalars
         counters = self.counters
         rounding = {} if self.moq is None else {"quantisation": self.moq.state_dict()}
         return {"global_steps": counters.global_steps, "skipped_steps": counters.skipped_steps,
-                "micro_steps": counters.micro_steps, "optimizer_steps": counters.optimizer_steps, "rule": of_rule,
+                "micro_steps": counters.micro_steps, "optimizer_steps": counters.optimizer_steps, "rule": rule_scalars,
                 "loss_scale": counters.scaler.scale, "clean_steps": counters.scaler.clean_steps,
                 "hysteresis_left": counters.scaler.hysteresis_left, **rounding}
 
@@ -341,19 +340,8 @@ class EngineState:
             for bucket in self.buckets:
                 states = [kind for kind in bucket.master_state.kinds if kind != WEIGHT]
                 for chunk in bucket.master_state.chunks if states else ():
-                    with bucket.master_state.open(chunk, states, reads=False, writes=True) as kept:
+                    with bucket.master_state.open(chunk, states, reads=False, writes=True) as opened:
                         for kind in states:
-                            kept[kind].zero_()
+                            opened[kind].zero_()
         self.counters.optimizer_steps = 0
         self._rule.restore({})
-
-
-def _owned_segments(bucket: FlatBucket, kind: str) -> Iterator[tuple[Slot, int, StateSegment]]:
-    if bucket.replica_group.size > 1:
-        layout, rank = FlatLayout(bucket.layout.slots, bucket.replica_group.size), bucket.replica_group.rank
-        shift = rank * layout.shard_numel
-    else:
-        layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
-    for segment in layout.segments(rank):
-        yield segment.slot, segment.slot_offset, StateSegment(bucket.master_state, kind, shift + segment.shard_offset,
-                                                              segment.count)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -43,14 +44,14 @@ class GradNorm:
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
         self._buckets, self._unreduced = buckets, unreduced
         device = buckets[0].device if buckets else None  # an engine without optimizer has no trainable buckets
-        shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
-        self._shards = shards
-        lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        self._shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank]
+                        for bucket in buckets}
+        lengths = [len(self._shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._row_norms = torch.zeros(sum(lengths), device=device)
         """The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`."""
         self._row_norms_by_bucket = self._row_norms.split(lengths)
         self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
-            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
+            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in self._shards[bucket]]).to(device)
 
     def norm_squared(self) -> Tensor:
         """The squared norm of the rows that this rank counts, a 0-dimensional fp64 tensor. It is not finite if any
@@ -94,35 +95,35 @@ STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
 the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
 
 
+@dataclass(eq=False)
 class StepReport:
     """What one optimizer step did. Reading it may wait for the device, but never for another rank."""
 
-    def __init__(self, result: StepResult, veto_error: str | None, *, number: int, loss_scale: float, lr: float,
-                 extra_scalar_count: int, settings: StepSettings | None = None) -> None:
-        self.number, self.loss_scale, self.lr = number, loss_scale, lr
-        """The index of the step, the loss scale of its gradients, and the learning rate of the first param group."""
-        self.note: str | None = None
-        """What changes from this step on."""
-        self.skip_warning: str | None = None
-        """Why the step was skipped, if that is unusual. Set by `finish_step`."""
-        self.result, self.veto_error, self._extra_scalar_count = result, veto_error, extra_scalar_count
-        self.settings = settings
-        """The settings of this rank for the step; None on a single rank."""
-        self.losses: Sequence[Tensor] = ()
-        """Of this rank's micro-batches. Read only if a gradient is not finite."""
-        self.given_scalar_count = extra_scalar_count
-        """How many extra scalars this rank gave; the rest of `extra_scalars` is padding."""
-        self._host_result: HostStepResult | None = None
+    result: StepResult
+    veto_error: str | None
+    number: int
+    loss_scale: float
+    lr: float
+    """Of the first param group."""
+    settings: StepSettings | None
+    """The settings of this rank for the step; None on a single rank."""
+    losses: Sequence[Tensor]
+    """Of this rank's micro-batches. Read only if a gradient is not finite."""
+    note: str | None
+    """What changes from this step on."""
+    extra_scalar_count: int
+    given_scalar_count: int
+    """How many extra scalars this rank gave; the rest of `extra_scalar_count` is padding."""
+    skip_warning: str | None = None
+    """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
-    @property
+    @cached_property
     def host_result(self) -> HostStepResult:
-        if self._host_result is None:
-            self._host_result = self.result.to_host()
-        return self._host_result
+        return self.result.to_host()
 
     @property
     def is_on_host(self) -> bool:
-        return self._host_result is not None
+        return "host_result" in self.__dict__
 
     @property
     def applied(self) -> bool:
@@ -134,10 +135,6 @@ class StepReport:
         step was skipped."""
         return self.host_result.norm
 
-    def set_grad_norm(self, norm: float) -> None:
-        """Replace the norm by that of the compressed gradient."""
-        self._host_result = self.host_result._replace(norm=norm)
-
     @property
     def extra_scalars(self) -> tuple[float, ...]:
         """The caller's extra scalars, summed over the world; as many as this rank gave."""
@@ -146,7 +143,7 @@ class StepReport:
     @property
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
-        return self.host_result.scalars[self._extra_scalar_count:]
+        return self.host_result.scalars[self.extra_scalar_count:]
 
 
 class OptimizerStep:
@@ -188,7 +185,9 @@ class OptimizerStep:
             self._losses = []
             self._loss_divisors.clear()
             if self.compressed_exchange is not None:
-                self._begin_compressed_step(self.compressed_exchange)
+                self._next_note = self.compressed_exchange.begin_step() or self._next_note
+                if self._is_compressed and self._unreduced_norm is None:
+                    self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
         self._losses.append(loss.detach())
         self._loss_divisors[f"1/{divisor}"] += 1
 
@@ -202,14 +201,8 @@ class OptimizerStep:
         finally:
             self._is_paused = False
 
-    def _begin_compressed_step(self, exchange: CompressedGradExchange) -> None:
-        self._next_note = exchange.begin_step() or self._next_note
-        if exchange.is_compressed and self._unreduced_norm is None:
-            self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
-
-    def __call__(self, run_digest: int, veto_error: str | None = None, extra_scalars: Sequence[Tensor | float] = (),
-                 engine_scalars: Sequence[float] = (), accumulation: int = 1,
-                 micro_batch: int | None = None) -> StepReport:
+    def __call__(self, run_digest: int, veto_error: str | None, extra_scalars: Sequence[Tensor | float],
+                 engine_scalars: Sequence[float], accumulation: int, micro_batch: int | None) -> StepReport:
         """Update the weights, or skip the step if a gradient is not finite, and discard the gradients. Collective.
 
         All ranks must agree on `run_digest` (what a rank ran), the hyper-parameters and the batch sizes. A `veto_error`
@@ -226,16 +219,20 @@ class OptimizerStep:
             square, world, digest=0 if settings is None else settings.digest(run_digest, world.size),
             counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
             has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
-        verdict = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
-        report = StepReport(verdict, veto_error, number=counters.global_steps + 1, settings=settings,
-                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"],
-                            extra_scalar_count=len(extra_scalars))
-        report.note, self._next_note = self._next_note, None
-        report.losses = self._losses  # not reset: a refused step may be called again
+        result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
+        report = StepReport(result, veto_error, number=counters.global_steps + 1, settings=settings,
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], note=self._next_note,
+                            losses=self._losses,  # not reset: a refused step may be called again
+                            extra_scalar_count=len(extra_scalars), given_scalar_count=len(extra_scalars))
+        self._next_note = None
         if self.is_deferred:
-            self._update(lambda device: self._device_scalars(verdict))
+            self._update(lambda device: self._device_scalars(result))
         elif self._result_or_raise(report).applied:
-            factor = self._exchange_compressed(report) if self._is_compressed else report.host_result.grad_multiplier
+            factor = report.host_result.grad_multiplier
+            if self._is_compressed:
+                assert self.compressed_exchange is not None
+                factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
+                report.host_result = report.host_result._replace(norm=norm)
             if self._state.moq is not None:
                 self._state.moq.advance(counters.applied_steps + 1)
             self._update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
@@ -254,13 +251,6 @@ class OptimizerStep:
     @property
     def _norm_in_use(self) -> GradNorm:
         return self._unreduced_norm if self._is_compressed and self._unreduced_norm is not None else self._norm
-
-    def _exchange_compressed(self, report: StepReport) -> float:
-        """Run the compressed communication. Returns the factor for the gradients that it left for the update."""
-        assert self.compressed_exchange is not None
-        factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
-        report.set_grad_norm(norm)
-        return factor
 
     def _mean_factor(self) -> float:
         """The factor that turns a sum of scaled gradients into their mean."""
@@ -289,11 +279,11 @@ class OptimizerStep:
         report, self._unread_report = self._unread_report, None
         if report is None:
             return
-        counters, found = self._state.counters, report.host_result
-        if found.ranks_disagree:
+        counters, result = self._state.counters, report.host_result
+        if result.ranks_disagree:
             self._report_to_explain = report
             return
-        if found.applied:
+        if result.applied:
             counters.optimizer_steps += 1
             self._steps_on_host = counters.optimizer_steps
             self._skips_in_a_row = 0
@@ -302,68 +292,63 @@ class OptimizerStep:
             if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
                 self._skips_in_a_row += 1
                 self._report_to_explain = report
-        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not found.applied)
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not result.applied)
 
     def finish_step(self) -> None:
         """Read the result of the last step and raise its error, if any. All ranks must call it at the same place: it
         is collective if there was an error."""
         self.read_step_result()
         report, self._report_to_explain = self._report_to_explain, None
-        if report is not None:
-            self._raise_or_warn_of_skip(report, self._result_or_raise(report).norm)
-
-    def _result_or_raise(self, report: StepReport) -> HostStepResult:
-        """The result on the host. Raises ConfigError if the ranks disagree, and is collective then."""
-        found = report.host_result
-        if found.has_veto:
-            texts = all_gather_json(report.veto_error, self._groups.world)
-            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-            raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
-        if not found.digests_match:
-            assert report.settings is not None
-            raise different_settings_error(report.settings, self._groups.world) or \
-                diverged_blocks_error(self._log, self._groups.world)
-        return found
-
-    def _raise_or_warn_of_skip(self, report: StepReport, norm: float) -> None:
-        """After a skipped step: raise NumericsError if too many were skipped, or set the report's warning."""
-        scaled = self._scale_rule.is_enabled
-        too_many = self._skips_in_a_row > self._skips_allowed(report.number)
-        if scaled and too_many:
+        if report is None:
+            return
+        norm, is_scaled = self._result_or_raise(report).norm, self._scale_rule.is_enabled
+        if is_scaled:
+            allowed = MAX_OVERFLOWS_IN_A_ROW
+        elif self._max_skipped is not None:
+            allowed = self._max_skipped
+        else:
+            allowed = MAX_SKIPS_IN_A_ROW if report.number > STRICT_FIRST_STEPS else 0
+        too_many = self._skips_in_a_row > allowed
+        if is_scaled and too_many:
             raise NumericsError(
                 f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot shrink, "
                 f"last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
-        if not scaled:
+        if not is_scaled:
             what = f"gradient norm is {norm} at step {report.number}: {self._describe_first_nonfinite_param(report)}"
             if too_many:
-                raise NumericsError(f"{what}; weights are unchanged; {self._why_not_skipped(report.number)}; resume "
-                                    "from the last checkpoint with a lower --lr or other data")
+                why = f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
+                if self._max_skipped is None and not allowed:
+                    why = (f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped-in-a-row "
+                           "allows it")
+                raise NumericsError(f"{what}; weights are unchanged; {why}; resume from the last checkpoint with a "
+                                    "lower --lr or other data")
             report.skip_warning = f"{what}; the step was skipped, weights are unchanged"
 
-    def _why_not_skipped(self, step: int) -> str:
-        allowed = self._skips_allowed(step)
-        if self._max_skipped is None and not allowed:
-            return f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped-in-a-row allows it"
-        return f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
-
-    def _skips_allowed(self, step: int) -> int:
-        if self._scale_rule.is_enabled:
-            return MAX_OVERFLOWS_IN_A_ROW
-        if self._max_skipped is not None:
-            return self._max_skipped
-        return MAX_SKIPS_IN_A_ROW if step > STRICT_FIRST_STEPS else 0
+    def _result_or_raise(self, report: StepReport) -> HostStepResult:
+        """The result on the host. Raises ConfigError if the ranks disagree, and is collective then."""
+        result = report.host_result
+        if result.has_veto:
+            texts = all_gather_json(report.veto_error, self._groups.world)
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+            raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
+        if not result.digests_match:
+            assert report.settings is not None
+            raise different_settings_error(report.settings, self._groups.world) or \
+                diverged_blocks_error(self._log, self._groups.world)
+        return result
 
     def _describe_first_nonfinite_param(self, report: StepReport) -> str:
         """Gathered over all ranks, so that all raise the same message. Reduced gradients do not tell which rank had the
         bad one; the losses do, if the forward was at fault."""
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
-        known = all_gather_json([self._norm_in_use.first_nonfinite_param(), tp.rank, finite], self._groups.world)
-        bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
-        where = f" on {format_ranks(bad)}" if len(known) > 1 else ""
+        rank_findings = all_gather_json([self._norm_in_use.first_nonfinite_param(), tp.rank, finite],
+                                        self._groups.world)
+        bad = [rank for rank, (_, _, is_finite) in enumerate(rank_findings) if not is_finite]
+        where = f" on {format_ranks(bad)}" if len(rank_findings) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"
-        for number, (name, rank, _) in enumerate(known):
+        for number, (name, rank, _) in enumerate(rank_findings):
             if name is not None:
                 whose = "" if self._groups.dp.is_solo else \
                     f", in the gradient of rank {number}" if self._is_compressed else ", in the sum over the ranks"

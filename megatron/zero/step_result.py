@@ -3,10 +3,7 @@
 Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters, a veto
 flag, and extra scalars of the caller (a loss, a stop request). The sums are on the device at once, so the optimizer
 step follows without a wait; the host reads them later (`to_host`). Where digests differ, the texts behind them are
-gathered and the error names the difference.
-
-A learning rate that is a tensor on the device is not compared: reading it would make the host wait.
-`NoGradForwardChecker` makes the same check after a forward without gradients, which no step follows.
+gathered and the error names the difference. A learning rate on the device is not compared: the host would wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from math import isfinite
 from operator import is_
 from typing import Any, NamedTuple, final
 
@@ -34,9 +30,6 @@ from mpu import collective_tracker
 from mpu.collectives import all_gather_json, all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
-
-_RESULT_SCALARS = 4
-"""Numbers of the all-reduce before the extra scalars: squares, digests, squares of digests, vetoes."""
 
 
 class HostStepResult(NamedTuple):
@@ -66,10 +59,10 @@ class StepResult:
         """`sums` is the result of `all_reduce_step_scalars`. `mean_factor` turns the sum of gradients into their mean;
         the norm is clipped to `max_norm` (0: no clipping)."""
         self._ranks, self._mean_factor, self._max_norm = ranks, mean_factor, max_norm
-        squares, digests, squared_digests, objections = sums[:_RESULT_SCALARS].unbind()
+        squares, digests, squared_digests, vetoes = sums[:4].unbind()  # extra scalars follow
         norm = squares.sqrt() * mean_factor
         # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
-        self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
+        self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (vetoes == 0)
         self._host_scalars = HostScalars(torch.cat([norm.view(1), sums]))
         self._norm = norm
 
@@ -167,8 +160,8 @@ class StepSettings:
     def digest(self, run_digest: int, ranks: int) -> int:
         """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
         text = f"{run_digest} {' '.join(self.step.values())} ".encode()
-        found = blake2b(text + self.groups.checksum, digest_size=8).digest()
-        return int.from_bytes(found) & (1 << digest_bits(ranks)) - 1
+        digest = blake2b(text + self.groups.checksum, digest_size=8).digest()
+        return int.from_bytes(digest) & (1 << digest_bits(ranks)) - 1
 
 
 def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,
@@ -201,7 +194,13 @@ class HyperparamDigest:
     def __call__(self) -> HyperparamTexts:
         keys, lengths = list(chain.from_iterable(self._groups)), list(map(len, self._groups))
         if keys != self._keys or lengths != self._lengths:
-            self._set_keys(keys, lengths)
+            self._keys, self._lengths, self._mutable = keys, lengths, set()
+            group_of = [number for number, length in enumerate(lengths) for _ in range(length)]
+            compared = sorted((number, str(key), i) for i, (key, number) in enumerate(zip(keys, group_of, strict=True))
+                              if key not in NOT_COMPARED)
+            self._name_index = {i: place for place, (_, _, i) in enumerate(compared)}
+            names = tuple(f"{key} of param group {number}" for number, key, _ in compared)
+            self._last = HyperparamTexts(names, ("",) * len(names), b"")
             self._update_texts(list(self._values()), self._name_index)
         elif self._mutable or not all(map(is_, self._last_values, self._values())):
             values = list(self._values())
@@ -211,15 +210,6 @@ class HyperparamDigest:
 
     def _values(self) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, self._groups))
-
-    def _set_keys(self, keys: list[str], lengths: list[int]) -> None:
-        self._keys, self._lengths, self._mutable = keys, lengths, set()
-        group_of = [number for number, length in enumerate(lengths) for _ in range(length)]
-        compared = sorted((number, str(key), i) for i, (key, number) in enumerate(zip(keys, group_of, strict=True))
-                          if key not in NOT_COMPARED)
-        self._name_index = {i: place for place, (_, _, i) in enumerate(compared)}
-        names = tuple(f"{key} of param group {number}" for number, key, _ in compared)
-        self._last = HyperparamTexts(names, ("",) * len(names), b"")
 
     def _update_texts(self, values: list[Any], changed: Collection[int]) -> None:
         """Convert the changed values. Texts of earlier steps stay unchanged: their errors may be raised later."""
@@ -233,7 +223,7 @@ class HyperparamDigest:
 
 
 def _json_text(value: Any) -> str:
-    if type(value) is float and isfinite(value):
+    if type(value) is float and math.isfinite(value):
         return repr(value + 0.0)  # like JSON, but faster; + 0.0 turns -0.0 into 0.0
     if type(value) is int and value == float(value):
         return repr(float(value))  # 1 equals 1.0
@@ -275,13 +265,15 @@ def digest_bits(ranks: int) -> int:
 def different_settings_error(settings: StepSettings, world: Group) -> ConfigError | None:
     """The error that names the settings that differ between ranks; None if the settings are equal. Collective."""
     gathered = all_gather_json(settings.as_dict(), world)
-    found = describe_differences([(facts, [rank]) for rank, facts in enumerate(gathered)])
-    return ConfigError(f"the ranks would take different steps, and their weights would part: {found}. No weight was "
-                       "changed; every rank must set the same hyper-parameters, from numbers that all ranks have, the "
-                       "same batch sizes, and step after as many micro-batches") if found else None
+    differences = describe_differences([(texts, [rank]) for rank, texts in enumerate(gathered)])
+    return ConfigError(f"the ranks would take different steps, and their weights would part: {differences}. No weight "
+                       "was changed; every rank must set the same hyper-parameters, from numbers that all ranks have, "
+                       "the same batch sizes, and step after as many micro-batches") if differences else None
 
 
 class NoGradForwardChecker:
+    """Checks after a forward without gradients, which no step follows, that the ranks gathered the same units."""
+
     def __init__(self, dp: Group, device: torch.device, log: CollectiveLog) -> None:
         self._dp, self._device, self._log = dp, device, log
         self._pending: HostScalars | None = None

@@ -9,9 +9,9 @@ the ranks: if the output stays sharded, a rank holds its part of every tile.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ LinearClass = Callable[..., nn.Module]
 """(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
 
 
-class TiledLinearBase(nn.Module, ABC):
+class TiledLinearBase(nn.Module):
     """The tiles and their order; the two subclasses differ in what a tile returns."""
 
     def __init__(
@@ -49,9 +49,6 @@ class TiledLinearBase(nn.Module, ABC):
             for height in self.out_sizes)
         if init_linear is not None:
             self.copy_params_from(init_linear)
-
-    @abstractmethod
-    def forward(self, x: Any) -> Any: ...
 
     def tiles(self) -> Iterator[nn.Module]:
         """Every tile, in the order of use."""
@@ -97,7 +94,8 @@ class TiledLinear(TiledLinearBase):
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """[..., in] -> [..., out]; lists of parts with `input_is_already_split` and without `combine_out_splits`."""
         parts = self._split_input(x)
-        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._tile_rows()]
+        outputs = [reduce(add, (tile(part) for tile, part in zip(row, parts, strict=True)))
+                   for row in self._tile_rows()]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
 
@@ -110,7 +108,7 @@ class TiledLinearReturnBias(TiledLinearBase):
         outputs, biases = [], []
         for row in self._tile_rows():
             pairs = [tile(part) for tile, part in zip(row, parts, strict=True)]
-            outputs.append(_sum(output for output, _ in pairs))
+            outputs.append(reduce(add, (output for output, _ in pairs)))
             biases.append(pairs[-1][1])
         if not self.combine_out_splits:
             return outputs, biases
@@ -138,13 +136,6 @@ def even_sizes(features: int, splits: int, name: str) -> list[int]:
     if not 1 <= splits <= features:
         raise ConfigError(f"{name} is {splits}: expected a number from 1 to the {features} features that it splits")
     return [features // splits + (index < features % splits) for index in range(splits)]
-
-
-def _sum(parts: Iterator[Tensor]) -> Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
 
 
 def _tp_group(layer: nn.Module) -> Group:

@@ -70,41 +70,32 @@ class BucketingConfig:
                           engine_storage=self.engine_storage, show_sharded=self.show_sharded,
                           values_are_equal=self.values_are_equal)
 
-    def is_persistent(self, parameter: nn.Parameter) -> bool:
-        return self.policy.params_are_sharded and full_shape(parameter).numel() < self.persistence_threshold
-
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
     """Cut the model into units, in forward order after the root. Their buckets take over the parameters."""
-    modules, unit_names = _unit_modules_by_name(model), unit_name_by_param(model)
+    unit_names = unit_name_by_param(model)
     members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {}
     for path, parameter in model.named_parameters():
         kind, unit_name = "" if parameter.requires_grad else ".frozen", unit_names[parameter]
-        if config.is_persistent(parameter):
+        if config.policy.params_are_sharded and full_shape(parameter).numel() < config.persistence_threshold:
             kind, unit_name = kind + ".persistent", ROOT
         members.setdefault((unit_name, kind), []).append((path, parameter))
     units: list[Unit] = []
-    for name, module in modules.items():
-        buckets = tuple(config.make_bucket(name + kind, members[home, kind], _bucket_policy(config.policy, kind))
-                        for home, kind in members if home == name)
+    for name, module in _unit_modules_by_name(model).items():
+        buckets = []
+        for (unit_name, kind), parameters in members.items():
+            if unit_name == name:
+                policy = config.policy.for_persistent_params if kind.endswith(".persistent") else config.policy
+                buckets.append(config.make_bucket(name + kind, parameters, policy.for_frozen_params
+                                                  if kind.startswith(".frozen") else policy))
         if buckets or name == ROOT:
-            units.append(Unit(len(units), name, module, buckets))
+            units.append(Unit(len(units), name, module, tuple(buckets)))
     return units
-
-
-def unit_name_by_param(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Parameter -> name of its unit."""
-    return _assign_params_to_units(model, _unit_modules_by_name(model))
 
 
 def _unit_modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Name of a unit -> its module."""
     return {ROOT: model, **dict(() if getattr(model, LEAF_ATTRIBUTE, False) else _iter_unit_modules(model))}
-
-
-def _bucket_policy(policy: StagePolicy, kind: str) -> StagePolicy:
-    row = policy.for_persistent_params if kind.endswith(".persistent") else policy
-    return row.for_frozen_params if kind.startswith(".frozen") else row
 
 
 def attach_main_grad_writers(units: list[Unit]) -> None:
@@ -137,9 +128,9 @@ def _iter_unit_modules(module: nn.Module, path: str = "", inside: bool = False) 
         yield from _iter_unit_modules(child, where, inside or is_block)
 
 
-def _assign_params_to_units(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
+def unit_name_by_param(model: nn.Module) -> dict[nn.Parameter, str]:
     """Parameter -> name of its unit; the root if several units use it."""
-    name_of = {id(module): name for name, module in reversed(modules.items())}
+    name_of = {id(module): name for name, module in reversed(_unit_modules_by_name(model).items())}
     users: dict[nn.Parameter, set[str]] = {}
     seen: set[tuple[int, str]] = set()
 
@@ -156,9 +147,6 @@ def _assign_params_to_units(model: nn.Module, modules: dict[str, nn.Module]) -> 
     return {parameter: units.pop() if len(units) == 1 else ROOT for parameter, units in users.items()}
 
 
-_HOW_TO_CHANGE_PARAMS = "do it before zero.initialize, or destroy() the engine and initialize again"
-
-
 class ModelParamGuard:
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
         self._model, self._buckets = model, buckets
@@ -167,20 +155,22 @@ class ModelParamGuard:
         self._param_ids = _collect_param_ids(model)
         self._steps = 0  # since the weights were loaded
 
-    def veto_error(self) -> str | None:
-        """The message of `check_before_step` on this rank, or None. Other ranks may find nothing."""
-        try:
-            self.check_before_step()
-        except ConfigError as error:
-            return str(error)
-        return None
-
     def check_before_step(self) -> None:
         """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes
         1 ms for 1,200 parameters on a CPU core."""
         param_ids = _collect_param_ids(self._model)
         if param_ids != self._param_ids:
-            self._raise_if_trained_params_changed(param_ids)
+            gone = self._trained_names.keys() - param_ids
+            if gone:
+                name = next(name for key, name in self._trained_names.items() if key in gone)
+                raise ConfigError(f"{name} is another Parameter than at zero.initialize, or is gone: the engine trains "
+                                  "the old one (load_state_dict(assign=True) does this; engine.load_module_state_dict()"
+                                  " loads weights); do it before zero.initialize, or destroy() the engine and "
+                                  "initialize again")
+            for name, parameter in self._model.named_parameters():
+                if id(parameter) not in self._trained_names and parameter.requires_grad:
+                    raise ConfigError(f"{name} came to the model after zero.initialize: the engine does not train it; "
+                                      "add it before, freeze it, or destroy() the engine and initialize again")
             self._param_ids = param_ids
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
@@ -212,32 +202,19 @@ class ModelParamGuard:
                 if not bucket.is_offloaded:
                     bucket.check_params_in_buffer()
 
-    def _raise_if_trained_params_changed(self, param_ids: list[int]) -> None:
-        gone = self._trained_names.keys() - param_ids
-        if gone:
-            name = next(name for key, name in self._trained_names.items() if key in gone)
-            raise ConfigError(f"{name} is another Parameter than at zero.initialize, or is gone: the engine trains the "
-                              "old one (load_state_dict(assign=True) does this; engine.load_module_state_dict() loads "
-                              f"weights); {_HOW_TO_CHANGE_PARAMS}")
-        new = [name for name, p in self._model.named_parameters() if id(p) not in self._trained_names and
-               p.requires_grad]
-        if new:
-            raise ConfigError(f"{new[0]} came to the model after zero.initialize: the engine does not train it; add "
-                              "it before, freeze it, or destroy() the engine and initialize again")
-
 
 def _collect_param_ids(model: nn.Module) -> list[int]:
     """The id() of each parameter of the model, in a fixed order. (`model.parameters()` is ten times slower.)"""
-    found: list[int] = []
+    param_ids: list[int] = []
     seen: set[int] = set()
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
         if module is not None and id(module) not in seen:
             seen.add(id(module))
-            found.extend(map(id, module._parameters.values()))
-            waiting.extend(module._modules.values())
-    return found
+            param_ids.extend(map(id, module._parameters.values()))
+            stack.extend(module._modules.values())
+    return param_ids
 
 
 EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
@@ -256,19 +233,25 @@ def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr:
     learning rate of that optimizer. Raises ConfigError if Muon would get no matrix."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     hidden = hidden_matrices(model)
-    found = []
+    split: list[ParamGroup] = []
     for group in groups:
         for use_muon in (True, False):
             members = [p for p in group["params"] if bool(group.get("use_muon", p in hidden)) == use_muon]
-            if use_muon:
-                _check_matrices(members, names)
+            for parameter in members if use_muon else ():
+                if len(shape := tuple(full_shape(parameter))) != 2:
+                    raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param "
+                                      "group that says \"use_muon\": true: only a matrix, of two dimensions, can be "
+                                      "made orthogonal; leave it out")
             if members:
-                found.append(_make_param_group(group, members, use_muon, lr))
-    if not any(group["use_muon"] for group in found):
+                left_out = {*(ADAM_KEYS if use_muon else MUON_KEYS), *LR_KEYS.values()}
+                rate = group[LR_KEYS[use_muon]]
+                split.append({**{key: value for key, value in group.items() if key not in left_out}, "params": members,
+                              "use_muon": use_muon, "lr_scale": 1.0 if rate is None else rate / lr})
+    if not any(group["use_muon"] for group in split):
         raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
                           "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
-    _check_tiles(model, found)
-    return found
+    _check_tiles(model, split)
+    return split
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
@@ -277,19 +260,8 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     embeddings = {p for module in model.modules() if isinstance(module, EMBEDDING_CLASSES)
                   for p in module.parameters(recurse=False)}
     return {p for name, p in model.named_parameters() if len(full_shape(p)) == 2 and p not in embeddings
-            and (units[p] != ROOT if has_blocks else not _is_head(name))}
-
-
-def _is_head(name: str) -> bool:
-    *_, module = ["", *name.lower().split(".")[:-1]]
-    return any(word in module for word in HEAD_NAMES)
-
-
-def _make_param_group(group: Mapping[str, Any], members: list[nn.Parameter], use_muon: bool, lr: float) -> ParamGroup:
-    left_out = {*(ADAM_KEYS if use_muon else MUON_KEYS), *LR_KEYS.values()}
-    rate = group[LR_KEYS[use_muon]]
-    return {**{name: value for name, value in group.items() if name not in left_out}, "params": members,
-            "use_muon": use_muon, "lr_scale": 1.0 if rate is None else rate / lr}
+            and (units[p] != ROOT if has_blocks
+                 else not any(word in name.lower().rpartition(".")[0].rpartition(".")[2] for word in HEAD_NAMES))}
 
 
 def muon_split_note(groups: Sequence[ParamGroup]) -> str:
@@ -302,19 +274,10 @@ def muon_split_note(groups: Sequence[ParamGroup]) -> str:
             f"updates the {count[False]} other parameters, {numbers[False]} numbers")
 
 
-def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    for parameter in members:
-        shape = tuple(full_shape(parameter))
-        if len(shape) != 2:
-            raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param group that "
-                              "says \"use_muon\": true: only a matrix, of two dimensions, can be made orthogonal; "
-                              "leave it out")
-
-
 def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Refuse tiled linears in Muon groups: their matrix never exists as one tensor."""
     of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
-            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose matrix never exists whole: give its "
+            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose full matrix never exists: give its "
                               "parameters in a group that says \"use_muon\": false, or leave tiling out")

@@ -115,6 +115,8 @@ class UpdateTile:
 
 
 class MasterToParamCopier:
+    """Copies updated masters into the parameter shards, across devices too."""
+
     def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
         self._copy_streams = engine_storage.copy_streams
         self._last_copy: CopyEvent | None = None
@@ -133,20 +135,20 @@ class MasterToParamCopier:
             return None
         if self.crosses_devices(bucket):
             return self._staging[bucket.storage.update_location].acquire(chunk.stop - chunk.start)
-        return None if bucket.param_shard.location is Location.NVME else bucket.param_shard.view(WEIGHT)[chunk]
+        return bucket.param_shard.view(WEIGHT)[chunk] if bucket.param_shard.is_in_memory else None
 
     def crosses_devices(self, bucket: FlatBucket) -> bool:
         """The parameter shard is in the memory of another device than the one that updates."""
-        return self._copy_streams is not None and \
-            bucket.param_shard.location not in (bucket.storage.update_location, Location.NVME)
+        return (self._copy_streams is not None and bucket.param_shard.is_in_memory
+                and bucket.param_shard.location is not bucket.storage.update_location)
 
     def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
         """Copy the new parameters to their shards. Unless `lp_is_written`, first cast the masters into `lp_out`."""
         to_fill = [(tile.lp_out, tile.master_state[WEIGHT]) for tile in tiles
                    if tile.lp_out is not None and not lp_is_written]
         if to_fill:
-            narrow, masters = zip(*to_fill)
-            torch._foreach_copy_(narrow, masters)
+            outputs, masters = zip(*to_fill)
+            torch._foreach_copy_(outputs, masters)
         for tile in tiles:
             bucket = tile.bucket
             if tile.lp_out is None and bucket.has_separate_masters:
@@ -158,10 +160,10 @@ class MasterToParamCopier:
     def _copy_across(self, bucket: FlatBucket, chunk: slice, lp_out: Tensor) -> None:
         assert self._copy_streams is not None
         if isinstance(bucket.param_shard, HostShard):
-            mark = bucket.param_shard.copy_chunk_from_device({WEIGHT: lp_out}, chunk, self._copy_streams.to_host)
+            event = bucket.param_shard.copy_chunk_from_device({WEIGHT: lp_out}, chunk, self._copy_streams.to_host)
         else:
-            mark = self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard[chunk], lp_out)
-        self._staging[bucket.storage.update_location].mark_sent(mark)
+            event = self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard[chunk], lp_out)
+        self._staging[bucket.storage.update_location].mark_sent(event)
 
     def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
         """Copy a bucket's parameter shard from the host. `weights` must not change before the returned event."""
@@ -203,6 +205,8 @@ class _StorageUpdate:
 
 
 class OptimizerUpdate:
+    """Applies the update rule to all shards."""
+
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
@@ -262,37 +266,37 @@ class OptimizerUpdate:
         """Run the rule on the tiles. True if it has also written every `lp_out`."""
         written = not self._rule.needs_host_scalars
         for number, hyper in enumerate(hypers):
-            spans = [span for tile in tiles for span in self._spans(tile, number)]
+            segments = [segment for tile in tiles for segment in self._segments_of(tile, number)]
             if not self._rule.needs_host_scalars:
-                written &= not spans or self._rule.step_many(spans, hyper, at)
+                written &= not segments or self._rule.step_many(segments, hyper, at)
                 continue
             assert factor is not None, "the step of a rule that waits is not deferred"
-            for span in spans:
-                self._rule.step(span, hyper, factor=factor, steps_taken=taken)
+            for segment in segments:
+                self._rule.step(segment, hyper, factor=factor, steps_taken=taken)
         return written
 
-    def _spans(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
+    def _segments_of(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
         """The segment of a tile with the hyper-parameters of one group, if there is one. A rule that is not elementwise
         also gets empty segments: its reductions are collective."""
         start, stop = tile.bucket.layout.group_range(tile.bucket.shard_group.rank, group)
         start, stop = max(start, tile.chunk.start), min(stop, tile.chunk.stop)
         if start < stop:
-            yield self._span(tile, group, slice(start, stop))
+            yield self._segment(tile, group, slice(start, stop))
         elif not self._rule.elementwise:
-            yield self._span(tile, group, slice(tile.chunk.start, tile.chunk.start))
+            yield self._segment(tile, group, slice(tile.chunk.start, tile.chunk.start))
 
-    def _span(self, tile: UpdateTile, group: int, span: slice) -> UpdateSegment:
+    def _segment(self, tile: UpdateTile, group: int, within: slice) -> UpdateSegment:
         bucket = tile.bucket
         parts = [] if self._rule.elementwise else [
-            SlotRange(index, start - span.start, stop - span.start)
+            SlotRange(index, start - within.start, stop - within.start)
             for index, start, stop in bucket.layout.slot_ranges(bucket.shard_group.rank)
-            if span.start <= start < span.stop]
+            if within.start <= start < within.stop]
         names = () if self._rule.elementwise else tuple(slot.name for slot in bucket.layout.slots)
-        here = slice(span.start - tile.chunk.start, span.stop - tile.chunk.start)
+        here = slice(within.start - tile.chunk.start, within.stop - tile.chunk.start)
         states = {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}
-        narrow = None if tile.lp_out is None else tile.lp_out[here]
+        lp_out = None if tile.lp_out is None else tile.lp_out[here]
         return UpdateSegment(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts,
-                             len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), narrow,
+                             len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), lp_out,
                              partial(self._reduce_slot_values, bucket, "max"), names,
                              partial(gather_full_params, bucket, self._groups.tp, group))
 
@@ -321,8 +325,8 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         assert self._running is None, "an update is under way"
         shards = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
-        for mark in self._pending_copies:
-            mark.wait_on_host()
+        for event in self._pending_copies:
+            event.wait_on_host()
         tiles = []
         for bucket, shard in zip(self._state.buckets, shards, strict=True):
             grads = bucket.grads.detach_host_grads()
@@ -350,12 +354,12 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         self._state.unfinished_change = "step"
         under_way, self._running = self._running, None
         under_way.result()
-        marks = []
+        events = []
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from the last update, if no forward has come since
-            marks.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
+            events.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
             self._start_allgathers([bucket])
-        self._pending_copies = [mark for mark in marks if mark is not None]
+        self._pending_copies = [event for event in events if event is not None]
         self._state.unfinished_change = None
 
 

@@ -5,8 +5,7 @@
 
 *full* functions are collective over data parallel, and take or return the full parameter (of this tensor parallel
 rank). *local* functions use the flat segment that this rank holds, which may be empty. Getters return fp32 copies, or
-None if there is nothing: no engine, a frozen parameter, no reduced gradient. A call on one rank only, and different
-values on different ranks, are errors.
+None without an engine, for a frozen parameter, or without a reduced gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import logging
 import sys
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from megatron.distributed.collective_log import assert_collective_call, owning_engine
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, publish_masters
+from megatron.zero.layout import Segment
 from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.partitioned_param import full_shape, param_owner
 from megatron.zero.units import LEAF_ATTRIBUTE
@@ -112,14 +111,19 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Collection[type |
 
     All parameters inside a leaf are gathered for its forward. Use it for mixtures of experts, where each rank calls
     other experts. Raises ConfigError if none is found."""
-    found = [one for one in model.modules()
-             if any(_is_class_or_name(type(one), wanted) for wanted in leaf_module_classes)]
-    if raise_if_not_found and not found:
+    leaves = []
+    for module in model.modules():
+        own = type(module)
+        names = own.__name__, f"{own.__module__}.{own.__qualname__}"
+        if any(issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
+               for wanted in leaf_module_classes):
+            leaves.append(module)
+    if raise_if_not_found and not leaves:
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {[*leaf_module_classes]}: name one "
                           "of print(model)")
-    for module in found:
+    for module in leaves:
         set_z3_leaf_module(module, flag)
-    return found
+    return leaves
 
 
 unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
@@ -143,59 +147,17 @@ def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
 z3_leaf_parameter = z3_leaf_module
 
 
-def _is_class_or_name(own: type, wanted: type | str) -> bool:
-    names = own.__name__, f"{own.__module__}.{own.__qualname__}"
-    return issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
-
-
 # ---- implementation ----------------------------------------------------------------------------------------------
 
 
 def _trained_bucket(param: nn.Parameter) -> FlatBucket | None:
-    holder = param_owner(param)
-    return holder if isinstance(holder, FlatBucket) and holder.trainable else None
+    owner = param_owner(param)
+    return owner if isinstance(owner, FlatBucket) and owner.trainable else None
 
 
-@dataclass(frozen=True)
-class _LocalSegment:
-    """This rank's segment of a parameter: `count` elements from `start` of the shard and from `offset` of the flat
-    parameter."""
-
-    bucket: FlatBucket
-    kind: str
-    start: int
-    offset: int
-    count: int
-
-    @property
-    def multiplier(self) -> float:
-        """From stored values to values for the user: gradients are stored as scaled sums."""
-        return self.bucket.grad_mean_factor() if self.kind == _GRADIENT else 1.0
-
-    def get(self) -> Tensor:
-        out = torch.empty(self.count, dtype=torch.float32, device=self.bucket.device)
-        if self.kind == _GRADIENT:
-            out.copy_(self._gradient)
-        elif self.kind == WEIGHT:
-            self.bucket.read_master(self.start, out)
-        else:
-            self.bucket.master_state.read(self.kind, self.start, out)
-        return out.mul_(self.multiplier)
-
-    def set(self, value: Tensor) -> None:
-        value = value.to(self.bucket.device, torch.float32) / self.multiplier
-        if self.kind == _GRADIENT:
-            self._gradient.copy_(value)
-        else:
-            self.bucket.master_state.write(self.kind, self.start, value)
-
-    @property
-    def _gradient(self) -> Tensor:
-        return self.bucket.grads.reduced_shard[self.start : self.start + self.count]
-
-
-def _find_segment(param: nn.Parameter, kind: str) -> _LocalSegment | None:
-    """This rank's segment of the state, maybe empty. None without an engine or without a complete reduced gradient."""
+def _find_segment(param: nn.Parameter, kind: str) -> tuple[FlatBucket, Segment] | None:
+    """The bucket and this rank's segment of the state, maybe empty. None without an engine or without a complete
+    reduced gradient."""
     bucket = _trained_bucket(param)
     if bucket is not None:
         bucket.check_not_offloaded(f"a look at a {kind}, or setting it,")
@@ -205,52 +167,75 @@ def _find_segment(param: nn.Parameter, kind: str) -> _LocalSegment | None:
         raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps "
                           f"{', '.join(kind for kind in bucket.master_state.kinds if kind != WEIGHT) or 'nothing'}")
     slot = bucket.slot_of(param)
-    for segment in bucket.layout.segments(bucket.shard_group.rank):
-        if segment.slot is slot:
-            return _LocalSegment(bucket, kind, segment.shard_offset, segment.slot_offset, segment.count)
-    return _LocalSegment(bucket, kind, 0, 0, 0)
+    segments = (segment for segment in bucket.layout.segments(bucket.shard_group.rank) if segment.slot is slot)
+    return bucket, next(segments, Segment(slot, 0, 0, 0))
+
+
+def _read_segment(bucket: FlatBucket, segment: Segment, kind: str) -> Tensor:
+    out = torch.empty(segment.count, dtype=torch.float32, device=bucket.device)
+    if kind == _GRADIENT:
+        out.copy_(_gradient_of(bucket, segment)).mul_(bucket.grad_mean_factor())
+    elif kind == WEIGHT:
+        bucket.read_master(segment.shard_offset, out)
+    else:
+        bucket.master_state.read(kind, segment.shard_offset, out)
+    return out
+
+
+def _gradient_of(bucket: FlatBucket, segment: Segment) -> Tensor:
+    """A sum of scaled gradients; `grad_mean_factor` turns it into the mean."""
+    return bucket.grads.reduced_shard[segment.shard_offset : segment.shard_offset + segment.count]
 
 
 def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
     held = _find_segment(param, kind)
-    return None if held is None else held.get()
+    return None if held is None else _read_segment(*held, kind)
 
 
 def _get_full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
-    held = _find_segment(param, kind)
-    if held is None:
+    if (held := _find_segment(param, kind)) is None:
         return None
-    bucket, slot = held.bucket, held.bucket.slot_of(param)
+    bucket, segment = held
     if not bucket.shard_group.is_solo:
-        _assert_collective(bucket, f"{name} of {slot.name}")
-    whole = torch.zeros(slot.numel, dtype=torch.float32, device=bucket.device)
-    whole[held.offset : held.offset + held.count] = held.get()
-    return all_reduce(whole, bucket.shard_group).view(full_shape(param))  # each rank has zeros outside its segment
+        _assert_collective(bucket, f"{name} of {segment.slot.name}")
+    full = torch.zeros(segment.slot.numel, dtype=torch.float32, device=bucket.device)
+    full[segment.slot_offset : segment.slot_offset + segment.count] = _read_segment(bucket, segment, kind)
+    return all_reduce(full, bucket.shard_group).view(full_shape(param))  # each rank has zeros outside its segment
 
 
 @torch.no_grad()
 def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
-    held = _find_segment(param, kind)
-    if held is None:
-        raise ConfigError(f"cannot set a {kind}: {_why_not(param)}")
-    bucket = held.bucket
+    if (held := _find_segment(param, kind)) is None:
+        owner = _trained_bucket(param)
+        if owner is None:
+            why = "no engine trains this parameter"
+        elif owner.grads.skip_reduction:
+            why = "at this step the optimizer does not have gradients summed over the ranks, and each has its own"
+        else:
+            why = "there is no complete gradient: call it between the backward that ends a step and step()"
+        raise ConfigError(f"cannot set a {kind}: {why}")
+    bucket, segment = held
     bucket.check_not_gathered_by_user(f"setting a {kind}")
-    expected = tuple(full_shape(param)) if is_full else (held.count,)
+    expected = tuple(full_shape(param)) if is_full else (segment.count,)
     if tuple(value.shape) != expected:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
     if not is_full and kind not in (WEIGHT, _GRADIENT) and bucket.peers_know_states and not bucket.shard_group.is_solo:
-        raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set on one rank: the others know it by "
-                          "what was said of it; call safe_set_full_optimizer_state on all of them")
-    part = value.flatten()[held.offset : held.offset + held.count] if is_full else value
-    _assert_equal_values(bucket, param, kind, value, is_full=is_full)
+        raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set on one rank: the others know it from "
+                          "the compressed communication; call safe_set_full_optimizer_state on all of them")
+    _assert_equal_values(bucket, segment.slot.name, kind, value, is_full=is_full)
+    part = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count] if is_full else value
+    part = part.to(bucket.device, torch.float32)
     engine = owning_engine(bucket)
     if kind == WEIGHT:
         if engine is not None:
             engine.finish_delayed_update()
-        bucket.wait_for_param_gather()  # a running all-gather may still read the shard that `set` writes
+        bucket.wait_for_param_gather()  # a running all-gather may still read the shard
     with nullcontext() if engine is None or kind == _GRADIENT else engine.guard_state_change(f"setting of a {kind}"):
-        held.set(part)
+        if kind == _GRADIENT:
+            _gradient_of(bucket, segment).copy_(part / bucket.grad_mean_factor())
+        else:
+            bucket.master_state.write(kind, segment.shard_offset, part)
         if engine is not None and kind not in (WEIGHT, _GRADIENT):
             engine.invalidate_communicated_states(bucket)
         if kind == WEIGHT:
@@ -261,23 +246,11 @@ def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) 
                 engine.increment_weight_version()
 
 
-def _why_not(param: nn.Parameter) -> str:
-    bucket = _trained_bucket(param)
-    if bucket is None:
-        return "no engine trains this parameter"
-    if bucket.grads.skip_reduction:
-        return "at this step the optimizer does not have gradients summed over the ranks, and each has its own"
-    return "there is no complete gradient: call it between the backward that ends a step and step()"
-
-
-def _assert_equal_values(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
+def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor, *, is_full: bool) -> None:
     """Raise ConfigError, before anything is written, if ranks that must hold equal values got different ones."""
     is_same_everywhere = is_full or not bucket.replica_group.is_solo
-    if not is_same_everywhere and kind != WEIGHT:
-        return
-    name = bucket.slot_of(param).name
-    alike = _assert_collective(bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None)
-    if not alike:
+    if (is_same_everywhere or kind == WEIGHT) and not _assert_collective(
+            bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None):
         raise ConfigError(f"the {kind} given for {name} is not the same on all data parallel ranks: give every rank "
                           "the same value (broadcast it, or make it from the same seed); nothing was changed")
 

@@ -53,7 +53,7 @@ def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 class Contenders:
-    """One folder each, written anew every time."""
+    """One folder each, written from scratch every time."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine, self.folder, self.state = engine, folder, tensors_of(engine)
@@ -99,7 +99,7 @@ class Contenders:
 
 
 def clear(folder: Path) -> None:
-    """Nobody pays for deleting what was there before."""
+    """No measured save pays for deleting what was there before."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()

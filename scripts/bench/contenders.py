@@ -157,7 +157,7 @@ def deepspeed_offload(task: Task) -> Step:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # it asks, and nobody has launched these ranks
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # it asks, and no launcher has set it
     model = _plain_model(task)
     precision = {} if task.precision == "fp32" else {task.precision: {"enabled": True}}
     engine, *_ = deepspeed.initialize(

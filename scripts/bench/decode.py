@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
 import torch  # noqa: E402
 from int8_decode import Drawn  # noqa: E402
@@ -41,7 +41,7 @@ from mpu import groups  # noqa: E402
 
 Prompts = Sequence[Sequence[int]]
 Writes = Callable[[Prompts, int], object]
-"""So many tokens behind each prompt."""
+"""That many tokens after each prompt."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
 import torch  # noqa: E402
 from contenders import CONTENDERS, TASKS, Task, values_of  # noqa: E402
@@ -123,7 +123,7 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
 
 
 def _timed(args: argparse.Namespace, task: Task) -> tuple[float, int | None]:
-    """Seconds of one step among many, and its launches: nobody waits between them, as in training, where the host runs
+    """Seconds of one step among many, and its launches: no wait between them, as in training, where the host runs
     ahead of the device. (The model is this function's alone, so that it goes where the device has no room for it.)"""
     step = built(args.contender, task)
     for _ in range(args.warmup):

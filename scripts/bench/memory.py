@@ -1,7 +1,7 @@
 """What a training run really holds, beside what the planner says: `python scripts/bench/memory.py --preset 124M 345M
 --stage 0 1 2 3 --precision fp32 bf16`.
 
-Each run is pretrain_gpt2.py itself on so many CPU ranks over loopback, on random tokens, with the settings of the C
+Each run is pretrain_gpt2.py itself on that many CPU ranks over loopback, on random tokens, with the settings of the C
 library that the training scripts choose. Reported is the largest anonymous memory of any of its ranks (what malloc
 took; files and shared memory are not counted) less LIBRARIES, and its ratio to the peak of
 `python -m megatron.plan --device cpu`. Other flags go to both.

@@ -34,7 +34,7 @@ class Link:
         self._rate, self._free_at, self.sent = bytes_per_second, 0.0, 0
 
     def send(self, count: int) -> float:
-        """When so many bytes are there."""
+        """When that many bytes are there."""
         self.sent += count
         self._free_at = max(self._free_at, time.perf_counter()) + count / self._rate
         return self._free_at

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
 
 def anonymous_bytes() -> int:

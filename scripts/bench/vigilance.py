@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-HERE = Path(__file__).resolve()
-sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+FOLDER = Path(__file__).resolve()
+sys.path[:0] = [str(FOLDER.parents[2]), str(FOLDER.parent)]
 
 MODELS = {"tiny": dict(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=257),
           "14M": dict(num_layers=6, hidden_size=384, num_attention_heads=6, vocab_size=8192)}
@@ -72,9 +72,9 @@ def row(what: str, pairs: list[tuple[float, float]], alone: float) -> str:
 
 def launched(ranks: int, *words: object) -> str:
     """A job of this script's; what its rank 0 printed."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(HERE),
-                           *map(str, words)], cwd=HERE.parents[2], env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(FOLDER),
+                           *map(str, words)], cwd=FOLDER.parents[2], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {done.stderr.strip()}")
     return done.stdout
@@ -107,26 +107,26 @@ def start_up_child(kind: str, note: str) -> int:
     import pretrain_gpt2
     from megatron.distributed import process_group
 
-    facts_of_code, check_alike = process_group.code_identity, process_group.check_ranks_match
+    code_digest, check_ranks_match = process_group.code_digest, process_group.check_ranks_match
     taken: list[float] = []
 
-    def facts(version: str) -> dict[str, str]:
+    def timed_digest() -> str:
         began = time.perf_counter()
-        found = facts_of_code(version)
+        digest = code_digest()
         taken.append(time.perf_counter() - began)
-        return found
+        return digest
 
-    def check(store: Any, rank: int, ranks: int, facts: Any, limit: Any) -> None:
+    def check(store: Any, rank: int, ranks: int, settings: Any, limit: Any) -> None:
         store.add("bench", 1)
         while store.add("bench", 0) < ranks:  # the others' imports are not its cost
             time.sleep(0.0005)
         began = time.perf_counter()
-        check_alike(store, rank, ranks, facts, limit)
+        check_ranks_match(store, rank, ranks, settings, limit)
         if rank == 0:
             Path(note).write_text(str(sum(taken) + time.perf_counter() - began))
 
     with_it = kind == "with"
-    process_group.code_identity = facts if with_it else lambda version: {}
+    process_group.code_digest = timed_digest if with_it else lambda: ""
     process_group.check_ranks_match = check if with_it else lambda *words: None
     sys.argv[1:] = JOB
     return pretrain_gpt2.program()
@@ -146,7 +146,7 @@ def steps(pairs: dict[str, int]) -> Iterator[str]:
 def steps_child(name: str, pairs: int) -> int:
     """At stage 3, which tells most places."""
     import torch
-    from whereabouts import counted, silent
+    from rank_status import counted, silent
 
     from megatron.config.tree import build_config
     from megatron.distributed import process_group

@@ -263,7 +263,7 @@ def test_a_stored_order_that_is_damaged_or_another_is_named(
     content(stored(tmp_path / "other", [6, 8] * 25, 4)[0])
     path = next(tmp_path.glob(f"*-0-{what}.rows"))
     somebody(path)
-    with pytest.raises(DataError, match=rf"^{path}: .*; delete it, and it is made anew$"):
+    with pytest.raises(DataError, match=rf"^{path}: .*; delete it, and it is built again$"):
         content(stored(tmp_path, [7] * 50, 4)[0])
     path.unlink()
     assert content(stored(tmp_path, [7] * 50, 4)[0]) == whole
@@ -289,4 +289,4 @@ def test_a_run_whose_stored_order_is_emptied_ends_with_its_name_and_no_signal(tm
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True)
     assert done.returncode == 3 and done.stderr.count("\n") == 1, (done.returncode, done.stderr)
-    assert ".rows: size: " in done.stderr and "delete it, and it is made anew" in done.stderr
+    assert ".rows: size: " in done.stderr and "delete it, and it is built again" in done.stderr

@@ -117,6 +117,6 @@ def test_a_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what_starts
     written([*argv, "--save", str(tmp_path / "s"), "--exit-interval", "6"])
     said = asked([*again, str(tmp_path / "moved")])
     written([*again, str(tmp_path / "stayed")])
-    assert said.count(" random streams start anew: saved on ") == (device.type == "cuda")
+    assert said.count(" random streams start from the seed: saved on ") == (device.type == "cuda")
     moved, stayed = ([row["lm_loss"] for row in steps(tmp_path / name)] for name in ("moved", "stayed"))
     assert len(moved) == 6 and moved == pytest.approx(stayed, abs=0.02)  # products of 16-bit numbers in other kernels

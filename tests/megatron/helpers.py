@@ -86,7 +86,7 @@ def train(argv: Sequence[object]) -> str:
 def end_among_others() -> None:
     """The end of a run whose process group others go on with: old checkpoints are deleted all the same, and the end of
     this process is none in the middle of a step."""
-    process_group._call_once(process_group._AFTER_SHUTDOWN)
+    process_group.AFTER_SHUTDOWN.run()
     STATUS.mark_done()
 
 

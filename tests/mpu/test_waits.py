@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from mpu import collective_tracker
+from mpu.collective_tracker import CollectiveState
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def test_an_exchange_is_marked_while_it_lasts_and_counted(numbers: memoryview) -
     collective_tracker.mark_waiting()
     inside.append(list(numbers))
     collective_tracker.mark_idle()
-    assert inside == [[collective_tracker.WAITING, 1], [collective_tracker.LAUNCHING, 2],
-                      [collective_tracker.WAITING, 2]]
+    assert inside == [[CollectiveState.WAITING, 1], [CollectiveState.LAUNCHING, 2],
+                      [CollectiveState.WAITING, 2]]
     assert list(numbers) == [0, 2]
 
 
@@ -40,7 +41,7 @@ def test_an_error_that_comes_out_of_an_exchange_leaves_the_mark_until_the_next(n
 
     with pytest.raises(RuntimeError):
         collective_tracker.track_collective(fail)()
-    assert list(numbers) == [collective_tracker.WAITING, 1]
+    assert list(numbers) == [CollectiveState.WAITING, 1]
     collective_tracker.track_collective(lambda: None)()
     assert list(numbers) == [0, 2]
 
@@ -51,4 +52,4 @@ def test_numbers_go_on_where_they_are_shown_from_now_on(numbers: memoryview) -> 
     elsewhere = memoryview(array("Q", [0, 0]))
     collective_tracker.write_counters_to(elsewhere)
     collective_tracker.mark_idle()
-    assert list(elsewhere) == [0, 1] and list(numbers) == [collective_tracker.WAITING, 1]
+    assert list(elsewhere) == [0, 1] and list(numbers) == [CollectiveState.WAITING, 1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -43,18 +42,6 @@ class NameTable:
     transposes_matrices: bool = False
     """Matrices in layers are stored [in, out]."""
 
-    def to_our_name(self, name: str) -> str | None:
-        """Our name, or None for a skipped one; CheckpointError for an unknown name."""
-        bare = re.sub(f"^({'|'.join(map(re.escape, self.prefixes))})+", "", name)
-        module, _, kind = bare.rpartition(".")
-        layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", module)
-        known = self.modules.get(layer[2]) if layer else self.top_level.get(module)
-        if known is None or kind not in ("weight", "bias"):
-            if re.fullmatch(self.skipped, bare):
-                return None
-            raise CheckpointError(f"{name} belongs to no GPT-2 of {self.title} that this program knows")
-        return f"blocks.{layer[1]}.{known}.{kind}" if layer else f"{known}.{kind}"
-
     def to_their_name(self, ours: str, prefix: str) -> str:
         module, _, kind = ours.rpartition(".")
         layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
@@ -70,14 +57,18 @@ class NameTable:
         """Tensors by our names; CheckpointError for an unknown or duplicate name."""
         renamed: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            try:
-                ours = self.to_our_name(name)
-            except CheckpointError as error:
-                raise CheckpointError(f"{where}: {error}") from error
+            bare = re.sub(f"^({'|'.join(map(re.escape, self.prefixes))})+", "", name)
+            module, _, kind = bare.rpartition(".")
+            layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", module)
+            known = self.modules.get(layer[2]) if layer else self.top_level.get(module)
+            if known is None or kind not in ("weight", "bias"):
+                if re.fullmatch(self.skipped, bare):
+                    continue
+                raise CheckpointError(f"{where}: {name} belongs to no GPT-2 of {self.title} that this program knows")
+            ours = f"blocks.{layer[1]}.{known}.{kind}" if layer else f"{known}.{kind}"
             if ours in renamed:
                 raise CheckpointError(f"{where}: {name} is there twice, with and without a prefix")
-            if ours is not None:
-                renamed[ours] = tensor
+            renamed[ours] = tensor
         return renamed
 
 
@@ -144,23 +135,21 @@ class ExternalCheckpoint:
                                   f"{list(found.shape)} of {found.dtype}; the file does not match its own description")
         return found
 
-    def flat_tensor(self, name: str) -> Tensor:
-        if self._last[0] != name:
-            self._last = name, self.tensor(name).contiguous().view(-1)
-        return self._last[1]
-
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: Tensor) -> None:
         """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
         assert kind == "weight", kind
-        flat, asked = self.flat_tensor(name), tp_sharding_of(shape, partition, tp_size)
-        if asked.logical_shape != self.shapes[name]:
-            raise CheckpointError(f"{self.where}: {name}: shape expected {list(asked.logical_shape)}, "
+        if self._last[0] != name:
+            self._last = name, self.tensor(name).contiguous().view(-1)
+        flat, sharding = self._last[1], tp_sharding_of(shape, partition, tp_size)
+        if sharding.logical_shape != self.shapes[name]:
+            raise CheckpointError(f"{self.where}: {name}: shape expected {list(sharding.logical_shape)}, "
                                   f"found {list(self.shapes[name])}")
         out.zero_()
-        for run in asked.slice_map.to_logical(0 if partition is None else tp_rank, offset, offset + out.numel()):
-            out[run.local_start - offset:run.local_start - offset +
-                run.count].copy_(flat[run.logical_start:run.logical_start + run.count])
+        tp_rank = 0 if partition is None else tp_rank
+        for segment in sharding.to_logical(tp_rank, offset, offset + out.numel()):
+            source = flat[segment.logical_start:segment.logical_start + segment.count]
+            out[segment.local_start - offset:][:segment.count].copy_(source)
 
     def sampled_checksums(self) -> dict[str, str]:
         """Name -> dtype, shape and a checksum of evenly spaced elements. Detects files of another training run or
@@ -174,16 +163,12 @@ class ExternalCheckpoint:
             found[name] = f"{kind} {list(tensor.shape)} ({crc32(sampled.numpy().tobytes()):08x})"
         return found
 
-    @property
-    def parameters(self) -> int:
-        return sum(map(prod, self.shapes.values()))
-
 
 def assert_same_weights(source: ExternalCheckpoint, world: Group) -> None:
     """Raise unless all ranks read the same weights, by `sampled_checksums`; each may read its own copy. Collective."""
     if not world.is_solo:
         assert_equal_across_ranks(all_succeed_or_raise(source.sampled_checksums, world), world,
-                                  "the ranks find different weights, each where it was told to look")
+                                  "the ranks find different weights, each at the path that it was given")
 
 
 def build_model_config(where: str, **fields: Any) -> ModelConfig:

@@ -57,27 +57,22 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag
     entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)
                if entry.name == entry.saved_as or entry.name in places}
     # Checkpoints of format 4 or older list a tied tensor under one name only.
-    given = {id(places[name]) for name in entries if name in places}
-    strange = sorted(entries.keys() - places.keys())
-    strange += sorted(name for name, place in places.items() if id(place) not in given)
-    if strange:
-        raise CheckpointError(f"{checkpoint_dir}: {strange[0]!r} ({len(strange)} in all) is in only one of the model "
-                              "and the checkpoint; give the model that was saved")
+    covered = {id(places[name]) for name in entries if name in places}
+    unmatched = sorted(entries.keys() - places.keys())
+    unmatched += sorted(name for name, place in places.items() if id(place) not in covered)
+    if unmatched:
+        raise CheckpointError(f"{checkpoint_dir}: {unmatched[0]!r} ({len(unmatched)} in all) is in only one of the "
+                              "model and the checkpoint; give the model that was saved")
     for name, entry in entries.items():
-        _copy_into(places[name], entry)
+        partition, target = partition_of(places[name]), places[name].detach()
+        if partition is not None and partition.size is not None:  # rows that pad it for tensor parallelism
+            target.zero_()
+            target = target.narrow(partition.dim, 0, partition.size)
+        if tuple(target.shape) != entry.shape:
+            raise CheckpointError(f"{entry.name}: shape {list(entry.shape)} in the checkpoint, {list(target.shape)} in "
+                                  "the model; give a whole model, not one that is split or held by an engine")
+        target.copy_(torch.from_numpy(entry.load()))
     return model
-
-
-def _copy_into(target: Tensor, entry: OutputTensor) -> None:
-    """Copy into a parameter or buffer; rows that pad it for tensor parallelism become zero."""
-    partition, into = partition_of(target), target.detach()
-    if partition is not None and partition.size is not None:
-        into.zero_()
-        into = into.narrow(partition.dim, 0, partition.size)
-    if tuple(into.shape) != entry.shape:
-        raise CheckpointError(f"{entry.name}: shape {list(entry.shape)} in the checkpoint, {list(into.shape)} in the "
-                              "model; give a whole model, not one that is split or held by an engine")
-    into.copy_(torch.from_numpy(entry.load()))
 
 
 @final

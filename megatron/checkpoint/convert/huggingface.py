@@ -9,7 +9,6 @@ tanh form: hidden states differ by about 1e-3 until training has adapted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,17 @@ REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddi
 """Settings under which their model equals ours; also the default of an absent key."""
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
 def open_huggingface(folder: Path) -> ExternalCheckpoint:
     """Open a Hugging Face folder; its tensors are views of mapped files."""
     model = model_config_of(read_hf_config(folder), str(folder / HF_CONFIG_FILE))
     tensors = _load_tensors(folder)
     found = HUGGING_FACE.rename_tensors(tensors.items(), str(folder))
     check_output_layer(tensors, found, str(folder))
-    foreign = ExternalCheckpoint(str(folder), model,
-                                 {name: partial(_to_our_orientation, name, tensor) for name, tensor in found.items()})
-    foreign.check()
-    return foreign
-
-
-def _to_our_orientation(name: str, tensor: Tensor) -> Tensor:
-    return tensor.t() if HUGGING_FACE.is_transposed(name) and tensor.dim() == 2 else tensor
+    loads = {name: tensor.t if HUGGING_FACE.is_transposed(name) and tensor.dim() == 2 else tensor.detach
+             for name, tensor in found.items()}
+    checkpoint = ExternalCheckpoint(str(folder), model, loads)
+    checkpoint.check()
+    return checkpoint
 
 
 def check_output_layer(their_tensors: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], where: str) -> None:
@@ -86,36 +80,33 @@ def model_config_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of the weight files, by their names."""
-    for name, load in ((SAFETENSORS_FILE, _load_safetensors), (TORCH_FILE, _load_torch_tensors)):
+    for name in (SAFETENSORS_FILE, TORCH_FILE):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
-            return load(folder / name)
-        if index.is_file():
+            files = [name]
+        elif index.is_file():
             listed = read_json_object(index).get("weight_map")
             files = sorted({str(file) for file in listed.values()}) if isinstance(listed, dict) else []
             if not files:
                 raise CheckpointError(f"{index}: names no files")
-            return {key: tensor for file in files
-                    for key, tensor in load(folder / check_safe_name(file, f"{index}: file")).items()}
+        else:
+            continue
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            path = folder / check_safe_name(file, f"{index}: file")
+            if name == TORCH_FILE:
+                content = load_torch_file(path)
+                if not isinstance(content, dict):
+                    raise CheckpointError(f"{path}: expected a state dict, found {type(content).__name__}")
+                tensors |= {str(key): tensor for key, tensor in content.items() if isinstance(tensor, Tensor)}
+            else:
+                try:
+                    tensors |= load_file(path)
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        return tensors
     raise CheckpointError(
         f"{folder}: expected {SAFETENSORS_FILE} or {TORCH_FILE} (or the index of several) beside {HF_CONFIG_FILE}")
-
-
-def _load_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-
-
-def _load_torch_tensors(path: Path) -> dict[str, Tensor]:
-    found = load_torch_file(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a state dict, found {type(found).__name__}")
-    return {str(key): tensor for key, tensor in found.items() if isinstance(tensor, Tensor)}
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES,
@@ -142,30 +133,27 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
         for name, content in tokenizer.files.items():
             with staged_file(output / name) as file:
                 file.write(content)
-        write_json_atomic(output / HF_CONFIG_FILE, _huggingface_config(model, tokenizer.eod))
-    return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
-
-
-def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
-    turned = HUGGING_FACE.is_transposed(name)
-
-    def load() -> Any:
-        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
-        return whole.T if turned else whole
-
-    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), shape[::-1] if turned else shape, "<f4", load,
-                        name)
-
-
-def _huggingface_config(model: ModelConfig, eod: int | None) -> dict[str, object]:
-    return {**REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
+        write_json_atomic(output / HF_CONFIG_FILE, {
+            **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
             "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
             "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
             "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
             "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
             "embd_pdrop": model.hidden_dropout, "layer_norm_epsilon": model.layernorm_epsilon,
-            "initializer_range": model.init_method_std, "bos_token_id": eod, "eos_token_id": eod,
-            "torch_dtype": "float32"}
+            "initializer_range": model.init_method_std, "bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod,
+            "torch_dtype": "float32"})
+    return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
+
+
+def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
+    is_transposed = HUGGING_FACE.is_transposed(name)
+
+    def load() -> Any:
+        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
+        return whole.T if is_transposed else whole
+
+    their_shape = shape[::-1] if is_transposed else shape
+    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "<f4", load, name)
 
 
 NANOGPT_FILE = "ckpt.pt"
@@ -193,7 +181,7 @@ def open_nanogpt(saved: Any, path: Path, vocab_size: int | None = None) -> Exter
     if not args.get("bias", True):
         found = {name: torch.zeros(shape)
                  for name, shape in parameter_shapes(model).items() if name.endswith(".bias")} | found
-    foreign = ExternalCheckpoint(str(path), model, {name: tensor.detach for name, tensor in found.items()},
-                                 ("it was trained with the exact GELU, this program's is the tanh form",))
-    foreign.check()
-    return foreign
+    checkpoint = ExternalCheckpoint(str(path), model, {name: tensor.detach for name, tensor in found.items()},
+                                    ("it was trained with the exact GELU, this program's is the tanh form",))
+    checkpoint.check()
+    return checkpoint

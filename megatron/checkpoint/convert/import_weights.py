@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from megatron.checkpoint.commit import check_save_root_is_writable, lock_save_ro
 from megatron.checkpoint.convert import huggingface, megatron_lm
 from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, load_torch_file
-from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_matrix,
-                                              row_maxima, scales_from_maxima)
+from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantised, quantise_matrix, row_maxima,
+                                              scales_from_maxima)
 from megatron.checkpoint.manifest import tag_of_iteration
 from megatron.checkpoint.pieces import LazyData, TensorPiece
 from megatron.checkpoint.reader import Checkpoint, read_recorded_model
@@ -54,65 +54,54 @@ def open_external_checkpoint(source: Path, vocab_size: int | None = None, heads:
 
 def import_weights(source: ExternalCheckpoint, root: Path) -> SaveReport:
     """Save the weights as a checkpoint of ours, with one tensor in memory at a time."""
-    pieces = [_weight_piece(source, name, shape) for name, shape in source.shapes.items()]
-    return _save_tag(root, tag_of_iteration(0), pieces, Config(model=source.model).as_dict(), 0)
+    return _save_tag(root, source, source.shapes, tag_of_iteration(0), Config(model=source.model).as_dict(), 0)
 
 
 def quantise_weights(source: Checkpoint | ExternalCheckpoint, root: Path) -> SaveReport:
     """Save the weights with int8 matrices (int8_weights.py), with one tensor in memory at a time. A run's tag keeps its
     name."""
     if isinstance(source, ExternalCheckpoint):
-        pieces = _quantised_pieces(source, source.shapes)
-        return _save_tag(root, tag_of_iteration(0), pieces, Config(model=source.model).as_dict(), 0)
+        return _save_tag(root, source, source.shapes, tag_of_iteration(0), Config(model=source.model).as_dict(), 0,
+                         quantise=True)
     read_recorded_model(source)  # raises if it is no GPT-2
     shapes = {name: source.shape("weight", name) for name in source.names("weight")}
     if "wte.weight" not in shapes:
         raise CheckpointError(f"tag {source.tag} is not of this program's GPT-2, which is what int8 is for")
     state = {name: value for name, value in source.shared_state["client_state"].items() if name == "tokenizer"}
-    return _save_tag(root, source.tag, _quantised_pieces(source, shapes), source.config, source.iteration, state)
+    return _save_tag(root, source, shapes, source.tag, source.config, source.iteration, state, quantise=True)
 
 
-def _quantised_pieces(source: Checkpoint | ExternalCheckpoint,
-                      shapes: Mapping[str, tuple[int, ...]]) -> list[TensorPiece]:
-    return [piece for name, shape in shapes.items() for piece in
-            (_int8_pieces(source, name, shape) if is_quantised(name, shape) else [_weight_piece(source, name, shape)])]
-
-
-def _save_tag(root: Path, tag: str, pieces: Sequence[TensorPiece], config: Mapping[str, Any], iteration: int,
-              client_state: Mapping[str, Any] = {}) -> SaveReport:
+def _save_tag(root: Path, source: Checkpoint | ExternalCheckpoint, shapes: Mapping[str, tuple[int, ...]], tag: str,
+              config: Mapping[str, Any], iteration: int, client_state: Mapping[str, Any] = {},
+              quantise: bool = False) -> SaveReport:
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
                               "client_state": dict(client_state)}
+    pieces = [piece for name, shape in shapes.items() for piece in _lazy_pieces(source, name, shape, quantise)]
     check_save_root_is_writable(root, "--output")
     with lock_save_root(root):
         return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
                     layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
 
 
-def _weight_piece(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...]) -> TensorPiece:
-    def load() -> Tensor:
-        whole = torch.empty(prod(shape))
-        _range_reader(source, name, shape)(0, whole)
-        return whole
-    return _lazy_piece(name, "weight", shape, torch.float32, load)
-
-
-def _int8_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...]) -> list[TensorPiece]:
-    """Values and scales. The matrix is read twice, since the two are written to different places of the file."""
-    read, where = _range_reader(source, name, shape), f"weight {name!r}"
-    return [_lazy_piece(name, INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
-            _lazy_piece(name, SCALE_KIND, shape[:1], torch.float32,
-                        lambda: scales_from_maxima(row_maxima(read, shape), where))]
-
-
-def _lazy_piece(name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype,
-                load: Callable[[], Tensor]) -> TensorPiece:
-    return TensorPiece(name, kind, shape, None, 0, 1, 0, LazyData(prod(shape), dtype, load))
-
-
-def _range_reader(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...]) -> ReadRange:
+def _lazy_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...],
+                 quantise: bool) -> list[TensorPiece]:
+    """One weight as fp32, or as int8 levels and scales. The matrix is then read twice, since the two are written to
+    different places of the file."""
     def read(start: int, out: Tensor) -> None:
         source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
-    return read
+
+    def load_whole() -> Tensor:
+        read(0, whole := torch.empty(prod(shape)))
+        return whole
+
+    def piece(kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> TensorPiece:
+        return TensorPiece(name, kind, shape, None, 0, 1, 0, LazyData(prod(shape), dtype, load))
+
+    if not quantise or not is_quantised(name, shape):
+        return [piece("weight", shape, torch.float32, load_whole)]
+    where = f"weight {name!r}"
+    return [piece(INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
+            piece(SCALE_KIND, shape[:1], torch.float32, lambda: scales_from_maxima(row_maxima(read, shape), where))]

@@ -44,7 +44,11 @@ def find_folder(folder: Path) -> Path | None:
 def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | None = None) -> ExternalCheckpoint:
     """Open one checkpoint of mp_rank_XX files. `vocab_size` removes padding rows of the token table; `heads` is needed
     if the files hold no arguments."""
-    ranks = _rank_folder_names(folder)
+    ranks = sorted(path.name for path in folder.iterdir() if path.name.startswith("mp_rank_"))
+    expected = [f"mp_rank_{rank:02d}" for rank in range(len(ranks))]
+    if ranks != expected:
+        raise CheckpointError(f"{folder}: expected {', '.join(expected)}, found {', '.join(ranks)}; pipeline parallel "
+                              "checkpoints have to be merged by the program that wrote them")
     saved = [load_torch_file(folder / name / RANK_FILE) for name in ranks]
     parts = [MEGATRON_LM.rename_tensors(_flatten_state_dict(one.get("model"), ""), str(folder / name / RANK_FILE))
              if isinstance(one, dict) else {} for one, name in zip(saved, ranks)]
@@ -77,23 +81,21 @@ def _join_ranks(where: str, parts: list[dict[str, Tensor]], vocab_size: int | No
                 epsilon: float) -> ExternalCheckpoint:
     if heads is None:
         raise CheckpointError(f"{where}: it does not say how many heads there are: give --num-attention-heads")
-    shape = _infer_shape(parts[0], len(parts), where, heads)
-    if vocab_size is not None and vocab_size > shape["vocab_size"]:
-        raise CheckpointError(f"{where}: --vocab-size {vocab_size} is more than its {shape['vocab_size']} rows")
-    model = build_model_config(where, **{**shape, "vocab_size": vocab_size or shape["vocab_size"]},
-                               layernorm_epsilon=epsilon)
+    part, tp = parts[0], len(parts)
+    try:
+        rows, hidden = part["wte.weight"].shape
+        layers = 1 + max(int(name.split(".")[1]) for name in part if name.startswith("blocks."))
+        ffn, positions = part["blocks.0.mlp.fc.weight"].shape[0] * tp, part["wpe.weight"].shape[0]
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{where}: no GPT-2 of Megatron-LM: {error} is missing or of another shape") from error
+    if vocab_size is not None and vocab_size > rows * tp:
+        raise CheckpointError(f"{where}: --vocab-size {vocab_size} is more than its {rows * tp} rows")
+    model = build_model_config(where, num_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+                               vocab_size=vocab_size or rows * tp, intermediate_size=ffn,
+                               max_position_embeddings=positions, layernorm_epsilon=epsilon)
     loads = {name: partial(_join_tensor, name, [part[name] for part in parts], version, heads, model.known_vocab_size)
-             for name in parts[0]}
+             for name in part}
     return ExternalCheckpoint(where, model, loads)
-
-
-def _rank_folder_names(folder: Path) -> list[str]:
-    names = sorted(path.name for path in folder.iterdir() if path.name.startswith("mp_rank_"))
-    expected = [f"mp_rank_{rank:02d}" for rank in range(len(names))]
-    if names != expected:
-        raise CheckpointError(f"{folder}: expected {', '.join(expected)}, found {', '.join(names)}; pipeline parallel "
-                              "checkpoints have to be merged by the program that wrote them")
-    return names
 
 
 def _flatten_state_dict(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -104,35 +106,16 @@ def _flatten_state_dict(value: object, path: str) -> Iterator[tuple[str, Tensor]
         yield path, value
 
 
-def _infer_shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) -> dict[str, Any]:
-    """Model fields that follow from the tensors' shapes."""
-    try:
-        rows, hidden = part["wte.weight"].shape
-        return {"num_layers": 1 + max(int(name.split(".")[1]) for name in part if name.startswith("blocks.")),
-                "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": rows * tp,
-                "intermediate_size": part["blocks.0.mlp.fc.weight"].shape[0] * tp,
-                "max_position_embeddings": part["wpe.weight"].shape[0]}
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{where}: no GPT-2 of Megatron-LM: {error} is missing or of another shape") from error
-
-
 def _join_tensor(name: str, pieces: list[Tensor], version: float, heads: int, tokens: int) -> Tensor:
     """Join the slices of all tensor-parallel ranks."""
     partition = next((cut for end, cut in PARTITIONS.items() if name.endswith(end)), None)
     if partition is None:
         return pieces[0]
-    if ".qkv." in name:
-        pieces = [_in_our_order(piece, version, heads // len(pieces)) for piece in pieces]
+    if ".qkv." in name and version >= 2:
+        # rows [head, qkv, width] -> [qkv, head, width]
+        pieces = [piece.unflatten(0, (heads // len(pieces), 3, -1)).transpose(0, 1).flatten(0, 2) for piece in pieces]
+    elif ".qkv." in name and version >= 1:
+        # rows [head, width, qkv] -> [qkv, head, width]
+        pieces = [piece.unflatten(0, (heads // len(pieces), -1, 3)).movedim(2, 0).flatten(0, 2) for piece in pieces]
     whole = pieces[0] if len(pieces) == 1 else join_local_slices(pieces, partition)
     return whole[:tokens] if name == "wte.weight" else whole
-
-
-def _in_our_order(piece: Tensor, version: float, heads: int) -> Tensor:
-    """Reorder the rows of one rank's fused projection to [qkv, head, width]."""
-    if version >= 2:
-        # [head, qkv, width, ...] -> [qkv, head, width, ...]
-        piece = piece.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    elif version >= 1:
-        # [head, width, qkv, ...] -> [qkv, head, width, ...]
-        piece = piece.unflatten(0, (heads, -1, 3)).movedim(2, 0).flatten(0, 2)
-    return piece

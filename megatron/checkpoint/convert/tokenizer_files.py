@@ -87,22 +87,6 @@ def _character_files(section: Mapping[str, Any], path: str | None, eod: int, len
 
 def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     proto = read_flag_file(str(path), "--tokenizer-path")
-    pieces, learned, plain = _read_model(proto)
-    if not plain:
-        return TokenizerFiles({"tokenizer.model": proto}, eod,
-                              "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
-                              "is not BPE with byte fallback): load it with the sentencepiece package")
-    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
-    return _fast_tokenizer_files(
-        {"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned),
-         "byte_fallback": True, "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        decoder={"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                                                  {"type": "ByteFallback"}, {"type": "Fuse"}]})
-
-
-def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
-    """(pieces with scores, learned pieces, whether it is BPE with byte fallback that leaves the text unchanged)."""
     model = parse_protobuf(proto)
     pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
     trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
@@ -110,22 +94,33 @@ def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
     def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
         return record.get(number, [default])[-1]
 
-    plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1 and setting(normalizer, 1, b"") == b"identity"
-             and setting(normalizer, 3, 1) == 0 and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
-             and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    is_plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1
+                and setting(normalizer, 1, b"") == b"identity" and setting(normalizer, 3, 1) == 0
+                and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
+                and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    if not is_plain:
+        return TokenizerFiles({"tokenizer.model": proto}, eod,
+                              "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
+                              "is not BPE with byte fallback): load it with the sentencepiece package")
     names = [setting(piece, 1, b"").decode() for piece in pieces]
-    learned = {name for name, piece in zip(names, pieces, strict=True) if setting(piece, 3, NORMAL) == NORMAL}
-    return [(name, setting(piece, 2, 0.0)) for name, piece in zip(names, pieces, strict=True)], learned, plain
+    vocabulary = {name: i for i, name in enumerate(names)}
+    scores = {name: setting(piece, 2, 0.0) for name, piece in zip(names, pieces, strict=True)
+              if setting(piece, 3, NORMAL) == NORMAL}
+    return _fast_tokenizer_files(
+        {"type": "BPE", "vocab": vocabulary, "merges": _merges(vocabulary, scores),
+         "byte_fallback": True, "unk_token": names[0], "fuse_unk": False}, eod, length,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        decoder={"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                                                  {"type": "ByteFallback"}, {"type": "Fuse"}]})
 
 
-def _merges(pieces: list[tuple[str, float]], learned: set[str]) -> list[list[str]]:
-    """Merge pairs in SentencePiece's order, by the score of the result. Bytes, `<unk>` and end-of-document are neither
-    results nor parts of a merge."""
-    place = {piece: i for i, (piece, _) in enumerate(pieces)}
-    found = [(-score, place[piece[:cut]], place[piece[cut:]], piece[:cut], piece[cut:])
-             for piece, score in pieces if piece in learned for cut in range(1, len(piece))
-             if piece[:cut] in learned and piece[cut:] in learned]
-    return [[left, right] for *_, left, right in sorted(found)]
+def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:
+    """Merge pairs in SentencePiece's order, by the score of the result. `scores` are of the learned pieces: bytes,
+    `<unk>` and end-of-document are neither results nor parts of a merge."""
+    merges = [(-score, vocabulary[piece[:cut]], vocabulary[piece[cut:]], piece[:cut], piece[cut:])
+              for piece, score in scores.items() for cut in range(1, len(piece))
+              if piece[:cut] in scores and piece[cut:] in scores]
+    return [[left, right] for *_, left, right in sorted(merges)]
 
 
 def _fast_tokenizer_files(model: Mapping[str, Any], eod: int, length: int, **parts: Any) -> TokenizerFiles:

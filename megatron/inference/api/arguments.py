@@ -20,26 +20,24 @@ from megatron.config.config_errors import ErrorList
 from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
 from megatron.config.schema import require
 from megatron.errors import ConfigError
+from megatron.inference import load
 
-DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-DTYPES = {**DTYPE_NAMES, **{str(dtype): dtype for dtype in DTYPE_NAMES.values()}, "float32": torch.float32,
+DTYPES = {**load.DTYPES, **{str(dtype): dtype for dtype in load.DTYPES.values()}, "float32": torch.float32,
           "float": torch.float32, "bfloat16": torch.bfloat16, "bfloat": torch.bfloat16, "float16": torch.float16,
           "half": torch.float16}
 
 
 @dataclass(frozen=True)
 class InferenceArguments:
-    """What a call asks for."""
-
     tp_size: int | None = None
     mpu: Any = None
     tp_group: Any = None
     dtype: torch.dtype | None = None
-    """None: as the model is."""
+    """None: that of the model."""
     checkpoint: str | Mapping[str, Any] | None = None
     base_dir: str = ""
     fast: bool = False
-    """By our decoder where there is one for the model."""
+    """Generate with our decoder, where it supports the model."""
     policy: Mapping[Any, Any] | None = None
     example_inputs: Any = None
     max_out_tokens: int | None = None
@@ -52,61 +50,26 @@ class AcceptedArgument:
     field_name: str
     """Field of InferenceArguments."""
     expected: str
-    convert: Callable[[Any], Any]
-    """Raises ValueError for what is not `expected`."""
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True)
 class FixedArgument:
-    """Not ours to set: accepted where the value changes nothing."""
+    """Accepted with the values that change nothing."""
 
     accepted_values: tuple[Any, ...]
     explanation: str
     warns_only: bool = False
-    """Other values are answered with a note, not an error: nothing goes wrong without."""
+    """Other values give a note, not an error: the result is correct without them."""
 
 
-def _positive_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _dtype(value: Any) -> torch.dtype:
-    found = DTYPES.get(str(value))
-    if found is None:
-        raise ValueError
-    return found
-
-
-def _checkpoint(value: Any) -> str | Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError
-    return os.fspath(value)
-
-
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError
-    return value
-
-
-def _path(value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise ValueError
-    return os.fspath(value)
-
-
-def _anything(value: Any) -> Any:
-    return value
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
 
 
 _NO_EXPERTS = "there are no experts in these models; leave it out"
@@ -115,22 +78,26 @@ _ROWS = "int8 weights have one scale for each output row, max / 127, found when 
 _OFF = (None, False)
 
 ARGUMENTS: dict[str, AcceptedArgument | FixedArgument] = {
-    "tensor_parallel.tp_size": AcceptedArgument("tp_size", "a number of ranks, 1 or more", _positive_int),
-    "tensor_parallel.mpu": AcceptedArgument("mpu", "an object with get_{model,data}_parallel_group()", _anything),
-    "tensor_parallel.tp_group": AcceptedArgument("tp_group", "a process group of torch.distributed", _anything),
+    "tensor_parallel.tp_size": AcceptedArgument("tp_size", "a number of ranks, 1 or more", _is_positive_int),
+    "tensor_parallel.mpu": AcceptedArgument("mpu", "an object with get_{model,data}_parallel_group()",
+                                            lambda value: True),
+    "tensor_parallel.tp_group": AcceptedArgument("tp_group", "a process group of torch.distributed",
+                                                 lambda value: True),
     "tensor_parallel.enabled": FixedArgument((True,), "tp_size 1 is a whole model; give that"),
     "tensor_parallel.tp_grain_size": FixedArgument((1, 64), "parts are equal; leave it out", warns_only=True),
     "dtype": AcceptedArgument("dtype", "torch.float32, torch.bfloat16, torch.float16 or torch.int8, or their names",
-                              _dtype),
-    "checkpoint": AcceptedArgument("checkpoint", "a folder, or DeepSpeed's JSON description (a path or a dict)",
-                                   _checkpoint),
-    "base_dir": AcceptedArgument("base_dir", "a folder", _path),
-    "replace_with_kernel_inject": AcceptedArgument("fast", "true or false", _boolean),
-    "injection_policy": AcceptedArgument("policy", "{LayerClass: names of its row-parallel "
-                                         "layers}, or {LayerClass: Cut(...)}", _mapping),
-    "example_inputs": AcceptedArgument("example_inputs", "inputs that the model takes", _anything),
-    "max_out_tokens": AcceptedArgument("max_out_tokens", "a number of tokens, 1 or more", _positive_int),
-    "min_out_tokens": AcceptedArgument("min_out_tokens", "a number of tokens, 1 or more", _positive_int),
+                              lambda value: str(value) in DTYPES, lambda value: DTYPES[str(value)]),
+    "checkpoint": AcceptedArgument(
+        "checkpoint", "a folder, or DeepSpeed's JSON description (a path or a dict)",
+        lambda value: isinstance(value, Mapping) or _is_path(value) and bool(os.fspath(value)),
+        lambda value: value if isinstance(value, Mapping) else os.fspath(value)),
+    "base_dir": AcceptedArgument("base_dir", "a folder", _is_path, os.fspath),
+    "replace_with_kernel_inject": AcceptedArgument("fast", "true or false", lambda value: isinstance(value, bool)),
+    "injection_policy": AcceptedArgument("policy", "{LayerClass: names of its row-parallel layers}, or {LayerClass: "
+                                         "Cut(...)}", lambda value: isinstance(value, Mapping) and bool(value)),
+    "example_inputs": AcceptedArgument("example_inputs", "inputs that the model takes", lambda value: True),
+    "max_out_tokens": AcceptedArgument("max_out_tokens", "a number of tokens, 1 or more", _is_positive_int),
+    "min_out_tokens": AcceptedArgument("min_out_tokens", "a number of tokens, 1 or more", _is_positive_int),
     "replace_method": FixedArgument((None, "auto", ""), "DeepSpeed ignores it too; leave it out", warns_only=True),
     "training_mp_size": FixedArgument((None, 1), "a checkpoint says itself over how many ranks it was trained",
                                       warns_only=True),
@@ -175,19 +142,30 @@ ALIASES = {"mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "
            "max_tokens": "max_out_tokens", "min_tokens": "min_out_tokens", "tm": "triangular_masking",
            "ckpt_config": "checkpoint_config", "args": "config", "expert_group": "ep_group",
            "expert_mp_group": "ep_mp_group"}
-"""What else a key is called -> its path in TABLE."""
+"""Other names of a key -> its path in ARGUMENTS."""
 SECTIONS = {path.rpartition(".")[0] for path in ARGUMENTS} - {""} | {"quant"}
 
 
 def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments:
-    """What the call says with the keys of `config`, a dict or a JSON file; all that is wrong is one error."""
-    problems, found = ErrorList(), dict[str, tuple[str, Any]]()
-    for tree, where in ((_load_config(config), " of config"), (given, "")):
+    """The call's arguments, merged with the keys of `config` (a dict or a JSON file). One error lists all problems."""
+    problems = ErrorList()
+    if config is not None and not isinstance(config, Mapping):
+        require(_is_path(config),
+                f"init_inference: config is {_format_value(config)}: expected a dict or the path of a JSON file")
+        name = os.fspath(config)
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
+        config = to_plain_dicts(parse_loose_json(text, name), problems)
+        require(isinstance(config, dict), f"{name}: expected an object {{...}}")
+    values = dict[str, tuple[str, Any]]()  # path -> (the key as the caller wrote it, value)
+    for tree, where in ((config or {}, " of config"), (given, "")):
         for path, written, value in _walk_keys(tree, where, "", problems):
-            _check_value(path, written, value, found, problems)
+            _check_value(path, written, value, values, problems)
     problems.raise_if_any("init_inference")
     fields, notes = dict[str, Any](), []
-    for path, (written, value) in found.items():
+    for path, (written, value) in values.items():
         row = ARGUMENTS[path]
         if isinstance(row, AcceptedArgument):
             fields[row.field_name] = value
@@ -196,25 +174,9 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
     return InferenceArguments(**fields, notes=tuple(notes))
 
 
-def _load_config(config: Any) -> Mapping[str, Any]:
-    """Of a dict, or of a file."""
-    if config is None or isinstance(config, Mapping):
-        return config or {}
-    require(isinstance(config, (str, os.PathLike)),
-            f"init_inference: config is {_format_value(config)}: expected a dict or the path of a JSON file")
-    name = os.fspath(config)
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
-    tree = to_plain_dicts(parse_loose_json(text, name), name)
-    require(isinstance(tree, dict), f"{name}: expected an object {{...}}")
-    return dict(tree)
-
-
 def _walk_keys(tree: Mapping[str, Any], location: str, prefix: str,
                problems: ErrorList) -> Iterator[tuple[str, str, Any]]:
-    """(path, as it was written, value) of every key."""
+    """(path in ARGUMENTS, key as the caller wrote it, value)."""
     for key, value in tree.items():
         written = f"{prefix}{key}"
         path = ALIASES.get(written, written)
@@ -228,39 +190,33 @@ def _walk_keys(tree: Mapping[str, Any], location: str, prefix: str,
             example = {"tensor_parallel": '{"tp_size": 2}', "quant": '{"enabled": true}'}.get(path, "{...}")
             problems.append(f"{written}{location} is {_format_value(value)}: expected an object, such as {example}")
         elif path not in SECTIONS:
-            problems.append(f"{written}{location} is unknown; {_suggest(written)}")
+            section, _, name = written.rpartition(".")
+            known = [other for other in [*ARGUMENTS, *SECTIONS, *ALIASES] if other.rpartition(".")[0] == section]
+            near = (difflib.get_close_matches(written, known, n=1, cutoff=0.6)
+                    or [other for other in ARGUMENTS if other.rpartition(".")[2] == name])
+            hint = f"did you mean {near[0]}?" if near else "docs/inference.md lists every argument"
+            problems.append(f"{written}{location} is unknown; {hint}")
 
 
-def _suggest(written: str) -> str:
-    section = written.rpartition(".")[0]
-    known = [path for path in [*ARGUMENTS, *SECTIONS, *ALIASES] if path.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(written, known, n=1, cutoff=0.6)
-    near = near or [path for path in ARGUMENTS if path.rpartition(".")[2] == written.rpartition(".")[2]]
-    return f"did you mean {near[0]}?" if near else "docs/inference.md lists every argument"
-
-
-def _check_value(path: str, written: str, value: Any, found: dict[str, tuple[str, Any]], problems: ErrorList) -> None:
-    row = ARGUMENTS[path]
+def _check_value(path: str, written: str, value: Any, values: dict[str, tuple[str, Any]], problems: ErrorList) -> None:
+    row, converted = ARGUMENTS[path], value
     if isinstance(row, AcceptedArgument):
         if value is None:
             return
-        try:
-            converted = row.convert(value)
-        except ValueError:
+        if not row.accepts(value):
             problems.append(f"{written} is {_format_value(value)}: expected {row.expected}")
             return
-    else:
-        converted = value
-        if not row.warns_only and not _is_one_of(value, row.accepted_values):
-            problems.append(f"{written} is {_format_value(value)}, which is not supported: {row.explanation}")
-    before, other = found.setdefault(path, (written, converted))
+        converted = row.convert(value)
+    elif not row.warns_only and not _is_one_of(value, row.accepted_values):
+        problems.append(f"{written} is {_format_value(value)}, which is not supported: {row.explanation}")
+    before, other = values.setdefault(path, (written, converted))
     if other is not converted and other != converted:
         problems.append(
             f"{before} is {_format_value(other)} and {written} is {_format_value(value)}: leave one of them out")
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal, and true is not 1."""
+    """Equality where True is not 1."""
     return any(type(value) is type(one) and value == one for one in values)
 
 

@@ -23,7 +23,7 @@ from megatron.config.schema import require
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.api.equivalence import assert_tensors_equal_across_ranks
 from megatron.inference.decoder import MIN_GRAPH_POSITIONS, Decoder, next_power_of_two
-from megatron.inference.generation import GeneratedSequence, Generator, texts_of
+from megatron.inference.generation import Generator, texts_of
 from megatron.inference.int8 import Int8
 from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
@@ -31,28 +31,19 @@ from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
 
 MAX_ROWS = 32
-"""Texts at a time; more take turns."""
-
-
-@dataclass(frozen=True)
-class _CachedDecoder:
-    decoder: Decoder
-    weights: Hashable
-    """Where they were: a recorded step reads them there."""
-
-    def fits(self, weights: Hashable, rows: int, length: int) -> bool:
-        return self.weights == weights and self.decoder.rows >= rows and self.decoder.max_positions >= length
+"""Texts decoded at a time."""
 
 
 @final
 class DecoderCache:
-    """The decoder that an engine keeps from answer to answer: its cache, and the steps that an accelerator recorded.
-    It is made for what is asked, and made again where that is more than it has room for."""
+    """The decoder that an engine keeps between calls, with its KV cache and CUDA graphs. It is rebuilt when a call
+    needs more rows or positions, or when the weights have moved."""
 
     def __init__(self, model: GPT2, limit: int) -> None:
         """No text has more than `limit` positions."""
         self.model, self.limit = model, limit
-        self._cached: _CachedDecoder | None = None
+        self._cached: tuple[Decoder, Hashable] | None = None
+        """The decoder, and where the weights were: a captured graph reads them there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy makes a decoder of its own."""
@@ -60,30 +51,26 @@ class DecoderCache:
 
     @contextmanager
     def acquire(self, texts: int, positions: int) -> Iterator[Decoder]:
-        """For so many texts, of up to so many positions. Whoever asks meanwhile gets another one. It is not kept where
-        an answer breaks off: what is in its rows then may be anything."""
-        made, self._cached = self._cached, None
-        weights, rows, length = (
-            _weight_locations(self.model), min(MAX_ROWS, next_power_of_two(texts)), next_power_of_two(positions))
-        length = min(self.limit, max(MIN_GRAPH_POSITIONS, length))
-        if made is None or not made.fits(weights, rows, length):
-            if made is not None:
-                rows, length = max(rows, made.decoder.rows), max(length, made.decoder.max_positions)
-            made = None  # its cache goes before there is another
+        """A decoder for `texts` sequences of up to `positions` tokens. Concurrent callers get separate decoders. An
+        exception inside the block drops the decoder: the contents of its rows are undefined then."""
+        cached, self._cached = self._cached, None
+        parts = (part for weight in self.model.parameters()
+                 for part in ((weight.levels, weight.scale) if isinstance(weight, Int8) else (weight,)))
+        weights = tuple((part.data_ptr(), part.dtype, part.device) for part in parts)
+        rows = min(MAX_ROWS, next_power_of_two(texts))
+        length = min(self.limit, max(MIN_GRAPH_POSITIONS, next_power_of_two(positions)))
+        if cached is None or cached[1] != weights or cached[0].rows < rows or cached[0].max_positions < length:
+            if cached is not None:
+                rows, length = max(rows, cached[0].rows), max(length, cached[0].max_positions)
+            cached = None  # frees its KV cache before another is allocated
             with torch.inference_mode(False):  # what is made in that mode can be written in no other
-                made = _CachedDecoder(Decoder(self.model, rows, length), weights)
-        yield made.decoder
-        self._cached = made
-
-
-def _weight_locations(model: GPT2) -> Hashable:
-    parts = (part for weight in model.parameters()
-             for part in ((weight.levels, weight.scale) if isinstance(weight, Int8) else (weight,)))
-    return tuple((part.data_ptr(), part.dtype, part.device) for part in parts)
+                cached = Decoder(self.model, rows, length), weights
+        yield cached[0]
+        self._cached = cached
 
 
 DEFAULT_NEW_TOKENS = 20
-"""Where nobody says how many, as in transformers."""
+"""transformers' default."""
 
 _OFF, _NONE = (None, False), (None,)
 NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
@@ -96,14 +83,13 @@ NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
     "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
     "stopping_criteria": (None, []), "token_type_ids": _NONE}
-"""Arguments of transformers' generate that may say what happens anyway."""
+"""Unsupported arguments of transformers' generate, and the values that change nothing."""
 
 HF_PIPELINE_NEW_TOKENS = 256
-"""New tokens that a pipeline of transformers asks for where its caller says nothing. They come as an argument, like a
-caller's."""
+"""What a pipeline of transformers passes as max_new_tokens by default, indistinguishable from a caller's value."""
 
 UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})
-"""Of models that begin texts themselves."""
+"""For encoder-decoder models."""
 
 ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"),
@@ -121,7 +107,7 @@ ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """The arguments that are understood, with transformers' defaults."""
+    """The supported arguments, with transformers' defaults."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
@@ -137,32 +123,32 @@ class GenerateArguments:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     seed: int | None = None
-    """Ours; without it, a number of torch's stream."""
-    insists: bool = False
-    """The caller said how long; what only a default says ends where the room does."""
+    """Not in transformers; None: drawn from torch's generator."""
+    length_is_explicit: bool = False
+    """The caller gave the length; a default length is reduced to the room that there is."""
 
     @classmethod
     def parse(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GenerateArguments:
-        known = {field.name for field in fields(cls)} - {"insists"}
-        said = {name: value for name, value in {**defaults, **given}.items() if value is not None}
+        known = {field.name for field in fields(cls)} - {"length_is_explicit"}
+        values = {name: value for name, value in {**defaults, **given}.items() if value is not None}
         problems = ErrorList()
         for name in given.keys() - known - NEUTRAL_ARGUMENTS.keys() - UNUSED_ARGUMENTS:
             near = difflib.get_close_matches(name, [*known, *NEUTRAL_ARGUMENTS], n=1)
             problems.append(f"generate: {name} is unknown; " + (
                 f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
-        for name in said.keys() & NEUTRAL_ARGUMENTS.keys():
-            problems.require(any(said[name] is one or said[name] == one for one in NEUTRAL_ARGUMENTS[name]),
-                             f"generate: {name} is {said[name]!r:.60}, which our decoder does not do: leave it out "
+        for name in values.keys() & NEUTRAL_ARGUMENTS.keys():
+            problems.require(any(values[name] is one or values[name] == one for one in NEUTRAL_ARGUMENTS[name]),
+                             f"generate: {name} is {values[name]!r:.60}, which our decoder does not do: leave it out "
                              "(transformers' own generate does, without replace_with_kernel_inject)")
-        for name in said.keys() & ARGUMENT_RANGES.keys():
+        for name in values.keys() & ARGUMENT_RANGES.keys():
             fits, expected = ARGUMENT_RANGES[name]
-            is_number = isinstance(said[name], (int, float)) and fits(said[name])
-            problems.require(is_number, f"generate: {name} is {said[name]!r:.60}: expected {expected}")
+            is_number = isinstance(values[name], (int, float)) and fits(values[name])
+            problems.require(is_number, f"generate: {name} is {values[name]!r:.60}: expected {expected}")
         problems.raise_if_any()
-        said = {name: value for name, value in said.items() if name in known}
-        length = "max_length" if "max_length" in said and "max_new_tokens" not in said else "max_new_tokens"
-        insists = given.get(length) not in ((None,) if length == "max_length" else (None, HF_PIPELINE_NEW_TOKENS))
-        return cls(**said, insists=insists)
+        values = {name: value for name, value in values.items() if name in known}
+        length = "max_length" if "max_length" in values and "max_new_tokens" not in values else "max_new_tokens"
+        is_explicit = given.get(length) not in ((None,) if length == "max_length" else (None, HF_PIPELINE_NEW_TOKENS))
+        return cls(**values, length_is_explicit=is_explicit)
 
     def sampling(self) -> Sampling:
         if not self.do_sample:
@@ -175,16 +161,6 @@ class GenerateArguments:
         given = self.eos_token_id
         return () if given is None else (given,) if isinstance(given, int) else tuple(given)
 
-    def max_new(self, length: int) -> int:
-        """New tokens after a prompt of `length`."""
-        if self.max_new_tokens is not None or self.max_length is None:
-            return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
-        return self.max_length - length
-
-    def min_new(self, length: int) -> int:
-        """New tokens before an end."""
-        return self.min_new_tokens or max(0, self.min_length - length)
-
 
 @torch.no_grad()
 def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, arguments: GenerateArguments) -> Tensor:
@@ -192,19 +168,24 @@ def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, ar
     model, limit = cache.model, cache.limit
     prompts = _prompt_ids(input_ids, mask)
     assert_tensors_equal_across_ranks([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
-    _check_tokens(prompts, model.config.known_vocab_size)
+    vocabulary = model.config.known_vocab_size
+    for row, prompt in enumerate(prompts):  # an accelerator would read beside the table without an error
+        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+        require(wrong is None, f"generate: input_ids: row {row} has the token id {wrong}, and the model has 0 .. "
+                f"{vocabulary - 1}: give ids of its own tokenizer; of padding, attention_mask says where it is")
     longest = max(map(len, prompts))
     least, most = _new_token_bounds(arguments, input_ids.shape[1], longest, limit, model.tp.rank == 0)
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if arguments.seed is None else arguments.seed, model.tp, 0)
     copies = arguments.num_return_sequences
     with cache.acquire(len(prompts) * copies, longest + most) as decoder:
-        generator = Generator(decoder, vocabulary=model.config.known_vocab_size, eod=None, should_stop=_stop_at_eos(
-            arguments.eos_ids), banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
+        generator = Generator(decoder, vocabulary=vocabulary, eod=None,  # eos is a token of the answer
+                              should_stop=lambda text: text.tokens[-1] in arguments.eos_ids,
+                              banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
         several = [prompt for prompt in prompts for _ in range(copies)]
         texts = texts_of(generator, several, most, arguments.sampling(), seed)
     if any(text.finish_reason == "not finite" for text in texts):
-        raise NumericsError("generate: the model gives logits that are no numbers, or infinite: give init_inference "
-                            "dtype=torch.bfloat16 or torch.float32")
+        raise NumericsError("generate: the model produced non-finite logits: give init_inference dtype=torch.bfloat16 "
+                            "or torch.float32")
     new = max(len(text.tokens) for text in texts)
     pad = (arguments.pad_token_id if arguments.pad_token_id is not None else arguments.eos_ids[0] if arguments.eos_ids
            else 0)
@@ -215,11 +196,14 @@ def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, ar
 
 def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, limit: int,
                       prints_notes: bool) -> tuple[int, int]:
-    """New tokens, at least and at most, of rows of `width`, the `longest` of which has so many real tokens."""
-    least, most, room = arguments.min_new(width), arguments.max_new(width), limit - longest
+    """(minimum, maximum) of new tokens after prompts padded to `width`; `longest`: real tokens of the longest one."""
+    room, least = limit - longest, arguments.min_new_tokens or max(0, arguments.min_length - width)
+    most = DEFAULT_NEW_TOKENS if arguments.max_new_tokens is None else arguments.max_new_tokens
+    if arguments.max_new_tokens is None and arguments.max_length is not None:
+        most = arguments.max_length - width
     require(most >= 1, f"generate: max_length is {arguments.max_length}, and the prompt has {width} tokens: give "
             "max_new_tokens")
-    require(most <= room or not arguments.insists and room >= 1,
+    require(most <= room or not arguments.length_is_explicit and room >= 1,
             f"generate: a prompt of {longest} tokens and {most} new ones are more than the {limit} that the engine has "
             "room for: shorten the prompt, or give a smaller max_new_tokens")
     if most > room and prints_notes:
@@ -232,11 +216,6 @@ def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, li
     return least, most
 
 
-def _stop_at_eos(eos_ids: tuple[int, ...]) -> Callable[[GeneratedSequence], bool]:
-    """An end is a token of the answer."""
-    return lambda text: text.tokens[-1] in eos_ids
-
-
 def _prompt_ids(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
     require(isinstance(input_ids, Tensor) and input_ids.dim() == 2 and 0 not in input_ids.shape,
             "generate: input_ids: expected [rows, length] token ids, at least one in a row")
@@ -244,27 +223,18 @@ def _prompt_ids(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]
         return [tuple(row) for row in input_ids.tolist()]
     require(mask.shape == input_ids.shape, f"generate: attention_mask is {list(mask.shape)}, and input_ids "
             f"{list(input_ids.shape)}")
-    kept = mask != 0
-    require(bool(kept[:, -1].all() and (kept.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: each "
-            "row of attention_mask is zeros, then ones")
-    return [tuple(row[one].tolist()) for row, one in zip(input_ids, kept)]
-
-
-def _check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """An accelerator would look up what lies beside the table, and say nothing."""
-    for row, prompt in enumerate(prompts):
-        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-        require(wrong is None, f"generate: input_ids: row {row} has the token id {wrong}, and the model has 0 .. "
-                f"{vocabulary - 1}: give ids of its own tokenizer; of padding, attention_mask says where it is")
+    is_real = mask != 0
+    require(bool(is_real[:, -1].all() and (is_real.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: "
+            "each row of attention_mask is zeros, then ones")
+    return [tuple(row[real].tolist()) for row, real in zip(input_ids, is_real)]
 
 
 @final
 class InferenceEngine(nn.Module):
     def __init__(self, module: nn.Module, gpt2: GPT2 | None, tp: Group, max_out_tokens: int | None) -> None:
-        """`gpt2` is the model for our decoder, where there is one."""
         super().__init__()
         self.module, self.tp, self._max_out_tokens = module, tp, max_out_tokens
-        self._decoder_cache = None  # no submodule: its weights are the module's
+        self._decoder_cache = None  # not a submodule: its weights are the module's
         if gpt2 is not None:
             positions = gpt2.config.max_position_embeddings
             self._decoder_cache = DecoderCache(gpt2, min(max_out_tokens or positions, positions))
@@ -274,17 +244,23 @@ class InferenceEngine(nn.Module):
         return self.module(*args, **kwargs)
 
     def generate(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **given: Any) -> Any:
-        """Every rank gives the same prompts, and gets the same answers."""
+        """Collective over tp, with equal arguments and results."""
         input_ids = given.pop("inputs", None) if input_ids is None else input_ids
         if self._decoder_cache is None:
             return self._module_generate(input_ids, attention_mask, given)
         require(input_ids is not None, "generate: give input_ids, [rows, length] token ids")
         assert input_ids is not None
-        defaults = {**self._defaults(), **_generation_config_dict(given.pop("generation_config", None))}
+        # the call's GenerationConfig has precedence over the model's
+        model_config, config = getattr(self.module, "generation_config", None), given.pop("generation_config", None)
+        defaults = {} if model_config is None else {**model_config.to_dict()}
+        if config is not None:
+            require(hasattr(config, "to_dict"), f"generate: generation_config is a {type(config).__name__}: expected a "
+                    "GenerationConfig of transformers")
+            defaults |= {name: value for name, value in config.to_dict().items() if value is not None}
         return generate_ids(self._decoder_cache, input_ids, attention_mask, GenerateArguments.parse(defaults, given))
 
     def _module_generate(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
-        """By the generate of the module itself, with rank 0's random numbers."""
+        """The module's own `generate`, with rank 0's random numbers."""
         own = getattr(self.module, "generate", None)
         if own is None:
             raise ConfigError(f"generate: {type(self.module).__name__} has no generate of its own: call the engine "
@@ -296,13 +272,8 @@ class InferenceEngine(nn.Module):
             require(max(length, total_length) <= self._max_out_tokens, f"generate: {max(length, total_length)} tokens "
                     f"are more than max_out_tokens {self._max_out_tokens} of init_inference")
         broadcast_rng_state(self.tp)
-        said = {"attention_mask": mask} if mask is not None else {}
-        return own(input_ids, **said, **given) if input_ids is not None else own(**said, **given)
-
-    def _defaults(self) -> Mapping[str, Any]:
-        """What transformers' model says of its answers."""
-        config = getattr(self.module, "generation_config", None)
-        return {} if config is None else config.to_dict()
+        given |= {"attention_mask": mask} if mask is not None else {}
+        return own(input_ids, **given) if input_ids is not None else own(**given)
 
     def train(self, mode: bool = True) -> InferenceEngine:
         require(not mode, "an engine of init_inference does not train: its weights are cut and cast for inference; "
@@ -310,7 +281,7 @@ class InferenceEngine(nn.Module):
         return super().train(False)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not the engine's is the module's."""
+        """Other attributes are the module's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -319,25 +290,11 @@ class InferenceEngine(nn.Module):
             return getattr(self.module, name)
 
 
-def _generation_config_dict(config: Any) -> dict[str, Any]:
-    """By a GenerationConfig that is given in a call, over the model's."""
-    if config is None:
-        return {}
-    as_dict = getattr(config, "to_dict", None)
-    require(as_dict is not None, f"generate: generation_config is a {type(config).__name__}: expected a "
-            "GenerationConfig of transformers")
-    assert as_dict is not None
-    return {name: value for name, value in as_dict().items() if value is not None}
-
-
 def broadcast_rng_state(tp: Group) -> None:
-    """torch's streams go on from where rank 0's are, so that all ranks draw the same."""
+    """Set torch's random number generators to the state of rank 0, so that all ranks draw the same numbers."""
     if tp.is_solo:
         return
-    state = torch.get_rng_state()
-    broadcast_into(state, 0, tp).wait()
-    torch.set_rng_state(state)
-    if torch.cuda.is_available():
-        state = torch.cuda.get_rng_state()
+    for device_type in (torch, torch.cuda) if torch.cuda.is_available() else (torch,):
+        state = device_type.get_rng_state()
         broadcast_into(state, 0, tp).wait()
-        torch.cuda.set_rng_state(state)
+        device_type.set_rng_state(state)

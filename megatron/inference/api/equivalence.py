@@ -8,9 +8,7 @@ returns the recorded output after the comparison, so rounding does not accumulat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -26,7 +24,6 @@ from mpu.groups import Group
 
 
 def assert_weights_equal_across_ranks(model: nn.Module, tp: Group) -> None:
-    """A model that each rank made from random numbers of its own is not one model."""
     _assert_equal_across_ranks(
         model.parameters(), tp, "the model of rank {} of the tensor parallel group has other weights than that of "
         "rank 0: load the same checkpoint on every rank, or set the same seed before the model is made")
@@ -40,62 +37,50 @@ def assert_tensors_equal_across_ranks(given: Iterable[Tensor], tp: Group, what: 
 def _assert_equal_across_ranks(tensors: Iterable[Tensor], tp: Group, message: str) -> None:
     if tp.is_solo:
         return
-    said = repr([(tuple(one.shape), one.dtype, float(one.detach().sum(dtype=torch.float64)), _order_sensitive_sum(one))
-                 for one in tensors])
-    found = all_gather_json(hashlib.sha256(said.encode()).hexdigest(), tp)
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    digest = hashlib.sha256()
+    for one in tensors:
+        flat = one.detach().flatten()[:4096].double()
+        # weighted by position: the plain sum is the same in another order
+        weighted = float(flat @ torch.arange(1.0, 1.0 + len(flat), dtype=flat.dtype, device=flat.device))
+        total = float(one.detach().sum(dtype=torch.float64))
+        digest.update(repr((tuple(one.shape), one.dtype, total, weighted)).encode())
+    digests = all_gather_json(digest.hexdigest(), tp)
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
     require(other is None, message.format(other))
-
-
-def _order_sensitive_sum(one: Tensor) -> float:
-    """Numbers of small tensors in another order are others."""
-    flat = one.detach().flatten()[:4096].double()
-    return float(flat @ torch.arange(1.0, 1.0 + len(flat), dtype=flat.dtype, device=flat.device))
 
 
 EXAMPLE_ROWS, EXAMPLE_LENGTH = 2, 8
 
 
-@final
-@dataclass(frozen=True)
-class ExampleInputs:
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-def build_example(model: nn.Module, given: Any) -> ExampleInputs | None:
-    """None where nothing can be made up."""
+def build_example(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Positional and keyword arguments of a forward; None where none were given and none can be made up."""
     given = getattr(model, "dummy_inputs", None) if given is None else given
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if isinstance(given, Mapping):
-        return ExampleInputs(kwargs={name: _to_device(value, device) for name, value in given.items()})
     if given is not None:
-        several = given if isinstance(given, (tuple, list)) else (given,)
-        return ExampleInputs(tuple(_to_device(value, device) for value in several))
-    made = _random_inputs(model)
-    return None if made is None else ExampleInputs((made,))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
+        def to_device(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _random_inputs(model: nn.Module) -> Tensor | None:
-    """For the first layer that reads: tokens for a table, numbers for a linear layer."""
+        if isinstance(given, Mapping):
+            return (), {name: to_device(value) for name, value in given.items()}
+        return tuple(map(to_device, given if isinstance(given, (tuple, list)) else (given,))), {}
+    # for the first layer that reads: tokens for a table, numbers for a linear layer
     generator = torch.Generator().manual_seed(1234)  # the same on every rank
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             shape = EXAMPLE_ROWS, min(EXAMPLE_LENGTH, *tables)
-            return torch.randint(module.num_embeddings, shape, generator=generator).to(module.weight.device)
+            tokens = torch.randint(module.num_embeddings, shape, generator=generator)
+            return (tokens.to(module.weight.device),), {}
         if is_linear(module):
             weight = next(module.parameters())
-            return torch.randn(EXAMPLE_ROWS, EXAMPLE_LENGTH, in_out_features(module)[0], generator=generator).to(weight)
+            x = torch.randn(EXAMPLE_ROWS, EXAMPLE_LENGTH, in_out_features(module)[0], generator=generator)
+            return (x.to(weight),), {}
     return None
 
 
 TOLERANCE_EPS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
-"""By so many last bits of its largest number an output may differ: sums come in another order."""
+"""Allowed difference of an output, in units of eps times its largest number: the ranks sum in another order."""
 
 POLICY_HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut "
                "names both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")
@@ -104,107 +89,94 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError
 
 @final
 class TPEquivalenceCheck:
-    """Made of the whole model; `check_sharded` is of the cut one."""
+    """Constructed with the full model; `check_sharded` compares the sharded one."""
 
     def __init__(self, model: nn.Module, plan: TPPlan, given: Any, tp: Group) -> None:
         self._plan, self._model, self._expected = plan, model, dict[str, list[Tensor]]()
+        self._cut_by = f"cut by the policy for {', '.join(dict.fromkeys(plan.layer_classes.values()))},"
+        inputs = "made-up inputs" if given is None else "example_inputs"
         example = build_example(model, given)
         problem = "its first layer takes neither tokens nor features"
         if example is not None:
             self._example = example
-            assert_tensors_equal_across_ranks(iter_tensors([example.args, example.kwargs]), tp, "example_inputs")
+            assert_tensors_equal_across_ranks(iter_tensors(example), tp, "example_inputs")
             try:
                 self._outputs = self._run(self._record)
                 unused = [path for path in self._row_layers() if path not in self._expected]
                 if not unused:
                     return
-                problem = f"{unused[0]} is not used by {_describe_inputs(given)}"
+                problem = f"{unused[0]} is not used by {inputs}"
             except MODEL_ERRORS as error:
-                problem = f"it fails on {_describe_inputs(given)} ({_first_line(error)})"
+                problem = f"it fails on {inputs} ({_first_line(error)})"
         raise ConfigError(f"whether the cut model computes the same cannot be checked: {problem}; give init_inference "
                           "inputs that the model takes, example_inputs=(tensor, ...) or {name: tensor}")
 
     def check_sharded(self) -> None:
-        """Or why the policy is wrong."""
+        """Raises ConfigError with the reason why the policy is wrong."""
         self._mismatch: str | None = None
         try:
             outputs = self._run(self._compare)
         except MODEL_ERRORS as error:
             if is_peer_loss(error):
                 raise
-            raise ConfigError(
-                f"{self._policy_description()} the model fails: {_first_line(error)}; {POLICY_HELP}") from error
+            raise ConfigError(f"{self._cut_by} the model fails: {_first_line(error)}; {POLICY_HELP}") from error
         if self._mismatch is None and [one.shape for one in outputs] != [one.shape for one in self._outputs]:
             self._mismatch = "its outputs have other shapes"
         for one, whole in zip(outputs, self._outputs):
             if self._mismatch is None and (off := _difference(one, whole)) is not None:
                 self._mismatch = f"its output differs from the whole model's by {off}"
         require(self._mismatch is None,
-                f"{self._policy_description()} the model computes something else: {self._mismatch}; {POLICY_HELP}")
+                f"{self._cut_by} the model computes something else: {self._mismatch}; {POLICY_HELP}")
 
     def _run(self, on_output: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
-        with torch.no_grad(), _eval_mode(self._model), _intercept_outputs(self._row_layers(), on_output):
-            return list(iter_tensors(self._model(*self._example.args, **self._example.kwargs)))
+        """Outputs of the model in eval mode; `on_output` sees and may replace the output of each row layer."""
+        def intercept(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda *args, **kwargs: on_output(path, forward(*args, **kwargs))
+
+        layers, modes = self._row_layers(), [(module, module.training) for module in self._model.modules()]
+        own = {path: vars(layer)["forward"] for path, layer in layers.items() if "forward" in vars(layer)}
+        self._model.eval()
+        try:
+            for path, layer in layers.items():
+                layer.forward = intercept(path, layer.forward)
+            args, kwargs = self._example
+            with torch.no_grad():
+                return list(iter_tensors(self._model(*args, **kwargs)))
+        finally:
+            for path, layer in layers.items():
+                vars(layer).pop("forward", None)
+                if path in own:  # not its class's: another library has put one around it
+                    layer.forward = own[path]
+            for module, mode in modes:  # from the outside in: each call changes what is inside as well
+                module.train(mode)
 
     def _row_layers(self) -> dict[str, nn.Module]:
-        """Row layers by their paths; one that is in two places by its first."""
+        """Path -> row layer; the first path of a layer that is in two places."""
         paths = [place.path for place in self._plan.tp_layers if place.side == "row"]
-        found = {path: self._model.get_submodule(path) for path in paths}
-        first = {id(layer): path for path, layer in reversed(found.items())}
-        return {path: layer for path, layer in found.items() if first[id(layer)] == path}
+        layers = {path: self._model.get_submodule(path) for path in paths}
+        first = {id(layer): path for path, layer in reversed(layers.items())}
+        return {path: layer for path, layer in layers.items() if first[id(layer)] == path}
 
     def _record(self, path: str, output: Tensor) -> Tensor:
         self._expected.setdefault(path, []).append(output.clone())
         return output
 
     def _compare(self, path: str, output: Tensor) -> Tensor:
-        kept = self._expected.get(path)
-        if not kept:
+        recorded = self._expected.get(path)
+        if not recorded:
             self._mismatch = self._mismatch or f"{path} is used more often"
             return output
-        whole = kept.pop(0)
+        whole = recorded.pop(0)
         if output.shape != whole.shape:
-            raise ConfigError(f"{self._policy_description()} {path} gives {list(output.shape)} numbers, and not "
+            raise ConfigError(f"{self._cut_by} {path} gives {list(output.shape)} numbers, and not "
                               f"{list(whole.shape)}; {POLICY_HELP}")
         if self._mismatch is None and (off := _difference(output, whole)) is not None:
             self._mismatch = f"the output of {path} differs from the whole model's by {off}"
         return whole
 
-    def _policy_description(self) -> str:
-        return f"cut by the policy for {', '.join(dict.fromkeys(self._plan.layer_classes.values()))},"
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:  # from the outside in: each call changes what is inside as well
-            module.train(mode)
-
-
-@contextmanager
-def _intercept_outputs(layers: Mapping[str, nn.Module], on_output: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Outputs of layers pass through `on_output`."""
-    def intercept(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: on_output(path, forward(*args, **kwargs))
-
-    own = {path: vars(layer)["forward"] for path, layer in layers.items() if "forward" in vars(layer)}
-    try:
-        for path, layer in layers.items():
-            layer.forward = intercept(path, layer.forward)
-        yield
-    finally:
-        for path, layer in layers.items():
-            vars(layer).pop("forward", None)
-            if path in own:  # not its class's: another library has put one around it
-                layer.forward = own[path]
-
 
 def _difference(one: Tensor, whole: Tensor) -> str | None:
-    """How far apart two tensors are, where rounding does not explain it."""
+    """A description of a difference beyond rounding, or None."""
     if not whole.is_floating_point():
         return None if torch.equal(one, whole) else "whole numbers"
     if not one.numel():
@@ -212,10 +184,6 @@ def _difference(one: Tensor, whole: Tensor) -> str | None:
     most, scale = float((one - whole).abs().max()), float(whole.abs().max())
     allowed = TOLERANCE_EPS[whole.dtype] * torch.finfo(whole.dtype).eps * scale
     return None if most <= allowed else f"up to {most:.2g}, where its largest number is {scale:.2g}"  # NaN: neither
-
-
-def _describe_inputs(given: Any) -> str:
-    return "made-up inputs" if given is None else "example_inputs"
 
 
 def _first_line(error: BaseException) -> str:

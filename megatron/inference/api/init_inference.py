@@ -56,12 +56,13 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
         require(isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: expected a module "
                 "(of an engine that trains, save a checkpoint, and give checkpoint=, its folder)")
         engine = _init_other_module(model, args, groups, device, notes)
-    _print_notes(notes, groups)
+    for note in notes if groups.world.rank == 0 else ():
+        print(f"note: init_inference: {note}", file=sys.stderr, flush=True)
     return engine.eval()
 
 
 def _build_groups(args: InferenceArguments) -> Groups:
-    """The grid: of the given process groups, or of `tp_size` ranks each."""
+    """From the given process groups, or tensor parallel groups of `tp_size` ranks."""
     size = args.tp_size
     require(args.mpu is None or args.tp_group is None,
             "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
@@ -86,10 +87,10 @@ def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, dev
     require(args.policy is None, "init_inference: injection_policy is for models that are not ours: our GPT-2 is cut "
             "by itself; leave it out")
     if args.checkpoint is not None:
-        found = weights.open_weights(args.checkpoint, args.base_dir, groups)
+        opened = weights.open_weights(args.checkpoint, args.base_dir, groups)
         if model is not None:
             shape = model.config
-            all_succeed_or_raise(lambda: weights.check_same_shape(shape, found), groups.world)
+            all_succeed_or_raise(lambda: weights.check_same_shape(shape, opened), groups.world)
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
@@ -104,16 +105,11 @@ def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, dev
         require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot "
                 f"{wanted}: save it, and give checkpoint=, which loads at any size")
         assert_weights_equal_across_ranks(model, groups.tp)
-        found = weights.weights_of_gpt2(model)
-    _check_token_limits(found.shape, args)
-    dtype = args.dtype or _precision(model, found)
-    made = load.build_model(found, groups, dtype, device)
+        opened = weights.weights_of_gpt2(model)
+    _check_token_limits(opened.shape, args)
+    dtype = args.dtype or (load.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype)
+    made = load.build_model(opened, groups, dtype, device)
     return _make_engine(made, made, args, groups)
-
-
-def _precision(model: GPT2 | None, opened: load.OpenedModel) -> torch.dtype:
-    """As the model is; without one, as it was trained."""
-    return load.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype
 
 
 def _check_token_limits(shape: ModelConfig, args: InferenceArguments) -> None:
@@ -139,15 +135,30 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
         require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
-        found = weights.open_weights(args.checkpoint, args.base_dir, groups)
-        all_succeed_or_raise(lambda: weights.check_hf_model(model, found), groups.world)
-        filling = weights.fill_hf_model(model, found, groups)
+        opened = weights.open_weights(args.checkpoint, args.base_dir, groups)
+        all_succeed_or_raise(lambda: weights.check_hf_model(model, opened), groups.world)
+        filling = weights.fill_hf_model(model, opened, groups)
     plan = all_succeed_or_raise(lambda: _make_plan(model, args, groups), groups.world)
+
+    def check_weights() -> None:
+        assert_weights_equal_across_ranks(model, groups.tp)
+        if args.dtype is torch.int8:
+            check_scales(model, plan)
+        else:
+            _check_finite(model, args.dtype)
+
+    def shard() -> None:
+        shard_module(model, plan, groups.tp)
+        if equivalence is not None:
+            equivalence.check_sharded()
+
     with filling:
-        all_succeed_or_raise(lambda: _check_weights(model, plan, args.dtype, groups), groups.world)
-        equivalence = all_succeed_or_raise(lambda: _equivalence_check(model, plan, args, groups), groups.world)
+        all_succeed_or_raise(check_weights, groups.world)
+        equivalence = all_succeed_or_raise(
+            lambda: None if groups.tp.is_solo else TPEquivalenceCheck(model, plan, args.example_inputs, groups.tp),
+            groups.world)
     with poison_on_failure(model) if plan.tp_layers or args.dtype else nullcontext():
-        all_succeed_or_raise(lambda: _shard(model, plan, equivalence, groups), groups.world)
+        all_succeed_or_raise(shard, groups.world)
         if args.dtype is torch.int8:
             quantize_layers(model, plan, groups, activation_dtype(device), device)
         else:
@@ -167,7 +178,7 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
 
 
 def _make_plan(model: nn.Module, args: InferenceArguments, groups: Groups) -> TPPlan:
-    """By the layers; their weights may still have to come."""
+    """Depends on the layers only; their weights may not be loaded yet."""
     plan = make_tp_plan(model, args.policy)
     require(bool(plan.tp_layers) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
             f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
@@ -178,28 +189,9 @@ def _make_plan(model: nn.Module, args: InferenceArguments, groups: Groups) -> TP
     return plan
 
 
-def _check_weights(model: nn.Module, plan: TPPlan, dtype: torch.dtype | None, groups: Groups) -> None:
-    assert_weights_equal_across_ranks(model, groups.tp)
-    if dtype is torch.int8:
-        check_scales(model, plan)
-    else:
-        _check_finite(model, dtype)
-
-
-def _equivalence_check(model: nn.Module, plan: TPPlan, args: InferenceArguments,
-                       groups: Groups) -> TPEquivalenceCheck | None:
-    return None if groups.tp.is_solo else TPEquivalenceCheck(model, plan, args.example_inputs, groups.tp)
-
-
-def _shard(model: nn.Module, plan: TPPlan, equivalence: TPEquivalenceCheck | None, groups: Groups) -> None:
-    shard_module(model, plan, groups.tp)
-    if equivalence is not None:
-        equivalence.check_sharded()
-
-
 @torch.no_grad()
 def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """In the precision to come, one parameter at a time."""
+    """Raises CheckpointError for a parameter that is not finite once cast to `dtype`."""
     for name, value in model.named_parameters():
         weights.check_not_meta(name, value)
         if not value.is_floating_point() or not value.numel():
@@ -208,9 +200,3 @@ def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
         if not bool(ends.to(dtype or value.dtype).isfinite().all()):
             raise CheckpointError(f"{name} is not finite in {str(dtype or 'its precision').removeprefix('torch.')}: "
                                   "ask for another dtype")
-
-
-def _print_notes(notes: list[str], groups: Groups) -> None:
-    if groups.world.rank == 0:
-        for note in notes:
-            print(f"note: init_inference: {note}", file=sys.stderr, flush=True)

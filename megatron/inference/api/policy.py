@@ -17,19 +17,18 @@ from typing import Any, Literal, final
 from torch import nn
 
 from megatron.config.schema import require
+from megatron.errors import ConfigError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the layers of one class are cut."""
-
     column: Sequence[str] = ()
     row: Sequence[str] = ()
     fused: Mapping[str, int] = field(default_factory=dict)
-    """Column layers that make several outputs, one after the other, and how many: {"c_attn": 3} for q, k and v."""
+    """Column layers with several concatenated outputs, and their number: {"c_attn": 3} for q, k and v."""
     divide: Sequence[str] = ()
-    """Numbers that become those of a rank: "attention.num_heads"."""
+    """Attributes to divide by the number of ranks: "attention.num_heads"."""
 
 
 GPT2_POLICY = Cut(column=("mlp.c_fc",), fused={"attn.c_attn": 3}, row=("attn.c_proj", "mlp.c_proj"),
@@ -44,19 +43,17 @@ _TRANSFORMERS_POLICIES: dict[str, Cut | tuple[str, ...]] = {
     "gptj.modeling_gptj.GPTJBlock": ("attn.out_proj", "mlp.fc_out"),
     "opt.modeling_opt.OPTDecoderLayer": ("self_attn.out_proj", "fc2")}
 KNOWN_POLICIES = {f"transformers.models.{name}": cut for name, cut in _TRANSFORMERS_POLICIES.items()}
-"""Classes that need no policy."""
+"""Class -> its policy, for models that need no injection_policy."""
 
 HEAD_COUNT_NAMES = frozenset("num_heads n_heads n_head num_attention_heads num_attn_heads heads nheads "
                              "num_key_value_heads num_kv_heads n_kv_heads kv_n_heads num_kv n_kv_head".split())
 WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_size hidden_dim d_model dim".split())
-"""Divided where they are the width of what a column layer beside them makes."""
+"""Divided where they equal the output width of a column layer of the same module."""
 
 
 @final
 @dataclass(frozen=True)
 class TPLayer:
-    """A layer to cut."""
-
     path: str
     side: Literal["column", "row"]
     num_fused: int = 1
@@ -67,13 +64,12 @@ class TPLayer:
 class TPPlan:
     tp_layers: tuple[TPLayer, ...]
     divided_attributes: tuple[str, ...]
-    """Paths of attributes."""
     layer_classes: Mapping[str, str]
     """Path of a layer -> its class."""
 
 
 def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
-    """What a policy, or what is known here, says of a model."""
+    """The plan of an injection policy; without one, of KNOWN_POLICIES."""
     if policy is None:
         policy = {name: cut for name, cut in KNOWN_POLICIES.items() if any(_matches_class(module, name)
                                                                            for module in model.modules())}
@@ -81,9 +77,16 @@ def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
     places, numbers, layers = dict[str, TPLayer](), list[str](), dict[str, str]()
     for key, cut in cuts.items():
         found = [(path, module) for path, module in model.named_modules() if _matches_class(module, key)]
-        require(bool(found), f"injection_policy: the model has no {_class_name(key)}; {_suggest_class(key, model)}")
+        if not found:
+            names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+            near = difflib.get_close_matches(_class_name(key).rpartition(".")[2], names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}"
+            raise ConfigError(f"injection_policy: the model has no {_class_name(key)}; {hint}")
         if not isinstance(cut, Cut):
-            _check_names(cut, [_LayerMatcher(layer, _class_name(key)) for _, layer in found])
+            matchers = [_LayerMatcher(layer, _class_name(key)) for _, layer in found]
+            for name in cut:  # in one of the layers: T5's encoder lacks what its decoder has
+                if not any(matcher.find_matches(name, "row") for matcher in matchers):
+                    matchers[0].require_matches(name, "row")
         for path, layer in found:
             layers[path] = _class_name(key)
             where = f"{path} ({_class_name(key)})" if path else _class_name(key)
@@ -96,7 +99,7 @@ def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """torch's own, or the one of transformers that keeps its matrix as [in, out]."""
+    """nn.Linear, or transformers' Conv1D, whose weight is [in, out]."""
     return type(module) is nn.Linear or is_conv1d(module)
 
 
@@ -105,7 +108,6 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def in_out_features(module: nn.Module) -> tuple[int, int]:
-    """In, out."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     weight: Any = module.weight
@@ -113,7 +115,7 @@ def in_out_features(module: nn.Module) -> tuple[int, int]:
 
 
 class _LayerMatcher:
-    """A layer of a class that is cut."""
+    """Finds the layers and attributes that a policy names within one layer of its class."""
 
     def __init__(self, layer: nn.Module, location: str) -> None:
         self.modules, self.location = dict(layer.named_modules(remove_duplicate=False)), location
@@ -134,7 +136,13 @@ class _LayerMatcher:
 
     def find_divided_attributes(self, cut: Cut | tuple[str, ...]) -> Iterator[str]:
         if isinstance(cut, Cut):
-            yield from (number for name in cut.divide for number in self._require_attributes(name))
+            for number in cut.divide:
+                path, _, name = number.rpartition(".")
+                owners = [owner for owner, module in self.modules.items()
+                          if f".{owner}".endswith(f".{path}" if path else "") and type(vars(module).get(name)) is int
+                          and (path or not owner)]
+                require(bool(owners), f"injection_policy: {self.location} has no number {number} to divide")
+                yield from (_join_path(owner, name) for owner in owners)
             return
         columns = [place.path for place in self.find_tp_layers(cut) if place.side == "column"]
         for owner in dict.fromkeys(path.rpartition(".")[0] for path in columns):
@@ -144,13 +152,12 @@ class _LayerMatcher:
                     yield _join_path(owner, name)
 
     def _is_per_head_table(self, path: str) -> bool:
-        """A table with a number for each head, such as the bias that T5 adds for a distance."""
+        """An embedding with one element per head, such as the relative position bias of T5."""
         table, owner = self.modules[path], self.modules[path.rpartition(".")[0]]
         heads = {value for name, value in vars(owner).items() if name in HEAD_COUNT_NAMES and type(value) is int}
         return isinstance(table, nn.Embedding) and table.embedding_dim in heads
 
     def require_matches(self, name: str, side: str) -> list[str]:
-        """At least one."""
         found = self.find_matches(name, side)
         near = difflib.get_close_matches(name, self.modules, n=1, cutoff=0.5)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -165,21 +172,6 @@ class _LayerMatcher:
             require(fits, f"injection_policy: {path} of {self.location} is a {type(module).__name__}, which cannot be "
                     f"cut as a {side} layer: name linear layers (nn.Linear or transformers' Conv1D)")
         return found
-
-    def _require_attributes(self, name: str) -> list[str]:
-        path, _, attribute = name.rpartition(".")
-        found = [_join_path(owner, attribute) for owner, module in self.modules.items()
-                 if f".{owner}".endswith(f".{path}" if path else "") and type(vars(module).get(attribute)) is int
-                 and (path or not owner)]
-        require(bool(found), f"injection_policy: {self.location} has no number {name} to divide")
-        return found
-
-
-def _check_names(names: tuple[str, ...], layers: Sequence[_LayerMatcher]) -> None:
-    """Each is in one of the layers; T5's encoder lacks what its decoder has."""
-    for name in names:
-        if not any(layer.find_matches(name, "row") for layer in layers):
-            layers[0].require_matches(name, "row")
 
 
 def _validate_policy(key: Any, value: Any) -> Cut | tuple[str, ...]:
@@ -198,12 +190,6 @@ def _matches_class(module: nn.Module, key: Any) -> bool:
     if isinstance(key, str):
         return key in (type(module).__name__, _qualified_name(type(module)))
     return type(module) is key
-
-
-def _suggest_class(key: Any, model: nn.Module) -> str:
-    names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-    near = difflib.get_close_matches(_class_name(key).rpartition(".")[2], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}"
 
 
 def _class_name(key: Any) -> str:

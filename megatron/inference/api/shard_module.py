@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast, final
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,24 +34,20 @@ def poison_on_failure(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        model.forward = _PoisonedForward()
+        model.forward = _raise_poisoned
         raise
 
 
 def check_not_poisoned(model: nn.Module) -> None:
-    require(not isinstance(model.forward, _PoisonedForward), f"init_inference: {POISONED_MESSAGE}")
+    require(model.forward is not _raise_poisoned, f"init_inference: {POISONED_MESSAGE}")
 
 
-@final
-class _PoisonedForward:
-    """In place of a forward."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(POISONED_MESSAGE)
+def _raise_poisoned(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(POISONED_MESSAGE)
 
 
 def check_divisible(model: nn.Module, plan: TPPlan, tp: Group) -> None:
-    """Everything that is cut has equal parts, or is refused by name."""
+    """Raises ConfigError for a layer or attribute of the plan that has no equal parts."""
     for place in plan.tp_layers:
         inside, outside = in_out_features(model.get_submodule(place.path))
         width, side = (outside // place.num_fused, "output") if place.side == "column" else (inside, "input")
@@ -68,20 +64,20 @@ def check_divisible(model: nn.Module, plan: TPPlan, tp: Group) -> None:
 
 @torch.no_grad()
 def shard_module(model: nn.Module, plan: TPPlan, tp: Group) -> None:
-    """In place. A layer that is in two places is cut once."""
-    made = dict[int, nn.Module]()  # by ids: a layer that some place still has to come to is alive
+    """In place. A layer that is in two places is sharded once."""
+    made = dict[int, nn.Module]()  # by ids: a layer that has another place in the plan is alive
     for place in plan.tp_layers:
         layer = model.get_submodule(place.path)
         if id(layer) not in made:
             made[id(layer)] = part = _shard_layer(layer, place, tp)
             made[id(part)] = part
-        owner, _, name = place.path.rpartition(".")
-        setattr(model.get_submodule(owner), name, made[id(layer)])
-    owners = {(id(model.get_submodule(number.rpartition(".")[0])), number.rpartition(".")[2]): number
-              for number in plan.divided_attributes}  # one that is in two places is divided once
-    for number in owners.values():
-        owner, _, name = number.rpartition(".")
-        setattr(model.get_submodule(owner), name, _get_attribute(model, number) // tp.size)
+        model.set_submodule(place.path, made[id(layer)])
+    # an attribute of a module that is in two places is divided once
+    owners = {(id(model.get_submodule(path.rpartition(".")[0])), path.rpartition(".")[2]): path
+              for path in plan.divided_attributes}
+    for path in owners.values():
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, _get_attribute(model, path) // tp.size)
 
 
 def _get_attribute(model: nn.Module, path: str) -> int:
@@ -92,8 +88,7 @@ def _get_attribute(model: nn.Module, path: str) -> int:
 def _shard_layer(layer: nn.Module, place: TPLayer, tp: Group) -> nn.Module:
     if isinstance(layer, nn.Embedding):
         table = nn.Embedding(layer.num_embeddings, layer.embedding_dim // tp.size, layer.padding_idx, device="meta")
-        table.weight = _frozen_parameter(_local_copy(layer.weight, Partition(1, place.num_fused), tp),
-                                         Partition(1, place.num_fused))
+        table.weight = _local_parameter(layer.weight, Partition(1, place.num_fused), tp)
         return table
     inside, outside = in_out_features(layer)
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
@@ -105,34 +100,31 @@ def _shard_layer(layer: nn.Module, place: TPLayer, tp: Group) -> nn.Module:
         made = RowParallelLinear(inside, outside, bias is not None, input_is_parallel=True, tp=tp, dtype=weight.dtype,
                                  device="meta")
     partition = Partition(0 if place.side == "column" else 1, place.num_fused)
-    made.weight = _frozen_parameter(_local_copy(weight.t() if is_conv1d(layer) else weight, partition, tp), partition)
+    made.weight = _local_parameter(weight.t() if is_conv1d(layer) else weight, partition, tp)
     if bias is not None:
-        of_bias = partition if place.side == "column" else None
-        made.bias = _frozen_parameter(bias.clone() if of_bias is None else _local_copy(bias, of_bias, tp), of_bias)
+        made.bias = _local_parameter(bias, partition if place.side == "column" else None, tp)
     return made.train(layer.training)
 
 
-def _local_copy(whole: Tensor, partition: Partition, tp: Group) -> Tensor:
-    """A copy, so that the whole can go."""
-    return local_slice(whole, partition, tp.rank, tp.size).clone(memory_format=torch.contiguous_format)
-
-
-def _frozen_parameter(values: Tensor, partition: Partition | None) -> nn.Parameter:
-    made = nn.Parameter(values, requires_grad=False)
+def _local_parameter(full: Tensor, partition: Partition | None, tp: Group) -> nn.Parameter:
+    """This rank's part, copied so that the full tensor can be freed."""
+    part = full if partition is None else local_slice(full, partition, tp.rank, tp.size)
+    made = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
     set_partition(made, partition)
     return made
 
 
 def int8_layers(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
-    """The layers of the plan that are to be int8, cut or not, each by one path. At least one."""
-    layers = {path: layer for path, layer in _unique_layers(model, plan) if not isinstance(layer, nn.Embedding)}
+    """The linear layers of the plan, each by one of its paths; ConfigError where there is none."""
+    unique = {id(layer): (place.path, layer) for place in plan.tp_layers for layer in [model.get_submodule(place.path)]}
+    layers = {path: layer for path, layer in unique.values() if not isinstance(layer, nn.Embedding)}
     require(bool(layers), f"init_inference: which layers of a {type(model).__name__} are to be int8 is not known: give "
             "injection_policy={LayerClass: (names of its row-parallel layers,)}, or another dtype")
     return layers
 
 
 def check_scales(model: nn.Module, plan: TPPlan) -> None:
-    """What `quantize_layers` would refuse, while the layers are whole."""
+    """Raises what `quantize_layers` would raise, before the layers are sharded."""
     for path, layer in int8_layers(model, plan).items():
         least, most = layer.weight.detach().aminmax(dim=1)
         scales_from_maxima(torch.maximum(-least, most).float(), f"{path}.weight")
@@ -141,35 +133,24 @@ def check_scales(model: nn.Module, plan: TPPlan) -> None:
 @torch.no_grad()
 def quantize_layers(model: nn.Module, plan: TPPlan, groups: Groups, activations: torch.dtype,
                     device: torch.device) -> None:
-    """The layers of the plan, which are cut. What is not one of them is cast, and goes to the device. Collective."""
+    """Quantizes the layers of the plan, which are sharded by now, and casts and moves all else. Collective."""
     layers = int8_layers(model, plan)
     maxima = {path: all_reduce(row_maxima(_flat_reader(layer.weight), layer.weight.shape), groups.tp, "max")
               for path, layer in layers.items() if isinstance(layer, RowParallelLinear)}
 
     def fill() -> None:
         arena = HugePageArena([layer.weight.shape for layer in layers.values()], device)
-        made = {path: _quantize_layer(path, layer, maxima.get(path), arena, activations)
-                for path, layer in layers.items()}
+        made = dict[str, Int8]()
+        for path, layer in layers.items():
+            levels = arena.allocate(layer.weight.shape)
+            scale = quantise_into(levels, _flat_reader(layer.weight), f"{path}.weight", maxima.get(path))
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the original
+            made[path] = Int8(levels, scale.to(levels.device, activations))
         model.to(device, activations)
         for path, weight in made.items():
             layers[path].weight = nn.Parameter(weight, requires_grad=False)
 
     all_succeed_or_raise(fill, groups.world)
-
-
-def _unique_layers(model: nn.Module, plan: TPPlan) -> Iterator[tuple[str, Any]]:
-    """Layers by a path of each."""
-    found = {id(layer): (place.path, layer) for place in plan.tp_layers for layer in [model.get_submodule(place.path)]}
-    yield from found.values()
-
-
-def _quantize_layer(path: str, layer: Any, maxima: Tensor | None, arena: HugePageArena,
-                    activations: torch.dtype) -> Int8:
-    """Its numbers are let go."""
-    levels = arena.allocate(layer.weight.shape)
-    scale = quantise_into(levels, _flat_reader(layer.weight), f"{path}.weight", maxima)
-    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return Int8(levels, scale.to(levels.device, activations))
 
 
 def _flat_reader(weight: Tensor) -> ReadRange:

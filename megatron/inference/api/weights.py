@@ -32,56 +32,51 @@ from mpu.partition import partition_of, set_partition
 
 COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
                    "max_position_embeddings", "layernorm_epsilon")
-"""What a model and a checkpoint must agree in."""
+"""Must be equal in a model and its checkpoint."""
 
 HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner",
             "known_vocab_size": "vocab_size"}
 OUR_NAMES = {"known_vocab_size": "tokens"}
-"""How messages name a field, where not as it is."""
+"""Names of fields in messages."""
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
-    """A folder of ours, or of a Hugging Face GPT-2; or DeepSpeed's description of a folder. Collective."""
-    folder = _checkpoint_folder(given, base_dir)
-    is_hf = (Path(folder) / HF_CONFIG_FILE).is_file() and "Hugging Face" in describe_format(Path(folder))
-    return open_hf_folder(folder, groups) if is_hf else open_run_checkpoint(folder, groups)
-
-
-def _checkpoint_folder(given: str | Mapping[str, Any], base_dir: str) -> str:
-    """What `{"type": "ds_model", "checkpoints": FOLDER}` names, or the folder itself."""
+    """Opens a checkpoint folder of ours, a Hugging Face GPT-2 folder, or the folder that DeepSpeed's description
+    `{"type": "ds_model", "checkpoints": FOLDER}` names. Collective."""
     name = given if isinstance(given, str) else "checkpoint"
-    if isinstance(given, str):
-        path = Path(base_dir, given)
-        if path.suffix != ".json":
-            return os.fspath(path)
+    folder = Path(base_dir, name)
+    if isinstance(given, str) and folder.suffix == ".json":
         try:
             problems = ErrorList()
-            given = to_plain_dicts(parse_loose_json(path.read_text(encoding="utf-8"), name), problems)
+            given = to_plain_dicts(parse_loose_json(folder.read_text(encoding="utf-8"), name), problems)
             problems.raise_if_any(name)
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
-    require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")
-    assert isinstance(given, Mapping)
-    files = given.get("checkpoints")
-    if not isinstance(files, str):
-        raise CheckpointError(f"{name}: a list of files of type {given.get('type')!r} is not read here: make a "
-                              "checkpoint of it with `python -m megatron.checkpoint convert` (docs/checkpoints.md), "
-                              "which loads at any tp_size, and give checkpoint=FOLDER")
-    return os.fspath(Path(base_dir or given.get("base_dir") or "", files))
+            raise CheckpointError(f"checkpoint {folder}: cannot be read ({error})") from error
+        require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")
+    if isinstance(given, Mapping):
+        files = given.get("checkpoints")
+        if not isinstance(files, str):
+            raise CheckpointError(
+                f"{name}: a list of files of type {given.get('type')!r} is not read here: make a checkpoint of it with "
+                "`python -m megatron.checkpoint convert` (docs/checkpoints.md), which loads at any tp_size, and give "
+                "checkpoint=FOLDER")
+        folder = Path(base_dir or given.get("base_dir") or "", files)
+    is_hf = (folder / HF_CONFIG_FILE).is_file() and "Hugging Face" in describe_format(folder)
+    return (open_hf_folder if is_hf else open_run_checkpoint)(os.fspath(folder), groups)
 
 
 def weights_of_gpt2(model: GPT2) -> OpenedModel:
-    """Of a whole model of ours."""
-    shape, whole = model.config, dict(model.named_parameters())
+    """A model in memory that is not sharded."""
+    shape = model.config
     tensors = {name: tensor.detach()[: shape.known_vocab_size] if name == "wte.weight" else tensor.detach()
-               for name, tensor in whole.items()}
+               for name, tensor in model.named_parameters()}
     weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
                                                             for name, tensor in tensors.items()})
     return OpenedModel(weights, shape, {}, "fp32", "the given model")
 
 
 def check_same_shape(wanted: ModelConfig, opened: OpenedModel) -> None:
-    """A model of ours and the checkpoint in its place."""
+    """Raises ConfigError unless the checkpoint fits a model of ours."""
     _require_equal(opened, {OUR_NAMES.get(name, name): (getattr(opened.shape, name), getattr(wanted, name))
                             for name in COMPARED_FIELDS})
 
@@ -92,21 +87,21 @@ def check_not_meta(name: str, value: Tensor) -> None:
 
 
 def check_hf_model(model: Any, opened: OpenedModel) -> None:
-    """A GPT-2 of transformers and the checkpoint that is to fill it: weights of the same names and shapes may be those
-    of another model."""
+    """Raises ConfigError unless the checkpoint fits a GPT-2 of transformers. Equal names and shapes of the weights are
+    not enough."""
     for name, value in model.named_parameters():
         check_not_meta(name, value)
-    said = model.config.to_dict()
-    wanted = ModelConfig(**model_fields_of(said))
-    gelu = said.get("activation_function", SUPPORTED_GELU[0])
+    config = model.config.to_dict()
+    wanted = ModelConfig(**model_fields_of(config))
+    gelu = config.get("activation_function", SUPPORTED_GELU[0])
     _require_equal(opened, {
         **{HF_NAMES[name]: (getattr(opened.shape, name), getattr(wanted, name)) for name in COMPARED_FIELDS},
-        **{name: (value, said.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
+        **{name: (value, config.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
         "activation_function": (gelu if gelu in SUPPORTED_GELU else SUPPORTED_GELU[0], gelu)})
 
 
 def _require_equal(opened: OpenedModel, values: Mapping[str, tuple[Any, Any]]) -> None:
-    """`values`: of the checkpoint, and of the model."""
+    """`values`: name -> (of the checkpoint, of the model)."""
     differing = [f"its {name} is {its}, and the given model's is {ours}" for name, (its, ours) in values.items()
                  if its != ours]
     require(not differing, f"checkpoint {opened.name} is another model: {'; '.join(differing)}; leave the model out, "
@@ -115,10 +110,21 @@ def _require_equal(opened: OpenedModel, values: Mapping[str, tuple[Any, Any]]) -
 
 @contextmanager
 def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iterator[None]:
-    """A whole GPT-2 of transformers has the weights; where it is refused inside, its own ones again. Collective."""
+    """Copies the weights into a GPT-2 of transformers; an exception inside restores its own ones. Collective."""
     own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def copy_weights() -> None:
+        parameters = dict(model.named_parameters())
+        for name, shape in parameter_shapes(opened.shape).items():
+            values = torch.empty(shape)
+            opened.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
+                                out=values.view(-1))
+            values = values.t() if HUGGING_FACE.is_transposed(name) else values
+            parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(values)
+
     try:
-        all_succeed_or_raise(lambda: _copy_weights(model, opened), groups.world)
+        all_succeed_or_raise(copy_weights, groups.world)
         yield
     except BaseException:
         with torch.no_grad():
@@ -127,28 +133,13 @@ def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iter
         raise
 
 
-@torch.no_grad()
-def _copy_weights(model: nn.Module, opened: OpenedModel) -> None:
-    shapes, parameters = parameter_shapes(opened.shape), dict(model.named_parameters())
-    for name, shape in shapes.items():
-        values = torch.empty(shape)
-        opened.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
-                            out=values.view(-1))
-        parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(_to_hf_layout(name, values))
-
-
-def _to_hf_layout(name: str, values: Tensor) -> Tensor:
-    return values.t() if HUGGING_FACE.is_transposed(name) else values
-
-
 HF_GPT2_CLASS = "GPT2LMHeadModel"
 
 
 @torch.no_grad()
 def gpt2_from_hf_layers(theirs: Any, tp: Group) -> GPT2:
-    """Our GPT-2 out of the layers of transformers' one, once those are cut: two models over one memory. The module
-    stays theirs, with all that a script does with it; our decoder runs on the other face. A ConfigError, or one of the
-    configuration, where ours would compute something else."""
+    """A GPT2 that shares the sharded layers of a GPT-2 of transformers, for our decoder. Raises ConfigError where ours
+    would compute something else."""
     shape = model_config_of(theirs.config.to_dict(), "the given model")
     body, head = theirs.transformer, theirs.lm_head
     require(head.weight is body.wte.weight and head.bias is None, "its lm_head is not the token table")
@@ -156,22 +147,13 @@ def gpt2_from_hf_layers(theirs: Any, tp: Group) -> GPT2:
     for block, their in zip(made.blocks, body.h, strict=True):
         for ours, layer in (("ln_1", their.ln_1), ("attn.qkv", their.attn.c_attn), ("attn.proj", their.attn.c_proj),
                             ("ln_2", their.ln_2), ("mlp.fc", their.mlp.c_fc), ("mlp.proj", their.mlp.c_proj)):
-            _set_layer(block, ours, layer)
+            block.set_submodule(ours, layer)
     made.wpe, made.ln_f = body.wpe, body.ln_f
-    _share_embedding(made, theirs)
-    return made.eval().requires_grad_(False)
-
-
-def _share_embedding(made: GPT2, theirs: Any) -> None:
-    """Theirs is the real rows of a padded one, and ours this rank's rows of it."""
-    whole, partition = theirs.transformer.wte.weight, partition_of(made.wte.weight)
-    padded = F.pad(whole, (0, 0, 0, made.wte.padded_shape[0] - len(whole)))
-    theirs.transformer.wte.weight = theirs.lm_head.weight = nn.Parameter(padded[: len(whole)], requires_grad=False)
+    # one padded token table: theirs is a view of the real rows, ours of this rank's rows
+    table, partition = body.wte.weight, partition_of(made.wte.weight)
+    padded = F.pad(table, (0, 0, 0, made.wte.padded_shape[0] - len(table)))
+    body.wte.weight = head.weight = nn.Parameter(padded[: len(table)], requires_grad=False)
     start, stop = made.wte.vocab_range
     made.wte.weight = nn.Parameter(padded[start:stop], requires_grad=False)
     set_partition(made.wte.weight, partition)
-
-
-def _set_layer(block: nn.Module, path: str, layer: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(block.get_submodule(owner), name, layer)
+    return made.eval().requires_grad_(False)

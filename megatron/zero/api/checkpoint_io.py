@@ -1,4 +1,5 @@
-"""Saves an engine to a checkpoint and restores it. File formats and commits are in megatron/checkpoint.
+"""Saves an engine to a checkpoint and restores it; the model's weights as one state dict. File formats and commits are
+in megatron/checkpoint.
 
     tensors    weights and optimizer state, as pieces of parameters
     shared     counters, loss scale, learning rate schedule, hyper-parameters, module buffers, the client state
@@ -10,45 +11,46 @@ On another layout random streams are derived from the seed and the step; all oth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, assert_same_weights
-from megatron.checkpoint.deletion import BackgroundDeleter
 from megatron.checkpoint.file_formats import reraise_as_corrupt
-from megatron.checkpoint.manifest import Lineage, TensorEntry
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.pieces import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.rank_manifest import rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import DPSharding
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
-from megatron.checkpoint.writer import SaveSteps, Snapshot, save_protocol
+from megatron.checkpoint.writer import SaveSteps, save_protocol
 from megatron.distributed.collective_log import LOAD, SAVE
-from megatron.distributed.consistency import all_succeed_or_raise, find_differences_in_each, raise_if_arguments_differ
+from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
+                                              raise_if_arguments_differ)
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
     SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, check_shared_state,
-    error_feedback_kinds, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
+    checkpoint_label, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
     restore_param_groups, shared_state_label)
+from megatron.zero.api.init import GatheredParameters
+from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
+from megatron.zero.api.optimizer import LRSchedulerProtocol
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.offload.storage import StateSegment
+from megatron.zero.state import broadcast_module_buffers
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
 from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
-from mpu.split import Partition
 
 RESERVED_CLIENT_KEYS = frozenset({"module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state",
                                   "rng", "config", "layout", "global_steps", "skipped_steps", "global_samples",
@@ -60,14 +62,6 @@ LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")
 """Specific to one precision."""
 
 SEED_STRIDE = 1_000_003
-
-
-class Stateful(Protocol):
-    """The part of a learning rate scheduler that is saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -85,24 +79,20 @@ class LoadOptions:
     """Of the param groups: the learning rates with the scheduler, the others with the optimizer."""
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a checkpoint records about its run."""
-
-    run_id: str
-    config: Mapping[str, Any]
-    layout: Mapping[str, int]
-    lineage: Lineage
-
-
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
     """Raise ConfigError if the ranks' arguments differ or a client state cannot be saved; warn about client keys that
     only other ranks than 0 have. Collective: one exchange if all is well."""
     different, keys = find_differences_in_each([arguments, {"keys": sorted(map(str, client_state))}], world,
                                                check=lambda: check_client_state(client_state))
     raise_if_arguments_differ("save_checkpoint", different)
-    if world.rank == 0 and keys:
-        _warn_dropped_keys([found["keys"] for found in keys])
+    dropped: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(keys if world.rank == 0 else ()):
+        for key in set(of_rank["keys"]).difference(keys[0]["keys"]):
+            dropped.setdefault(key, []).append(rank)
+    if dropped:
+        which = join_limited([f"{key!r} (given on {format_ranks(dropped[key])})" for key in sorted(dropped)], "keys")
+        print(f"warning: client_state: {which} is not saved: a checkpoint holds that of rank 0; give it there",
+              file=sys.stderr)
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:
@@ -111,37 +101,27 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(reserved)} is the engine's own; choose another name")
 
 
-def _warn_dropped_keys(given: Sequence[Sequence[str]]) -> None:
-    """`given`: the keys of each rank."""
-    dropped: dict[str, list[int]] = {}
-    for rank, keys in enumerate(given):
-        for key in set(keys).difference(given[0]):
-            dropped.setdefault(key, []).append(rank)
-    if dropped:
-        which = join_limited([f"{key!r} (given on {format_ranks(dropped[key])})" for key in sorted(dropped)], "keys")
-        print(f"warning: client_state: {which} is not saved: a checkpoint holds that of rank 0; give it there",
-              file=sys.stderr)
-
-
-def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, identity: RunIdentity, *,
-                         client_state: Mapping[str, Any], scheduler: Stateful | None,
-                         loop_state: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
-                         frozen: bool = True, keep: Keep = Keep(), snapshot: Snapshot | None = None,
-                         latest: bool = True, deleter: BackgroundDeleter | None = None) -> SaveSteps:
-    """The steps of saving checkpoint `tag` under `root`, for the caller to run. The client state must have been
-    checked. Collective over the world."""
+def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
+                         scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
+                         rng: bool, frozen: bool, **options: Any) -> SaveSteps:
+    """The steps of saving checkpoint `tag` under `root`, for the caller to run; `options` are `save_protocol`'s. The
+    client state must have been checked. Collective over the world."""
     engine.assert_collective_call(SAVE)
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
-    pieces = [TensorPiece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _segment_data(run))
-              for slot, offset, run in engine.state_segments(kinds, frozen)]
+    pieces: list[TensorPiece] = []
+    for slot, offset, segment in engine.state_segments(kinds, frozen):
+        # An offloaded segment is read when its file is written.
+        data = segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
+                                                                           segment.fetch)
+        pieces.append(TensorPiece(slot.name, segment.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, data))
     pieces += error_feedback_pieces(engine) if optimizer else ()
     shared = {
-        "run_id": identity.run_id,
+        "run_id": run_id,
         "engine": engine.scalar_state(),
         "optimizer": engine.rule.name,
-        "owed": error_feedback_kinds(engine) if optimizer else [],
+        "owed": [WORKER_ERROR, SERVER_ERROR] if optimizer and engine.compressed_exchanges else [],
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
@@ -150,9 +130,8 @@ def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, identity: Run
         "client_state": dict(client_state)}
     return save_protocol(root, tag, pieces=pieces, tensors=_tensor_entries(engine, kinds, frozen),
                          place=_grid_index(engine.groups), rank_state={"rng": capture_rng()} if rng else {},
-                         shared_state=shared, config=identity.config, layout=identity.layout, world=engine.groups.world,
-                         run_id=identity.run_id, iteration=engine.global_steps, keep=keep, hold=snapshot, latest=latest,
-                         trash=deleter, lineage=identity.lineage)
+                         shared_state=shared, world=engine.groups.world, run_id=run_id, iteration=engine.global_steps,
+                         **options)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -163,11 +142,6 @@ def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[
     named = {name: id(tensor) for name, tensor in (*module.named_parameters(remove_duplicate=False),
                                                    *module.named_buffers(remove_duplicate=False))}
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
-
-
-def _segment_data(segment: StateSegment) -> Tensor | LazyData:
-    return segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
-                                                                       segment.fetch)
 
 
 def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
@@ -188,28 +162,29 @@ def _grid_index(groups: Groups) -> int:
     return groups.dp.rank * groups.tp.size + groups.tp.rank
 
 
-def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
+def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedulerProtocol | None,
+                options: LoadOptions) -> None:
     """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
     scale unless that is off. Mismatches raise before anything changes."""
     engine.assert_collective_call(LOAD)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
-    all_succeed_or_raise(lambda: check_shared_state(found), engine.groups.world)
-    optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, shared_state_label(found)
+    all_succeed_or_raise(lambda: check_shared_state(checkpoint), engine.groups.world)
+    optimizer, shared = options.optimizer and bool(engine.buckets), checkpoint.shared_state
+    where = shared_state_label(checkpoint)
     if options.counters and not shared["engine"]:
-        raise CheckpointError(f"{found.tag} of {found.folder.parent} holds imported weights, not a run: load them with "
+        raise CheckpointError(f"{checkpoint_label(checkpoint)} holds imported weights, not a run: load them with "
                               "load_module_only=True, or --finetune")
     if optimizer:
-        _check_optimizer(engine, found)
-        check_error_feedback(engine, found)
-    _check_names(engine, found, options.strict)
-    _check_shapes(engine, found, options.strict and optimizer)
+        _check_optimizer(engine, checkpoint)
+        check_error_feedback(engine, checkpoint)
+    _check_model(engine, checkpoint, options.strict, optimizer)
     wanted = _hyper_parameters_to_restore(shared, scheduler, options) if engine.buckets else frozenset()
     groups = shared.get("param_groups")
     if wanted and groups is not None:
-        check_param_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
+        check_param_groups(groups, engine.param_groups, checkpoint_label(checkpoint))
         check_hyper_parameters([{name: group[name] for name in group if name in wanted} for group in groups],
                                engine.param_groups, where)
-    _load_tensors(engine, found, optimizer)
+    _load_tensors(engine, checkpoint, optimizer)
     if options.counters:
         own = ({} if options.loss_scale
                else {key: value for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS})
@@ -218,7 +193,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     if not optimizer:
         all_succeed_or_raise(engine.reset_optimizer_state, engine.groups.world)
     elif engine.compressed_exchanges:
-        all_succeed_or_raise(lambda: load_error_feedback(engine, found), engine.groups.world)
+        all_succeed_or_raise(lambda: load_error_feedback(engine, checkpoint), engine.groups.world)
     if wanted and groups is not None:  # None in checkpoints of older versions
         restore_param_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
@@ -226,18 +201,18 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
             scheduler.load_state_dict(shared["lr_scheduler"])  # ours also set the param groups' rates
 
 
-def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
+def _load_tensors(engine: ZeroEngine, checkpoint: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
-    known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
-    engine.load_segments(known, partial(_read_segment, engine, found),
+    known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
+    engine.load_segments(known, partial(_read_segment, engine, checkpoint),
                          partial(all_succeed_or_raise, world=engine.groups.world))
-    buffers = found.shared_state["buffers"]
+    buffers = checkpoint.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
 
 
-def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: Stateful | None,
+def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: LRSchedulerProtocol | None,
                                  options: LoadOptions) -> frozenset[str]:
     """Names of the hyper-parameters to restore. Learning rates are restored with the scheduler's state; if this run has
     no scheduler, with the optimizer's. A scheduler without saved state sets its own."""
@@ -246,98 +221,87 @@ def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: Stateful 
     saved = {name for group in shared.get("param_groups", ()) for name in group}
     resumed = scheduler is not None and shared["lr_scheduler"] is not None and options.counters
     rates = options.scheduler and (resumed or scheduler is None and options.optimizer)
-    return frozenset((saved & SCHEDULED_HYPER_PARAMETERS if rates else set()) | (saved - SCHEDULED_HYPER_PARAMETERS
-                                                                                 if options.optimizer else set()))
+    return frozenset(name for name in saved
+                     if (rates if name in SCHEDULED_HYPER_PARAMETERS else options.optimizer))
 
 
-def load_external_weights(engine: ZeroEngine, found: ExternalCheckpoint) -> None:
+def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) -> None:
     """Initial weights from another program's checkpoint of this model."""
     engine.assert_collective_call(LOAD)
-    assert_same_weights(found, engine.groups.world)
+    assert_same_weights(checkpoint, engine.groups.world)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
-    engine.load_segments({"weight": found.shapes}, partial(_read_segment, engine, found),
+    engine.load_segments({"weight": checkpoint.shapes}, partial(_read_segment, engine, checkpoint),
                          partial(all_succeed_or_raise, world=engine.groups.world))
 
 
-def _read_segment(engine: ZeroEngine, found: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot, offset: int,
-                  out: Tensor) -> None:
+def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot,
+                  offset: int, out: Tensor) -> None:
     """out <- this rank's segment of a parameter, from any saved layout or format."""
-    found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
-               tp_size=engine.groups.tp.size, offset=offset, out=out)
+    checkpoint.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
+                    tp_size=engine.groups.tp.size, offset=offset, out=out)
 
 
-def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
-    kinds = (*engine.state_kinds, *found.shared_state.get("owed", ()))
-    missing = [kind for kind in kinds if not found.has(kind)]
-    saved = found.shared_state["optimizer"]
+def _check_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
+    kinds = (*engine.state_kinds, *checkpoint.shared_state.get("owed", ()))
+    missing = [kind for kind in kinds if not checkpoint.has(kind)]
+    saved = checkpoint.shared_state["optimizer"]
     if missing or saved != engine.rule.name:
-        where = f"{found.tag} of {found.folder.parent}"
         what = (f"holds the optimizer state of {saved}, not of {engine.rule.name}" if saved != engine.rule.name else
                 f"holds no optimizer state ({', '.join(missing)}): saved without")
-        raise CheckpointError(
-            f"{where} {what}; to resume from the weights alone give --no-load-optim or --finetune "
-            "(load_optimizer_states=False)")
+        raise CheckpointError(f"{checkpoint_label(checkpoint)} {what}; to resume from the weights alone "
+                              "give --no-load-optim or --finetune (load_optimizer_states=False)")
 
 
-def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
-    """With `strict`, raise CheckpointError unless the model and the checkpoint have the same parameters."""
-    model = {slot.name for bucket in (*engine.buckets, *engine.frozen_buckets) for slot in bucket.layout.slots}
-    saved = set(found.names("weight"))
+def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optimizer: bool) -> None:
+    """Raise CheckpointError unless buffers, weights and the optimizer state of trainable parameters have the model's
+    shapes; with `strict`, unless the model and the checkpoint have the same parameters."""
+    where = checkpoint_label(checkpoint)
+    buckets = (*engine.buckets, *engine.frozen_buckets)
+    model = {slot.name for bucket in buckets for slot in bucket.layout.slots}
+    saved = set(checkpoint.names("weight"))
     for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
         if names and strict:
-            raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {len(names)} parameters "
-                                  f"are {what}, {min(names)} first; give the model it was saved from")
-
-
-def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
-    """Raise CheckpointError unless buffers, weights and the optimizer state of trainable parameters have the model's
-    shapes."""
-    where = f"{found.tag} of {found.folder.parent}"
+            raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
+                                  "first; give the model it was saved from")
     for name, buffer in engine.module.named_buffers():
-        saved = found.shared_state["buffers"].get(name, buffer).shape
-        if saved != buffer.shape:
+        shape = checkpoint.shared_state["buffers"].get(name, buffer).shape
+        if shape != buffer.shape:
             raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
-                                  f"found {list(saved)}")
-    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
-    for bucket in (*engine.buckets, *engine.frozen_buckets):
+                                  f"found {list(shape)}")
+    kinds = ("weight", *(engine.state_kinds if strict and optimizer else ()))
+    for bucket in buckets:
         for slot in bucket.layout.slots:
             expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
             for kind in kinds if bucket.trainable else ("weight",):
-                if (kind, slot.name) not in found.tensors:
-                    if kind == "weight":  # not strict, or reported by _check_names
+                if (kind, slot.name) not in checkpoint.tensors:
+                    if kind == "weight":  # not strict
                         continue
                     raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
-                                          "load_optimizer_states=False starts the optimizer anew")
-                if (shape := found.shape(kind, slot.name)) != expected:
+                                          "load_optimizer_states=False starts the optimizer from scratch")
+                if (shape := checkpoint.shape(kind, slot.name)) != expected:
                     raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
                                           f"{list(expected)}, found {list(shape)}")
 
 
-def restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    """Restore this rank's random streams; a note if they cannot continue. Collective."""
-    return all_succeed_or_raise(lambda: _restore_rng_streams(found, groups, layout, seed), groups.world)
-
-
-def _restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    saved = found.rank_state(_grid_index(groups)) if has_same_ranks(found.layout, layout) else None
-    with reraise_as_corrupt(f"tag {found.tag}: file {rank_manifest_name(_grid_index(groups))}: its random streams"):
+def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
+    """Restore this rank's random streams; a note if they cannot continue. Local."""
+    index = _grid_index(groups)
+    # With equal tp and dp sizes rank k has the same role in both runs.
+    same_ranks = all(checkpoint.layout.get(axis) == layout[axis] for axis in ("tp", "dp"))
+    saved = checkpoint.rank_state(index) if same_ranks else None
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: file {rank_manifest_name(index)}: its random streams"):
         moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
         if saved and not moved:
             restore_rng(saved["rng"])
             return None
     # Another layout has other streams: derive them from the seed and the step.
-    model_parallel_cuda_manual_seed(seed + SEED_STRIDE * found.iteration, groups, vary_over_dp=True)
-    if not found.rank_state(0):
-        return " the checkpoint holds no random streams: they start anew"
+    model_parallel_cuda_manual_seed(seed + SEED_STRIDE * checkpoint.iteration, groups, vary_over_dp=True)
+    if not checkpoint.rank_state(0):
+        return " the checkpoint holds no random streams: they start from the seed"
     if saved:
         was, now = ("a GPU", "the CPU") if "cuda" in saved["rng"] else ("the CPU", "a GPU")
-        return f" random streams start anew: saved on {was}, now on {now}, which draws other numbers"
-    return f" random streams start anew: saved on {dict(found.layout)}, now {dict(layout)}"
-
-
-def has_same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
-    """Rank k has the same role in both runs, so its random streams carry over."""
-    return all(saved.get(axis) == present[axis] for axis in ("tp", "dp"))
+        return f" random streams start from the seed: saved on {was}, now on {now}, which draws other numbers"
+    return f" random streams start from the seed: saved on {dict(checkpoint.layout)}, now {dict(layout)}"
 
 
 def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
@@ -345,39 +309,28 @@ def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str,
     (empty on the others). Collective; one bucket is gathered at a time. The caller has checked that arguments are
     equal."""
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
-    collects = engine.groups.world.rank == 0
-    found: dict[int, Tensor] = {}
+    collects, tp = engine.groups.world.rank == 0, engine.groups.tp
+    collected: dict[int, Tensor] = {}
     for bucket in (*engine.buckets, *engine.frozen_buckets):
-        with _gathered_bucket(bucket):
+        try:
+            bucket.gather_for_user()
             for parameter in bucket.parameters:
-                value = _join_tp_slices(parameter.detach(), partition_of(parameter), engine.groups.tp)
+                value, partition = parameter.detach(), partition_of(parameter)
+                if partition is not None:
+                    slices = [value] if tp.is_solo else list(all_gather(value.unsqueeze(0), tp, dim=0))
+                    value = join_local_slices(slices, partition)
+                    if partition.size is not None:  # without padding
+                        value = value.narrow(partition.dim, 0, partition.size)
                 if collects and (frozen or bucket.trainable):
-                    found[id(parameter)] = value.to("cpu", copy=True).contiguous()
+                    collected[id(parameter)] = value.to("cpu", copy=True).contiguous()
+        except BaseException:  # an interrupt or an OOM error: reshard without communication
+            bucket.cancel_user_gather()
+            raise
+        bucket.reshard_after_user(None)
     for tensor in engine.module.buffers() if collects else ():
-        found[id(tensor)] = tensor.detach().cpu()
+        collected[id(tensor)] = tensor.detach().cpu()
     names = engine.module.state_dict(keep_vars=True)
-    return {name: found[id(tensor)] for name, tensor in names.items() if id(tensor) in found}
-
-
-@contextmanager
-def _gathered_bucket(bucket: FlatBucket) -> Iterator[None]:
-    """The bucket's parameters are gathered inside, read-only. An interrupt or an OOM error reshards them without
-    communication."""
-    try:
-        bucket.gather_for_user()
-        yield
-    except BaseException:
-        bucket.cancel_user_gather()
-        raise
-    bucket.reshard_after_user(None)
-
-
-def _join_tp_slices(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
-    if partition is None:
-        return local
-    pieces = [local] if tp.is_solo else list(all_gather(local.unsqueeze(0), tp, dim=0))
-    whole = join_local_slices(pieces, partition)
-    return whole if partition.size is None else whole.narrow(partition.dim, 0, partition.size)
+    return {name: collected[id(tensor)] for name, tensor in names.items() if id(tensor) in collected}
 
 
 def write_state_dict(state_dict: Mapping[str, Tensor], path: Path) -> None:
@@ -387,3 +340,57 @@ def write_state_dict(state_dict: Mapping[str, Tensor], path: Path) -> None:
         save_file({name: tensor.clone() for name, tensor in state_dict.items()}, path)
     else:
         torch.save(dict(state_dict), path)
+
+
+def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
+    """Load data parallel rank 0's weights and buffers by name, into the model and the masters. Collective, one bucket
+    at a time; mismatches raise on every rank before anything changes."""
+    provides_values = engine.groups.dp.rank == 0
+    buckets = [*engine.buckets, *engine.frozen_buckets]
+
+    def check() -> None:
+        for bucket in buckets:
+            bucket.check_before_user_gather()
+        if provides_values:
+            _check_state_dict(engine, state, strict)
+
+    engine.assert_collective_call(LOAD)
+    assert_same_arguments("load_module_state_dict", {"strict": strict}, engine.groups.world)
+    check_same_descriptions(describe_buffers(engine.module), engine.groups.world,
+                            "the ranks call load_module_state_dict with different buffers in the model")
+    all_succeed_or_raise(check, engine.groups.world)
+    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
+    with engine.guard_state_change("load of weights"):
+        for bucket in buckets:
+            with GatheredParameters(bucket.parameters, modifier_rank=0):
+                for parameter in bucket.parameters:
+                    if (value := new.get(id(parameter))) is not None:
+                        parameter.copy_(value)
+    with torch.no_grad():
+        for buffer in engine.module.buffers():
+            if (value := new.get(id(buffer))) is not None:
+                buffer.copy_(value)
+    broadcast_module_buffers(engine.module, engine.groups)
+
+
+def _check_state_dict(engine: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
+    """torch's checks of a state dict, before anything is written."""
+    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    if named and not state:
+        raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
+                          f"parallel rank {engine.groups.tp.rank}), whose weights count: give it the weights of its "
+                          "part of the model, or use save_checkpoint and load_checkpoint")
+    for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
+        if names and strict:
+            raise ConfigError(f"load_state_dict: {len(names)} names are {what}, {min(names)} first; give the state "
+                              "dict of this model, or strict=False")
+    for name in named.keys() & state.keys():
+        current, given = named[name], state[name]
+        if not isinstance(current, Tensor):  # from get_extra_state()
+            raise ConfigError(f"load_state_dict: {name} is not a tensor, and only tensors are loaded: give it to "
+                              "set_extra_state() of its module, and leave it out, with strict=False")
+        if not isinstance(given, Tensor) or given.shape != current.shape:
+            found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise ConfigError(f"load_state_dict: {name} has {found} in the state dict, and shape "
+                              f"{list(current.shape)} in the model")

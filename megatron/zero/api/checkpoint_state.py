@@ -1,9 +1,6 @@
 """Non-weight state of an engine checkpoint: hyper-parameters of param groups, validation of the shared state, 1-bit
 error feedback.
 
-Schedulers keep the learning rate in the param groups, so hyper-parameters are saved and restored with them.
-`check_shared_state` validates every field by type and range before anything changes, and names the field that is wrong.
-
     worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, unsharded
     server_error    [...shape of the parameter]: each server writes its chunk
 
@@ -14,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +25,9 @@ from megatron.checkpoint.reshard import DPSharding
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.errors import CheckpointError
 from megatron.optim.rule import ParamGroup
-from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR, CompressedBucketExchange
+from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.layout import Slot
+from megatron.zero.layout import FlatLayout, Slot
 from mpu.split import Partition
 
 SCHEDULED_HYPER_PARAMETERS = frozenset(
@@ -76,15 +74,19 @@ COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "
 LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
 
 
-def shared_state_label(found: Checkpoint) -> str:
-    return f"tag {found.tag}: file {SHARED_STATE_FILE}"
+def checkpoint_label(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.tag} of {checkpoint.folder.parent}"
 
 
-def check_shared_state(found: Checkpoint) -> None:
+def shared_state_label(checkpoint: Checkpoint) -> str:
+    return f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}"
+
+
+def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
-    where = shared_state_label(found)
-    state = StrictRecord(found.shared_state, where)
+    where = shared_state_label(checkpoint)
+    state = StrictRecord(checkpoint.shared_state, where)
     state.take_field("run_id", str)
     engine = StrictRecord(state.take_field("engine", dict), f"{where}: field 'engine'")
     if engine.fields:  # imported weights come from no engine
@@ -97,7 +99,8 @@ def check_shared_state(found: Checkpoint) -> None:
         engine.check_all_taken()
     if state.fields.get("optimizer") is not None:
         state.take_field("optimizer", str)
-    if not all(isinstance(kind, str) for kind in (state.take_field("owed", list) if "owed" in state.fields else ())):
+    owed = state.take_field("owed", list) if "owed" in state.fields else ()
+    if not all(isinstance(kind, str) for kind in owed):
         raise CheckpointError(f"{where}: field 'owed': expected names of kinds of state")
     for index, group in enumerate(state.take_field("param_groups", list) if "param_groups" in state.fields else ()):
         StrictRecord(group, f"{where}: param_groups[{index}]")
@@ -106,8 +109,8 @@ def check_shared_state(found: Checkpoint) -> None:
     for name, value in state.take_field("buffers", dict).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
-    if not all(isinstance(name, str)
-               for name in (state.take_field("tied", dict) if "tied" in state.fields else {}).values()):
+    tied = state.take_field("tied", dict) if "tied" in state.fields else {}
+    if not all(isinstance(name, str) for name in tied.values()):
         raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
     loop = StrictRecord(state.take_field("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
     for name in LOOP_COUNTERS:
@@ -121,8 +124,8 @@ def check_shared_state(found: Checkpoint) -> None:
 def _check_quantisation(state: StrictRecord) -> None:
     """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
     state.take_count("counter")
-    if not all(
-            isinstance(name, str) for name in (state.take_field("rounded", list) if "rounded" in state.fields else ())):
+    rounded = state.take_field("rounded", list) if "rounded" in state.fields else ()
+    if not all(isinstance(name, str) for name in rounded):
         raise CheckpointError(f"{state.where}: field 'rounded': expected names of parameters")
     counts = {len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors")}
     counts.add(len([name for name in state.take_field("blocks", list) if isinstance(name, str)]))
@@ -144,8 +147,8 @@ def _is_same_kind(current: Any, value: Any) -> bool:
     if current is None or value is None:
         return True
     if isinstance(current, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(current) and all(map(_is_same_kind, current,
-                                                                                          value))
+        return (isinstance(value, list | tuple) and len(value) == len(current)
+                and all(map(_is_same_kind, current, value)))
     if isinstance(current, str):
         return isinstance(value, str)
     if isinstance(value, Tensor):
@@ -154,89 +157,80 @@ def _is_same_kind(current: Any, value: Any) -> bool:
 
 
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
-    """Of this rank."""
+    """The error feedback of this rank."""
     dp, tp = engine.groups.dp, engine.groups.tp
-    for line in engine.compressed_exchanges:
-        for slot in _nonempty_slots(line):
+    for exchange in engine.compressed_exchanges:
+        for slot in _nonempty_slots(exchange.layout):
             shape, partition = _worker_error_shape(slot, dp.size)
             yield TensorPiece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                              line.one_bit_mean.worker_error[slot.offset : slot.end])
-        for segment in line.layout.segments(dp.rank):
+                              exchange.one_bit_mean.worker_error[slot.offset : slot.end])
+        for segment in exchange.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
             yield TensorPiece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size,
-                              segment.slot_offset, line.one_bit_mean.server_error[start:start + segment.count])
+                              segment.slot_offset, exchange.one_bit_mean.server_error[start:start + segment.count])
 
 
 def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
-    """Of all ranks together."""
+    """The tensors that the pieces of all ranks make up."""
     tp = engine.groups.tp.size
-    for line in engine.compressed_exchanges:
-        dtype = DTYPE_NAMES[line.one_bit_mean.worker_error.dtype]
-        for slot in _nonempty_slots(line):
+    for exchange in engine.compressed_exchanges:
+        dtype = DTYPE_NAMES[exchange.one_bit_mean.worker_error.dtype]
+        for slot in _nonempty_slots(exchange.layout):
             shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
             yield TensorEntry(WORKER_ERROR, slot.name, dtype, tp_sharding_of(shape, partition, tp),
                               DPSharding(0, slot.numel))
             yield TensorEntry(SERVER_ERROR, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, tp),
-                              DPSharding(slot.offset, line.layout.shard_numel))
+                              DPSharding(slot.offset, exchange.layout.shard_numel))
 
 
-def error_feedback_kinds(engine: ZeroEngine) -> list[str]:
-    return [WORKER_ERROR, SERVER_ERROR] if engine.compressed_exchanges else []
-
-
-def check_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
+def check_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a saved error has another shape than its parameter; missing ones are allowed."""
     for bucket in engine.buckets:
-        for slot in (slot for slot in bucket.layout.slots if slot.numel):
-            if (WORKER_ERROR, slot.name) in found.tensors:
-                _saved_ranks(engine, found, slot)
+        for slot in _nonempty_slots(bucket.layout):
+            if (WORKER_ERROR, slot.name) in checkpoint.tensors:
+                _saved_ranks(engine, checkpoint, slot)
 
 
-def load_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
+def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
     began hold no errors."""
-    tp = engine.groups.tp
-    where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
-    for line in engine.compressed_exchanges:
-        for slot in _nonempty_slots(line):
-            if (WORKER_ERROR, slot.name) in found.tensors:  # missing: a new parameter (strict=False)
-                _load_worker_error(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
-        for segment in line.layout.segments(engine.groups.dp.rank):
-            slot, start = segment.slot, segment.shard_offset
-            if (SERVER_ERROR, slot.name) not in found.tensors:
+    dp, tp = engine.groups.dp, engine.groups.tp
+    read = partial(checkpoint.read, tp_rank=tp.rank, tp_size=tp.size)
+    for exchange in engine.compressed_exchanges:
+        for slot in _nonempty_slots(exchange.layout):
+            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:  # a new parameter (strict=False)
                 continue
-            found.read(SERVER_ERROR, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
-                       out=line.one_bit_mean.server_error[start : start + segment.count], **where)
+            out = exchange.one_bit_mean.worker_error[slot.offset : slot.end]
+            ranks = _saved_ranks(engine, checkpoint, slot)
+            shape, partition = _worker_error_shape(slot, ranks)
+            read_rank = partial(read, WORKER_ERROR, slot.name, shape=shape, partition=partition)
+            if ranks == dp.size:
+                read_rank(offset=dp.rank * slot.numel, out=out)
+                continue
+            out.zero_()
+            for rank in range(ranks):
+                one = out.new_empty(slot.numel)
+                read_rank(offset=rank * slot.numel, out=one)
+                out.add_(one, alpha=1 / ranks)
+        for segment in exchange.layout.segments(dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            if (SERVER_ERROR, slot.name) in checkpoint.tensors:
+                read(SERVER_ERROR, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
+                     out=exchange.one_bit_mean.server_error[start : start + segment.count])
 
 
-def _load_worker_error(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
-    dp = engine.groups.dp
-    ranks = _saved_ranks(engine, found, slot)
-    shape, partition = _worker_error_shape(slot, ranks)
-    if ranks == dp.size:
-        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out,
-                   **where)
-        return
-    out.zero_()
-    for rank in range(ranks):
-        one = out.new_empty(slot.numel)
-        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one,
-                   **where)
-        out.add_(one, alpha=1 / ranks)
-
-
-def _saved_ranks(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
-    saved, expected = found.shape(WORKER_ERROR, slot.name), tp_sharding_of(*_worker_error_shape(slot, 1),
-                                                                           engine.groups.tp.size).logical_shape
+def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+    saved = checkpoint.shape(WORKER_ERROR, slot.name)
+    expected = tp_sharding_of(*_worker_error_shape(slot, 1), engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
         raise CheckpointError(
-            f"{found.tag} of {found.folder.parent} is of another model: {WORKER_ERROR} {slot.name!r}: shape "
-            f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
+            f"{checkpoint_label(checkpoint)} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
+            f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
 
 
-def _nonempty_slots(line: CompressedBucketExchange) -> Iterator[Slot]:
-    return (slot for slot in line.layout.slots if slot.numel)
+def _nonempty_slots(layout: FlatLayout) -> Iterator[Slot]:
+    return (slot for slot in layout.slots if slot.numel)
 
 
 def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:

@@ -97,11 +97,6 @@ def _single_rank_group(engine: Any) -> ProcessGroup:
     return subgroup(engine.groups.world, 1).process_group
 
 
-def _as_submodule(engine: Any) -> nn.Module:
-    """The model as a child named `module`, as DeepSpeed's engine holds it."""
-    return nn.ModuleDict({"module": engine.module})
-
-
 SETTINGS: dict[str, CompatName] = {
     **_setting_names("zero", "the setting of that name", """
         zero_reduce_scatter zero_overlap_comm zero_contiguous_gradients zero_load_from_fp32_weights
@@ -183,8 +178,9 @@ RANKS_AND_GROUPS: dict[str, CompatName] = {
     "has_moe_layers": AttributeName(lambda e: False, "there are no experts"),
     "enable_backward_allreduce": AttributeName(lambda e: True, "`backward` sums gradients over ranks")}
 
+# The model is a child named `module`, as in DeepSpeed's engine.
 MODULE: dict[str, CompatName] = {
-    name: AttributeName(lambda e, name=name: getattr(_as_submodule(e), name),  # type: ignore[misc]
+    name: AttributeName(lambda e, name=name: getattr(nn.ModuleDict({"module": e.module}), name),  # type: ignore[misc]
                         "as torch's; names begin with `module.`, as in DeepSpeed and DDP")
     for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")}
 for _name, _dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32)):
@@ -193,9 +189,9 @@ for _name, _dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("f
 MODULE["cuda"] = AttributeName(lambda e: lambda device=None: e.to(torch.device("cuda") if device is None else device),
                                "accepted where the model is on that GPU; otherwise refused, as `to`")
 MODULE["cpu"] = AttributeName(lambda e: lambda: e.to("cpu"), "accepted on the CPU; otherwise refused, as `to`")
-_PARAMS_ARE_PLACED = (
-    "the engine has placed the parameters, in flat buffers; do this to the model before zero.initialize")
-MODULE |= _unsupported_names(_PARAMS_ARE_PLACED, "double type share_memory to_empty requires_grad_ xpu ipu")
+MODULE |= _unsupported_names(
+    "the engine has placed the parameters, in flat buffers; do this to the model before zero.initialize",
+    "double type share_memory to_empty requires_grad_ xpu ipu")
 
 CONSTANTS: dict[str, CompatName] = {
     **_constant_names(False, "there is no such thing here, so it is off", """
@@ -235,8 +231,6 @@ NO_EFFECT: dict[str, CompatName] = {
     **_no_effect_names("Python collects when it wants to; the engine keeps no cycles", "collect_python_gc"),
     **_no_effect_names("`wall_clock_breakdown` prints times", "print_forward_breakdown")}
 
-_READ_CONFIGURATION = "read it from the configuration you gave"
-_USE_WRITE_EVENTS = "engine.monitor.write_events((name, value, samples), ...) writes scalars"
 UNSUPPORTED: dict[str, CompatName] = {
     **_unsupported_names("call engine.backward(loss): it scales the loss, and sums gradients as they are made",
                          "scale coalesce_grad_reduction"),
@@ -257,14 +251,15 @@ UNSUPPORTED: dict[str, CompatName] = {
         autotuning_metric autotuning_model_info"""),
     **_unsupported_names("`wall_clock_breakdown` prints times, and the monitors record them",
                          "timers engine_timers tput_timer get_wall_clock_timers fwd_duration"),
-    **_unsupported_names(_USE_WRITE_EVENTS,
+    **_unsupported_names("engine.monitor.write_events((name, value, samples), ...) writes scalars",
                          "summary_events get_summary_writer tensorboard_output_path tensorboard_job_name"),
     **_unsupported_names("torch.compile compiles; call engine.compile()", """
         get_compile_time register_compile_pass get_autosp_backend get_autotp_backend get_deepcompile_backend
         get_deepspeed_compile_backend"""),
-    **_unsupported_names(_READ_CONFIGURATION, "scheduler_name scheduler_params aio_config log_level "
-                         "zero_multi_rank_bucket_allreduce dump_state cpuadam_cores_perc zero_parameter_alignment "
-                         "postscale_gradients gradient_predivide_factor communication_data_type"),
+    **_unsupported_names("read it from the configuration you gave", """
+        scheduler_name scheduler_params aio_config log_level zero_multi_rank_bucket_allreduce dump_state
+        cpuadam_cores_perc zero_parameter_alignment postscale_gradients gradient_predivide_factor
+        communication_data_type"""),
     **_unsupported_names("engine.config has the settings, by the names of docs/flags.md", "_config"),
     **_unsupported_names("call engine.train_batch_size()", "get_train_batch_size"),
     **_unsupported_names("call engine.zero_offload_optimizer() and engine.zero_offload_param()",

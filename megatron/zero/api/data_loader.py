@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.config.schema import require
 from megatron.config.tree import Config
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
-from mpu.groups import Group
 
 
 class BatchSizes:
@@ -80,11 +79,8 @@ class BatchSizes:
         self._was_changed = True
 
     def _check_between_steps(self, call: str) -> None:
-        under_way = self._step_is_open or self._core.has_gradients
-        require(not under_way, f"{call}: a step is under way; call it after the last micro-batch of one")
-
-
-CollateFn = Callable[[list[Any]], Any]
+        require(not self._step_is_open and not self._core.has_gradients,
+                f"{call}: a step is under way; call it after the last micro-batch of one")
 
 
 class EpochDataLoader(DataLoader[Any]):
@@ -114,17 +110,3 @@ class EpochDataLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         self._epoch_sampler.set_epoch(epoch)
         self._ended_at_step = None
-
-
-def build_data_loader(samples: Dataset[Any], dp: Group, batch_size: int, seed: int, device: torch.device, *,
-                      count_steps: Callable[[], int], collate_fn: CollateFn | None = None,
-                      shuffle: bool = True, sampler: Sampler[Any] | None = None, workers: int = 0,
-                      pin_memory: bool = True) -> DataLoader[Any]:
-    """A loader of this data parallel rank's samples; samples repeat if they do not divide evenly. A given `sampler`
-    replaces the distribution over ranks."""
-    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "num_workers": workers,
-                               "pin_memory": pin_memory and device.type == "cuda"}
-    if sampler is not None:
-        return DataLoader(samples, sampler=sampler, **options)
-    order: DistributedSampler[Any] = DistributedSampler(samples, dp.size, dp.rank, shuffle=shuffle, seed=seed)
-    return EpochDataLoader(samples, order, count_steps, **options)

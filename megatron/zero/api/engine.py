@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
@@ -35,21 +34,25 @@ from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
-from megatron.zero.api.checkpoint_io import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict,
-                                             load_engine, restore_rng_streams, save_engine_protocol, write_state_dict)
+from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
+                                             load_module_weights, restore_rng_streams, save_engine_protocol,
+                                             write_state_dict)
 from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
-from megatron.zero.api.data_loader import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
+from megatron.zero.api.data_loader import BatchSizes, EpochDataLoader
 from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
 from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
-from megatron.zero.api.engine_status import EngineStatus, read_nvme_stats
+from megatron.zero.api.engine_status import EngineStatus
 from megatron.zero.api.model_checks import check_argument, to_folder
-from megatron.zero.api.module_state_dict import MODULE_PREFIX, build_module_state_dict, load_module_weights
 from megatron.zero.api.optimizer import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hooks import map_tensors
 from megatron.zero.state import parse_offload_states
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
+
+
+MODULE_PREFIX = "module."
+"""Prefix of names in the engine's (not the model's) state dict, as in DeepSpeed and DistributedDataParallel."""
 
 
 class Engine(EngineStatus):
@@ -60,8 +63,7 @@ class Engine(EngineStatus):
                  mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self._batch_sizes = BatchSizes(core, config)
-        self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0,
-                                     partial(read_nvme_stats, core.engine_storage))
+        self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
         self.mpu = mpu
         self.profiled_step = ProfiledStep(config, core, self)
         """Profiles one step module by module, if the configuration asks for it."""
@@ -126,43 +128,31 @@ class Engine(EngineStatus):
         boundary."""
         with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), \
                 self.profiled_step.phase("step"):
-            self.conclude()
+            self.finish_step()
             report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
             if self.block_until_params_gathered:
                 self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
             with self.config.key_names.translate_errors():
                 self._eigenvalues.after_step()
-        self._print_quantization_changes()
+        for line in () if self.core.state.moq is None else self.core.state.moq.take_messages():
+            self._print(line)  # the MoQ bit widths that fell in this step
         self._batch_sizes.after_step(report is not None)
         if report is None:
             return None
         self.optimizer.mark_step_taken()
-        self._step_scheduler(report, lr_kwargs or {})
+        scheduler, arguments = self.lr_scheduler, lr_kwargs or {}
+        if scheduler is not None and self.core.is_deferred and is_reversible(scheduler):
+            # The overflow check is pending. A scheduler that cannot be undone waits for the result.
+            self._reversible_lr_step = ReversibleSchedulerStep(scheduler, self.optimizer.param_groups, arguments)
+        elif scheduler is not None and report.applied:
+            scheduler.step(**arguments)
         self._unreported_step = report
         if not self.core.is_deferred:
             self._report_last_step()
         self.monitor.step_done(self)
         self.profiled_step.step_done()
         return report
-
-    def _print_quantization_changes(self) -> None:
-        """On rank 0, the MoQ bit widths that fell in this step."""
-        quantisation = self.core.state.moq
-        for line in () if quantisation is None else quantisation.take_messages():
-            if self.groups.world.rank == 0:
-                print(line, flush=True)
-
-    def _step_scheduler(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
-        """If the overflow check is still pending, step only a scheduler that can be undone; others wait for the
-        result."""
-        scheduler = self.lr_scheduler
-        if scheduler is None:
-            return
-        if self.core.is_deferred and is_reversible(scheduler):
-            self._reversible_lr_step = ReversibleSchedulerStep(scheduler, self.optimizer.param_groups, lr_kwargs)
-        elif report.applied:
-            scheduler.step(**lr_kwargs)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
@@ -182,11 +172,11 @@ class Engine(EngineStatus):
     def _undo_lr_step_if_skipped(self) -> None:
         """Undo a scheduler step that was taken before the result, if the step was skipped. Local."""
         if self._reversible_lr_step is not None and (report := self.core.read_step_result()) is not None:
-            moved, self._reversible_lr_step = self._reversible_lr_step, None
+            scheduler_step, self._reversible_lr_step = self._reversible_lr_step, None
             if not report.applied:
-                moved.undo()
+                scheduler_step.undo()
 
-    def conclude(self) -> None:
+    def finish_step(self) -> None:
         """Wait for the result of the last step, and raise its errors. Collective. `step` calls it first: on an
         accelerator the host reads the result of a step one step late."""
         self.core.finish_step()
@@ -198,11 +188,16 @@ class Engine(EngineStatus):
         report, self._unreported_step = self._unreported_step, None
         if report is None:
             return
-        if report.skip_warning is not None and self.groups.world.rank == 0:
-            print(f"warning: {report.skip_warning}", file=sys.stderr)
-        if report.note is not None and self.groups.world.rank == 0:
-            print(report.note, flush=True)
+        if report.skip_warning is not None:
+            self._print(f"warning: {report.skip_warning}")
+        if report.note is not None:
+            self._print(report.note)
         self._background_save.poll(report.engine_scalars)
+
+    def _print(self, line: str) -> None:
+        """On rank 0; warnings to stderr."""
+        if self.groups.world.rank == 0:
+            print(line, file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)
@@ -241,22 +236,27 @@ class Engine(EngineStatus):
 
     def deepspeed_io(self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train",
                      pin_memory: bool = True, data_sampler: Sampler[Any] | None = None,
-                     collate_fn: CollateFn | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
-        """A loader of this data parallel rank's samples, shuffled if `route` is "train"."""
-        return build_data_loader(dataset, self.groups.dp, batch_size or self._batch_sizes.micro_batch_size,
-                                 self.config.train.seed, self.device, count_steps=lambda: self.core.micro_steps,
-                                 collate_fn=collate_fn, shuffle=route == "train", sampler=data_sampler,
-                                 workers=num_local_io_workers or 0, pin_memory=pin_memory)
+                     collate_fn: Callable[[list[Any]], Any] | None = None,
+                     num_local_io_workers: int | None = None) -> DataLoader[Any]:
+        """A loader of this data parallel rank's samples, shuffled if `route` is "train"; samples repeat if they do not
+        divide evenly. A given `data_sampler` replaces the distribution over ranks."""
+        options: dict[str, Any] = {
+            "batch_size": batch_size or self._batch_sizes.micro_batch_size, "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0, "pin_memory": pin_memory and self.device.type == "cuda"}
+        if data_sampler is not None:
+            return DataLoader(dataset, sampler=data_sampler, **options)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, self.groups.dp.size, self.groups.dp.rank, shuffle=route == "train", seed=self.config.train.seed)
+        return EpochDataLoader(dataset, sampler, lambda: self.core.micro_steps, **options)
 
     def to(self, *places: Any, **named: Any) -> Engine:
         """Returns self if the model already has that device and dtype; otherwise raises ConfigError."""
         for place in (*places, *(named[name] for name in ("device", "dtype") if name in named)):
             if isinstance(place, torch.dtype):
-                here: Any = self.working_dtype
-                fits = place == here
+                fits = place == self.working_dtype
             else:
-                here, wanted = self.device, torch.device(place)
-                fits = wanted.type == here.type and wanted.index in (None, here.index)
+                wanted = torch.device(place)
+                fits = wanted.type == self.device.type and wanted.index in (None, self.device.index)
             if not fits:
                 raise ConfigError(f"engine.to({place}): the engine's parameters are in place, on {self.device} in "
                                   f"{self.working_dtype}; choose the device by the launcher, and fp16 or bf16 in the "
@@ -293,11 +293,10 @@ class Engine(EngineStatus):
         self.core.assert_collective_call("engine.offload_states()")
         states = all_succeed_or_raise(lambda: parse_offload_states(include, device), self.groups.world)
         assert_same_arguments("offload_states", {"include": states}, self.groups.world)
-        wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
-        if not wins and not self._warned_offload_has_no_effect:
+        has_effect = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
+        if not has_effect and not self._warned_offload_has_no_effect:
             self._warned_offload_has_no_effect = True
-            if self.groups.world.rank == 0:
-                print(" note: engine.offload_states() has no effect here: the device is the host", flush=True)
+            self._print(" note: engine.offload_states() has no effect here: the device is the host")
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move offloaded state back, bit for bit."""
@@ -309,7 +308,7 @@ class Engine(EngineStatus):
         if self.core.is_detached:
             return
         self.finish_save()
-        self.conclude()
+        self.finish_step()
         self.monitor.close()
         self.core.detach()
 
@@ -325,10 +324,25 @@ class Engine(EngineStatus):
                           exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's state dict in the working precision. At stage 3 it is collective and needs
         `stage3_gather_16bit_weights_on_model_save`: rank 0 gets full tensors on its host, the others an empty dict."""
-        state = {} if destination is None else destination
-        state.update(build_module_state_dict(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
-                                             frozen=not exclude_frozen_parameters))
-        return state
+        self.core.sync_delayed_update("engine.module_state_dict()")
+        if self.zero_optimization_stage() == 3:
+            if not self.config.zero.stage3_gather_16bit_weights_on_model_save:
+                raise ConfigError("at stage 3 parameters are split, and a state dict would be without them: set "
+                                  "stage3_gather_16bit_weights_on_model_save to gather them, or call save_checkpoint "
+                                  "and zero.get_fp32_state_dict_from_zero_checkpoint")
+            self.core.assert_collective_call(SAVE)
+            assert_same_arguments("module_state_dict", {"exclude_frozen_parameters": exclude_frozen_parameters},
+                                  self.groups.world)
+            gathered = gather_full_state_dict(self.core, frozen=not exclude_frozen_parameters)
+            state: dict[str, Any] = {prefix + name: tensor for name, tensor in gathered.items()}
+        else:
+            state = self.core.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+            for name, parameter in self.core.module.named_parameters() if exclude_frozen_parameters else ():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        destination = {} if destination is None else destination
+        destination.update(state)
+        return destination
 
     def state_dict(self) -> dict[str, Any]:
         """`module_state_dict` with the name prefix `module.`, as in DeepSpeed and DistributedDataParallel."""
@@ -341,8 +355,8 @@ class Engine(EngineStatus):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """`load_module_state_dict` for the output of `state_dict`, with its prefix."""
-        load_module_weights(self.core, {name.removeprefix(MODULE_PREFIX): value
-                                        for name, value in state_dict.items()}, strict)
+        weights = {name.removeprefix(MODULE_PREFIX): value for name, value in state_dict.items()}
+        load_module_weights(self.core, weights, strict)
 
     if not TYPE_CHECKING:  # for user scripts only: mypy checks our own attribute names
 
@@ -384,22 +398,29 @@ class Engine(EngineStatus):
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
-        self.conclude()
+        self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-        earlier = on_rank_0(lambda: _prepare_save_root(root), self.groups.world)
+
+        def prepare_root() -> list[str]:
+            check_save_root_is_writable(root)
+            return pending_saves_in(root)
+
+        earlier = on_rank_0(prepare_root, self.groups.world)
         self.finish_save()
         wait_for_earlier_saves(earlier, self.groups.world)
-        identity = RunIdentity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
         in_background &= not self.core.engine_storage.has_offloaded_state
         epochs = self.training_dataloader
         steps = save_engine_protocol(
-            self.core, root, name, identity, client_state=client_state or {}, scheduler=self.lr_scheduler,
+            self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
             loop_state={**self._batch_sizes.state_dict(),
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
-            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            snapshot=self._host_copy.copy_tensors if in_background else None, latest=save_latest, deleter=self._deleter)
-        self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name) if in_background \
-            else self._on_save_complete(on_complete, finish_save(steps, self.groups.world))
+            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
+            config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
+            hold=self._host_copy.copy_tensors if in_background else None, trash=self._deleter)
+        if in_background:
+            self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name)
+        else:
+            self._on_save_complete(on_complete, finish_save(steps, self.groups.world))
         return True
 
     def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
@@ -439,46 +460,44 @@ class Engine(EngineStatus):
             "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
         if tag is None and on_rank_0(lambda: has_no_checkpoint(root), self.groups.world):
-            if self.groups.world.rank == 0:
-                print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
-                      file=sys.stderr)
+            self._print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones")
             return None, None
-        found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
-        state = self._restore(found, LoadOptions(
+        checkpoint = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
+        state = self._restore(checkpoint, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,
             rng=not load_module_only))
-        return str(found.folder), state
+        return str(checkpoint.folder), state
 
     @STATUS.in_activity(LOAD)
-    def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
+    def restore(self, checkpoint: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for an open checkpoint; returns the client_state."""
         self.core.assert_collective_call(LOAD)
-        assert_same_arguments("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
-        return self._restore(found, options)
+        assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
+        return self._restore(checkpoint, options)
 
     @STATUS.in_activity(LOAD)
-    def _restore(self, found: Checkpoint, options: LoadOptions) -> dict[str, Any]:
+    def _restore(self, checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
         """Restore after the ranks have agreed on the options."""
-        self.conclude()
-        load_engine(self.core, found, self.lr_scheduler, options)
+        self.finish_step()
+        load_engine(self.core, checkpoint, self.lr_scheduler, options)
         self._batch_sizes.discard_step()
         self.monitor.reset_loss()
         if options.counters:
-            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.commit_record)
-            self._restore_loop_state(found.shared_state.get("loop", {}))
-        self.rng_note = (restore_rng_streams(found, self.groups, self.layout, self.config.train.seed)
-                         if options.rng else None)
-        state: dict[str, Any] = found.shared_state["client_state"]
+            self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest.commit_record)
+            loop_state = checkpoint.shared_state.get("loop", {})
+            note = self._batch_sizes.restore(loop_state)
+            if note is not None:
+                self._print(f"warning: {note}")
+            epochs = self.training_dataloader
+            if isinstance(epochs, EpochDataLoader) and loop_state.get("epoch") is not None:
+                epochs.set_epoch(loop_state["epoch"])
+        self.rng_note = None
+        if options.rng:
+            self.rng_note = all_succeed_or_raise(lambda: restore_rng_streams(
+                checkpoint, self.groups, self.layout, self.config.train.seed), self.groups.world)
+        state: dict[str, Any] = checkpoint.shared_state["client_state"]
         return state
-
-    def _restore_loop_state(self, saved: Mapping[str, Any]) -> None:
-        note = self._batch_sizes.restore(saved)
-        if note is not None and self.groups.world.rank == 0:
-            print(f"warning: {note}", file=sys.stderr)
-        epochs = self.training_dataloader
-        if isinstance(epochs, EpochDataLoader) and saved.get("epoch") is not None:
-            epochs.set_epoch(saved["epoch"])
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
@@ -492,18 +511,11 @@ class Engine(EngineStatus):
             "save_16bit_model", {"save_filename": str(save_filename),
                                  "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
-            if self.groups.world.rank == 0:
-                print("warning: save_16bit_model wrote nothing: parameters are split; set "
-                      "stage3_gather_16bit_weights_on_model_save to gather them", file=sys.stderr)
+            self._print("warning: save_16bit_model wrote nothing: parameters are split; set "
+                        "stage3_gather_16bit_weights_on_model_save to gather them")
             return False
         weights = gather_full_state_dict(self.core, frozen=not exclude_frozen_parameters)
         on_rank_0(lambda: write_state_dict(weights, path), self.groups.world)
         return True
 
     save_fp16_model = save_16bit_model
-
-
-def _prepare_save_root(root: Path) -> list[str]:
-    """Check that the folder is writable; the pending saves in it that must finish first."""
-    check_save_root_is_writable(root)
-    return pending_saves_in(root)

@@ -51,11 +51,16 @@ class EigenvalueEstimator:
         core.finish_step()
         now = capture_rng()
         try:
-            with core.backwards_without_step() as begin_anew:
+            with core.backwards_without_step() as reset:
                 def run() -> None:
-                    begin_anew()
+                    reset()
                     restore_rng(streams)
-                    core.backward(_recompute_loss(core.module, args, kwargs) * core.accumulation_steps)
+                    loss = core.module(*args, **kwargs)
+                    if not isinstance(loss, Tensor) or loss.numel() != 1:
+                        raise ConfigError(
+                            "--quantize-eigenvalue: the forward of the model returns something else than its loss, "
+                            "which is run again to find eigenvalues: let it return the loss, or leave the setting out")
+                    core.backward(loss * core.accumulation_steps)
 
                 self._quantisation.set_eigenvalues([
                     self._curvature.eigenvalue(block, f"{block} {self._quantisation.counter}", run)
@@ -63,14 +68,6 @@ class EigenvalueEstimator:
         finally:
             restore_rng(now)
         self._last_forward = None
-
-
-def _recompute_loss(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    loss = module(*args, **kwargs)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ConfigError("--quantize-eigenvalue: the forward of the model returns something else than its loss, which "
-                          "is run again to find eigenvalues: let it return the loss, or leave the setting out")
-    return loss
 
 
 FORWARD_ARGUMENTS = ("progressive_layer_drop", "pld_theta")
@@ -82,9 +79,8 @@ class ProgressiveLayerDrop:
     resumed run continues."""
 
     def __init__(self, config: LayerDropConfig, module: nn.Module, step: Callable[[], int]) -> None:
-        schedule = config.schedule
-        assert schedule is not None, "it is made where blocks are left out"
-        self._schedule, self._step, self._passes_step = schedule, step, check_forward_signature(module)
+        assert config.schedule is not None, "progressive layer drop is on"
+        self._schedule, self._step, self._passes_step = config.schedule, step, check_forward_signature(module)
         self.theta, self.gamma = config.pld_theta, config.pld_gamma
 
     @property
@@ -120,21 +116,19 @@ def check_forward_signature(module: nn.Module) -> bool:
     return STEP_ARGUMENT in parameters
 
 
-OUTPUT_FILE_FLAG = "--flops-profiler-output-file"
-
-
 class ProfiledStep:
     def __init__(self, config: Config, core: ZeroEngine, engine: ProfiledEngine) -> None:
-        self._config, self._words, self._core = config.profile, config.key_names, core
+        self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
         """On rank 0, if a profile is configured."""
         path = self._config.flops_profiler_output_file
         if self._config.flops_profiler and path:
-            on_rank_0(lambda: _check_output_path(path), core.groups.world)
+            from megatron.profiler.profile_report import check_output_path
+            on_rank_0(lambda: check_output_path(path, "--flops-profiler-output-file"), core.groups.world)
         if self._config.flops_profiler and core.groups.world.rank == 0:
-            from megatron.profiler import FlopsProfiler
-            self.profiler = FlopsProfiler(core.module, engine)
+            from megatron import profiler
+            self.profiler = profiler.FlopsProfiler(core.module, engine)
         self._is_due = self._config.flops_profiler
 
     def phase(self, name: str) -> AbstractContextManager[object]:
@@ -144,39 +138,36 @@ class ProfiledStep:
         ahead = self._config.flops_profiler_step - self._core.global_steps - 1
         if ahead < 0:
             self._is_due = False
-            self._print_nothing_profiled()
-        if self.profiler is None:
-            return _run_uncompiled() if ahead == 0 else nullcontext()
-        if ahead == 0:
+            if self.profiler is not None:
+                print(self._key_names.translate(
+                    f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
+                    f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+        if self.profiler is None and ahead == 0:
+            from megatron.profiler.flop_recorder import run_uncompiled
+            return run_uncompiled()
+        if self.profiler is not None and ahead == 0:
             return self.profiler.part(name, counts=name != "step")
-        return self._time_phase() if ahead == 1 else nullcontext()
-
-    def _print_nothing_profiled(self) -> None:
-        if self.profiler is not None:
-            print(self._words.translate(
-                f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
-                f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+        return self._time_phase() if self.profiler is not None and ahead == 1 else nullcontext()
 
     def step_done(self) -> None:
         """After an optimizer step; writes the report of the profiled one."""
-        step = self._core.global_steps
-        if self._is_due and step == self._config.flops_profiler_step:
-            self._is_due = False
-            if self.profiler is not None:
-                self._write_report(self.profiler, step)
-
-    def _write_report(self, profiler: FlopsProfiler, step: int) -> None:
+        step, config = self._core.global_steps, self._config
+        if not self._is_due or step != config.flops_profiler_step:
+            return
+        self._is_due = False
+        if self.profiler is None:
+            return
         from megatron.profiler.profile_report import format_profile, includes_modules, write_profile
 
-        asked, found = self._config, profiler.profile(step, self._previous_step_seconds)
-        path = asked.flops_profiler_output_file
-        shown = asked.flops_profiler_module_depth, asked.flops_profiler_top_modules, asked.flops_profiler_detailed
-        print(format_profile(found, *shown[:2], detailed=shown[2] and path is None), flush=True)
+        profile, path = self.profiler.profile(step, self._previous_step_seconds), config.flops_profiler_output_file
+        depth, top, detailed = (config.flops_profiler_module_depth, config.flops_profiler_top_modules,
+                                config.flops_profiler_detailed)
+        print(format_profile(profile, depth, top, detailed=detailed and path is None), flush=True)
         if path is not None:
             try:
-                write_profile(found, path, *shown)
-                whole = ", every module" if includes_modules(path, asked.flops_profiler_detailed) else ""
-                print(f" profile of step {step}{whole}: {path}", flush=True)
+                write_profile(profile, path, depth, top, detailed)
+                modules = ", every module" if includes_modules(path, detailed) else ""
+                print(f" profile of step {step}{modules}: {path}", flush=True)
             except StorageError as error:  # a failed profile must not end the job
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
 
@@ -191,13 +182,3 @@ class ProfiledStep:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
-
-
-def _run_uncompiled() -> AbstractContextManager[object]:
-    from megatron.profiler.flop_recorder import run_uncompiled
-    return run_uncompiled()
-
-
-def _check_output_path(path: str) -> None:
-    from megatron.profiler.profile_report import check_output_path
-    check_output_path(path, OUTPUT_FILE_FLAG)

@@ -12,15 +12,14 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron.config.run_config import LogConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.host_memory import peak_resident_bytes
 from megatron.metrics.scalar_writers import (AppendOnlyFile, TensorboardWriter, WandbProject, WandbRun, format_csv_row,
@@ -28,6 +27,9 @@ from megatron.metrics.scalar_writers import (AppendOnlyFile, TensorboardWriter, 
 from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.step_result import HostScalars
 from mpu.device import on_accelerator
+
+if TYPE_CHECKING:
+    from megatron.zero.api.engine import Engine
 
 DEFAULT_STEPS_PER_PRINT = 10
 """If a breakdown is on and `steps_per_print` is not set."""
@@ -60,36 +62,6 @@ class MonitorConfig:
         return (self.tensorboard_dir, self.csv_dir, self.wandb) != (None, None, None)
 
 
-def read_monitor_config(keys: Mapping[str, Any], log: LogConfig) -> MonitorConfig:
-    """From the values of a configuration file by key path, and the log section they were parsed into."""
-    project = WandbProject(log.wandb_project, log.wandb_group,
-                           log.wandb_team) if log.wandb_project is not None else None
-    return MonitorConfig(keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
-                         keys.get("memory_breakdown", False), log.tensorboard_dir, log.csv_dir, project)
-
-
-class MonitoredEngine(Protocol):
-    """What the monitor reads from an engine after a step."""
-
-    @property
-    def global_steps(self) -> int: ...
-
-    @property
-    def global_samples(self) -> int: ...
-
-    @property
-    def skipped_steps(self) -> int: ...
-
-    @property
-    def cur_scale(self) -> float: ...
-
-    def get_lr(self) -> list[float]: ...
-
-    def get_mom(self) -> list[Any]: ...
-
-    def fp16_enabled(self) -> bool: ...
-
-
 class EngineMonitor:
     """Monitor of one engine; inactive on ranks other than the first."""
 
@@ -103,9 +75,9 @@ class EngineMonitor:
         self._bytes: dict[str, int] = {}  # maximum after each phase, since the last console line
         self._nvme_stats: NvmeStats | None = None  # since the last console line
         self._steps_since_line = 0
-        self._writers: list[EventWriter] = []
-        self._pending_scalars: tuple[HostScalars, Callable[[float], list[ScalarEvent]]] | None = None
-        """The loss on its way to the host, and the events of its step once it is known."""
+        self._writers: list[TensorboardEventWriter | CsvEventWriter | WandbEventWriter] = []
+        self._pending_scalars: tuple[HostScalars, int, list[ScalarEvent]] | None = None
+        """The loss on its way to the host; the samples seen and the other events of its step."""
 
     def open(self) -> None:
         """Call before the first step. Output errors are raised here, and close the outputs opened so far."""
@@ -133,19 +105,21 @@ class EngineMonitor:
                 self._writers.remove(sink)
                 _warn(f"warning: {error}; training goes on without these scalars")
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Context that times and measures one phase of a step, if configured."""
-        return self._measure_phase(name) if self._active_config.times or self._active_config.memory else nullcontext()
-
     @contextmanager
-    def _measure_phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Time and measure one phase of a step, if configured."""
+        if not (self._active_config.times or self._active_config.memory):
+            yield
+            return
         start, before = self._now(), self._read_nvme_stats()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
         if before is not None and (after := self._read_nvme_stats()) is not None:
             self._nvme_stats = (self._nvme_stats or NvmeStats()) + after - before
         if self._active_config.memory:
-            self._bytes[name] = max(self._bytes.get(name, 0), _bytes_in_use(self._device))
+            in_use = (torch.cuda.memory_allocated(self._device) if self._device.type == "cuda"
+                      else peak_resident_bytes())
+            self._bytes[name] = max(self._bytes.get(name, 0), in_use)
 
     def _now(self) -> float:
         if self._active_config.times and self._device.type == "cuda":
@@ -162,14 +136,28 @@ class EngineMonitor:
             part = part.detach()
             self._loss = part if self._loss is None else self._loss + part
 
-    def step_done(self, engine: MonitoredEngine) -> None:
+    def step_done(self, engine: Engine) -> None:
         """After an optimizer step: write the scalars, and a console line if due."""
         self._steps_since_line += 1
         due = self._active_config.print_interval > 0 and engine.global_steps % self._active_config.print_interval == 0
         self._write_pending_scalars()
-        loss = float(self._loss.item()) if self._loss is not None and due else None
+        loss: float | None = None
+        if self._loss is not None and (due or self._writers and not on_accelerator(self._loss)):
+            loss = float(self._loss.item())
         if self._writers:
-            self._write_scalars(engine, loss, self._phase_time_events(engine) if due else ())
+            samples = engine.global_samples
+            events = [(f"{TAG_PREFIX}lr", engine.get_lr()[0], samples)]
+            if engine.fp16_enabled():
+                events.append((f"{TAG_PREFIX}loss_scale", engine.cur_scale, samples))
+            if due:
+                events += [(f"{TAG_PREFIX}elapsed_time_ms_{name}", value, samples)
+                           for name, value in self._phase_milliseconds().items()]
+            if loss is not None:
+                self.write_events([(f"{TAG_PREFIX}train_loss", loss, samples), *events])
+            elif self._loss is not None:  # on an accelerator: written after the next step
+                self._pending_scalars = HostScalars(self._loss.view(1)), samples, events
+            else:
+                self.write_events(events)
         if due:
             for line in self._console_lines(engine, loss):
                 print(line, flush=True)
@@ -179,29 +167,12 @@ class EngineMonitor:
             self._steps_since_line = 0
         self._loss = None
 
-    def _write_scalars(self, engine: MonitoredEngine, loss: float | None, more: Iterable[ScalarEvent]) -> None:
-        """Of this step; if its loss is still on an accelerator, after the next step."""
-        others = [*self._extra_events(engine), *more]
-        if loss is None and self._loss is None:
-            self.write_events(others)
-            return
-        samples = engine.global_samples
-
-        def with_loss(known: float) -> list[ScalarEvent]:
-            return [(f"{TAG_PREFIX}train_loss", known, samples), *others]
-
-        if loss is not None:
-            self.write_events(with_loss(loss))
-        elif self._loss is not None:
-            self._pending_scalars = HostScalars(self._loss.view(1)), with_loss
-            if not on_accelerator(self._loss):
-                self._write_pending_scalars()
-
     def _write_pending_scalars(self) -> None:
-        late, self._pending_scalars = self._pending_scalars, None
-        if late is not None:
-            copy, with_loss = late
-            self.write_events(with_loss(*copy.values()))
+        pending, self._pending_scalars = self._pending_scalars, None
+        if pending is not None:
+            copy, samples, events = pending
+            loss, = copy.values()
+            self.write_events([(f"{TAG_PREFIX}train_loss", loss, samples), *events])
 
     def close(self) -> None:
         """Warns about errors but raises none: the ranks are about to exit together."""
@@ -212,21 +183,12 @@ class EngineMonitor:
             except (OSError, StorageError) as error:
                 _warn(f"warning: {error}; the last scalars may be missing")
 
-    def _extra_events(self, engine: MonitoredEngine) -> Iterator[ScalarEvent]:
-        yield f"{TAG_PREFIX}lr", engine.get_lr()[0], engine.global_samples
-        if engine.fp16_enabled():
-            yield f"{TAG_PREFIX}loss_scale", engine.cur_scale, engine.global_samples
-
-    def _phase_time_events(self, engine: MonitoredEngine) -> Iterator[ScalarEvent]:
-        for name, value in self._phase_milliseconds().items():
-            yield f"{TAG_PREFIX}elapsed_time_ms_{name}", value, engine.global_samples
-
     def _phase_milliseconds(self) -> dict[str, float]:
         """Average per step of each phase since the last console line."""
         spent = self._seconds if self._active_config.times else {}
         return {name: seconds * 1e3 / self._steps_since_line for name, seconds in spent.items()}
 
-    def _console_lines(self, engine: MonitoredEngine, loss: float | None) -> Iterator[str]:
+    def _console_lines(self, engine: Engine, loss: float | None) -> Iterator[str]:
         known = "" if loss is None else f", loss={loss:.6g}"
         yield (f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
                f"mom={engine.get_mom()}{known}")
@@ -236,14 +198,6 @@ class EngineMonitor:
                 yield self._nvme_stats.format_per_step(self._steps_since_line)
         if self._bytes:
             yield "memory (GiB) | " + " | ".join(f"{name}: {value / 2**30:.3f}" for name, value in self._bytes.items())
-
-
-class EventWriter(Protocol):
-    """An output for scalars."""
-
-    def write(self, events: Sequence[ScalarEvent]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorboardEventWriter:
@@ -276,19 +230,15 @@ class CsvEventWriter:
 
     def write(self, events: Sequence[ScalarEvent]) -> None:
         for name, value, samples in events:
-            self._file_of(name).append(format_csv_row((samples, value)))
-
-    def _file_of(self, name: str) -> AppendOnlyFile:
-        """The open file, most recently used last; closes the least recently used one beyond the limit."""
-        path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-        file = self._files.pop(path, None)
-        if file is None:
-            if len(self._files) == MAX_OPEN_FILES:
-                self._files.pop(next(iter(self._files))).close_without_sync()
-            file = AppendOnlyFile("csv_monitor.output_path:", path, _warn,
-                                  header=format_csv_row(("step", name.rpartition("/")[2])), drops_partial_line=True)
-        self._files[path] = file
-        return file
+            path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
+            file = self._files.pop(path, None)
+            if file is None:
+                if len(self._files) == MAX_OPEN_FILES:
+                    self._files.pop(next(iter(self._files))).close_without_sync()
+                file = AppendOnlyFile("csv_monitor.output_path:", path, _warn,
+                                      header=format_csv_row(("step", name.rpartition("/")[2])), drops_partial_line=True)
+            self._files[path] = file  # the most recently used one is last
+            file.append(format_csv_row((samples, value)))
 
     def close(self) -> None:
         files, self._files = self._files, {}
@@ -311,10 +261,3 @@ class WandbEventWriter:
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _bytes_in_use(device: torch.device) -> int:
-    """Allocated device memory; on a CPU the process's peak resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return peak_resident_bytes()

@@ -12,7 +12,6 @@ from megatron.zero.api.data_loader import BatchSizes
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.offload.nvme import NvmeStorage
-from megatron.zero.offload.storage import EngineStorage
 from mpu.groups import Groups
 
 
@@ -56,6 +55,7 @@ class EngineStatus:
 
     @property
     def local_rank(self) -> int:
+        """This rank's place on its node."""
         return read_environment().local_rank
 
     @property
@@ -117,7 +117,10 @@ class EngineStatus:
     def drive_use(self) -> NvmeStats | None:
         """Seconds the training thread waited for NVMe, and bytes read and written, since the engine was created. None
         if no state is on NVMe."""
-        return read_nvme_stats(self.core.engine_storage)
+        storage = self.core.engine_storage
+        stats = [backend.stats for backend in (storage.optimizer, storage.params)
+                 if isinstance(backend, NvmeStorage) and backend.has_nvme_shards]
+        return sum(stats, NvmeStats()) if stats else None
 
     @property
     def parameters_kept(self) -> int:
@@ -129,9 +132,3 @@ class EngineStatus:
     def layout(self) -> dict[str, int]:
         """Tensor and data parallel size and ZeRO stage, as stored in checkpoints."""
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
-
-
-def read_nvme_stats(homes: EngineStorage) -> NvmeStats | None:
-    uses = [home.stats for home in (homes.optimizer, homes.params)
-            if isinstance(home, NvmeStorage) and home.has_nvme_shards]
-    return sum(uses, NvmeStats()) if uses else None

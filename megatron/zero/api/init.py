@@ -38,7 +38,7 @@ from megatron.zero.deferred_init import InitContext, InitShardedParam, LazyInitP
 from megatron.zero.offload.swap_dir import SwapDir, check_nvme_path, close_all_swap_dirs
 from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
-from mpu.groups import Group, Groups
+from mpu.groups import Groups
 from mpu.parallel_state import current_groups
 from mpu.weight_init import initializer_of
 
@@ -70,8 +70,8 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
             holders.setdefault(id(holder), holder)
             names.append(holder.describe(parameter))
     without_gradients = modifier_rank is not None or any(holder.params_are_sharded for holder in holders.values())
-    with _gather_for_user([*holders.values()], modifier_rank,
-                          names), torch.no_grad() if without_gradients else nullcontext():
+    with _gather_for_user([*holders.values()], modifier_rank, names), \
+            torch.no_grad() if without_gradients else nullcontext():
         yield
 
 
@@ -97,7 +97,19 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
                                details=f"{modifier_rank} {names}")
     for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
         owner.finish_delayed_update()
-    all_succeed_or_raise(lambda: _check_before_gather(holders), dp)
+
+    def check_before_gather() -> None:
+        for holder in holders:
+            holder.check_before_user_gather()
+
+    def check_before_reshard() -> None:
+        if failure is not None:
+            raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
+                              "nothing was changed: see its traceback")
+        for holder in holders:
+            holder.check_before_user_reshard(modifier_rank)
+
+    all_succeed_or_raise(check_before_gather, dp)
     failure: Exception | None = None
     try:
         for holder in holders:
@@ -109,7 +121,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
         if failure is None or not exit_reason_of(failure).is_peer_loss:  # a lost peer would not answer
             if engine is not None:
                 engine.log.record_barrier("the end of GatheredParameters")
-            all_succeed_or_raise(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
+            all_succeed_or_raise(check_before_reshard, dp)
     except BaseException:
         for holder in holders:
             holder.cancel_user_gather()
@@ -142,19 +154,6 @@ def _reshard_all(holders: list[ParamOwner], modifier_rank: int | None) -> None:
         raise
 
 
-def _check_before_gather(holders: list[ParamOwner]) -> None:
-    for holder in holders:
-        holder.check_before_user_gather()
-
-
-def _check_before_reshard(holders: list[ParamOwner], modifier_rank: int | None, failure: Exception | None) -> None:
-    if failure is not None:
-        raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
-                          "nothing was changed: see its traceback")
-    for holder in holders:
-        holder.check_before_user_reshard(modifier_rank)
-
-
 class Init:
     """Context: each parameter created inside is sharded over data parallel ranks at once; or, with `module`, those it
     has. The outermost of nested contexts counts.
@@ -173,7 +172,10 @@ class Init:
         source = config if config_dict_or_path is None else config_dict_or_path
         self._requested_device, self._nvme_path = init_placement(remote_device, source)
         self._enabled, self._dtype = enabled, dtype
-        self._dp = _data_parallel_group(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
+        self._dp = mpu_groups.SOLO
+        if enabled:
+            self._dp = (groups_from_mpu(mpu).dp if data_parallel_group is None
+                        else mpu_groups.group_from_process_group(data_parallel_group))
         self._undo_patches = ExitStack()
         self._modules_without_values: list[nn.Module] = []
         self._freed_bytes = 0  # full parameters freed since the last malloc_trim
@@ -202,8 +204,13 @@ class Init:
 
     def _start_partitioning(self) -> None:
         self._init_context = InitContext(is_open=True)
-        self._storage = (None if self._requested_device is None else torch.device("cpu") if self._nvme_path is None
-                         else open_nvme_arena(self._nvme_path))
+        self._storage: torch.device | NvmeInitArena | None = None
+        if self._nvme_path is not None:
+            exit_codes.before_exit(close_all_swap_dirs)
+            self._storage = NvmeInitArena(
+                SwapDir(self._nvme_path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
+        elif self._requested_device is not None:
+            self._storage = torch.device("cpu")
 
     def _finish_partitioning(self) -> None:
         unfilled, self._modules_without_values = self._modules_without_values, []
@@ -211,10 +218,6 @@ class Init:
             self._partition_module(module)
         self._init_context.is_open = False
         self._storage = None  # swap files are removed with their last parameter
-
-    def _patch_class(self, cls: type) -> None:
-        if "__init__" in vars(cls):
-            self._patch_attribute(cls, "__init__", self._wrap_init(cls, vars(cls)["__init__"]))
 
     def _patch_new_classes(self) -> None:
         """Also patch classes that are defined inside the context."""
@@ -229,19 +232,21 @@ class Init:
                                     partial(delattr, nn.Module, "__init_subclass__"))
         setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
-    def _patch_attribute(self, cls: type, name: str, value: Any) -> None:
-        before = vars(cls)[name]
-        setattr(cls, name, value)  # raises if the metaclass forbids it
-        self._undo_patches.callback(setattr, cls, name, before)
+    def _patch_class(self, cls: type) -> None:
+        """Let its `__init__`, if it has its own, partition the parameters that it created."""
+        if "__init__" not in vars(cls):
+            return
+        original = vars(cls)["__init__"]
 
-    def _wrap_init(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(init)
-        def init_and_park(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            init(module, *args, **kwargs)
-            if _class_defining_init(type(module)) is cls:  # in a base class's __init__ more parameters follow
+        @functools.wraps(original)
+        def init_and_partition(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            outermost = next(base for base in type(module).__mro__ if "__init__" in vars(base))
+            if outermost is cls:  # in a base class's __init__ more parameters follow
                 self._partition_module(module)
 
-        return init_and_park
+        setattr(cls, "__init__", init_and_partition)  # raises if the metaclass forbids it
+        self._undo_patches.callback(setattr, cls, "__init__", original)
 
     def _partition_module(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -249,52 +254,37 @@ class Init:
                 continue
             source = initializer_of(parameter)
             if not lacks_values(parameter):
-                self._partition_param(parameter)
+                self._freed_bytes += parameter.nbytes
+                InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage,
+                                 remote_device=self._requested_device)
+                if self._freed_bytes > TRIM_AFTER_BYTES:
+                    trim_malloc()
+                    self._freed_bytes = 0
             elif source is not None:
                 LazyInitParam(parameter, source, self._dp, self._init_context)
             else:
                 self._modules_without_values.append(module)  # its values are set later in the context
 
-    def _partition_param(self, parameter: nn.Parameter) -> None:
-        self._freed_bytes += parameter.nbytes
-        InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage,
-                         remote_device=self._requested_device)
-        if self._freed_bytes > TRIM_AFTER_BYTES:
-            trim_malloc()
-            self._freed_bytes = 0
-
-
-def _class_defining_init(cls: type) -> type:
-    """The class whose `__init__` runs first."""
-    return next(base for base in cls.__mro__ if "__init__" in vars(base))
-
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
-    found: dict[type[nn.Module], None] = {}
-    waiting = [cls]
-    while waiting:
-        for sub in waiting.pop().__subclasses__():
-            if sub not in found:
-                found[sub] = None
-                waiting.append(sub)
-    return list(found)
+    subclasses: dict[type[nn.Module], None] = {}  # unique, in order
+    pending = [cls]
+    while pending:
+        new = [sub for sub in pending.pop().__subclasses__() if sub not in subclasses]
+        subclasses.update(dict.fromkeys(new))
+        pending += new
+    return list(subclasses)
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """`Module.apply` before an engine exists: parameters are gathered for `fn`, and rank 0's edits are kept."""
     for child in module.children():
         child.apply(fn)
-    waiting = [parameter for parameter in module.parameters(recurse=False)
+    sharded = [parameter for parameter in module.parameters(recurse=False)
                if (holder := param_owner(parameter)) is not None and not holder.is_engine_owned]
-    with GatheredParameters(waiting, modifier_rank=0) if waiting else nullcontext():
+    with GatheredParameters(sharded, modifier_rank=0) if sharded else nullcontext():
         fn(module)
     return module
-
-
-def _data_parallel_group(handle: Any, mpu: Any) -> Group:
-    if handle is not None:
-        return mpu_groups.group_from_process_group(handle)
-    return groups_from_mpu(mpu).dp
 
 
 def groups_from_mpu(mpu: Any) -> Groups:
@@ -311,12 +301,12 @@ def groups_from_mpu(mpu: Any) -> Groups:
     if mpu is sys.modules["mpu"]:  # its single-rank groups have no process group
         return current_groups()
     groups = mpu_groups.groups_from_process_groups(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
-    found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
-    wanted = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
+    actual = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
+    stated = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
               (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())]
-    if found != wanted:
+    if actual != stated:
         raise ConfigError("the (rank, size) of mpu's model and data parallel process groups are "
-                          f"{found[0]} and {found[1]}, and its accessors say {wanted[0]} and {wanted[1]}: return the "
+                          f"{actual[0]} and {actual[1]}, and its accessors say {stated[0]} and {stated[1]}: return the "
                           "process group that has these ranks (None is a group of one)")
     return groups
 
@@ -329,29 +319,23 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
     """(remote device "cpu", "nvme" or None; NVMe folder or None). Raises ConfigError if arguments contradict."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
-    found = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
-    device = None if found is None else found.keys.get(DEVICE_KEY)
-    if found is not None and None not in (remote_device, device) and remote_device != device:
-        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {found.name} "
-                          f"{device!r}; leave one of them out")
-    asked = device if remote_device is None else remote_device
-    if asked != "nvme":
-        return (None if asked == "none" else asked), None
-    if found is None:
+    ds_config = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
+    configured = None if ds_config is None else ds_config.keys.get(DEVICE_KEY)
+    if ds_config is not None and None not in (remote_device, configured) and remote_device != configured:
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {ds_config.name} "
+                          f"{configured!r}; leave one of them out")
+    device = configured if remote_device is None else remote_device
+    if device != "nvme":
+        return (None if device == "none" else device), None
+    if ds_config is None:
         raise ConfigError("zero.Init: remote_device 'nvme' needs the configuration, which names the drive's folder: "
                           f"give config_dict_or_path= with {PATH_KEY}")
-    path = found.keys.get(PATH_KEY)
+    path = ds_config.keys.get(PATH_KEY)
     if path is None:
-        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH_KEY}, which {found.name} does not give: name a "
-                          "folder on the drive")
+        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH_KEY}, which {ds_config.name} does not give: "
+                          "name a folder on the drive")
     check_nvme_path(path, PATH_KEY)
-    return asked, path
-
-
-def open_nvme_arena(path: str) -> NvmeInitArena:
-    """An arena in this rank's swap directory under `path`."""
-    exit_codes.before_exit(close_all_swap_dirs)
-    return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
+    return device, path
 
 
 def trim_malloc() -> None:
@@ -364,10 +348,10 @@ def trim_malloc() -> None:
 
 def init_placement_notes(model: nn.Module, config: Config, device: str) -> list[str]:
     """Notes if parameters move from where `zero.Init` stored them. `device` is the engine's."""
-    home = config.offload.offload_param_device
-    holders = [param_owner(parameter) for parameter in model.parameters()]
-    asked = {holder.remote_device for holder in holders if isinstance(holder, InitShardedParam)
-             and holder.remote_device is not None}
-    place = device if home == "none" else home
+    offload_device = config.offload.offload_param_device
+    owners = [param_owner(parameter) for parameter in model.parameters()]
+    init_devices = {owner.remote_device for owner in owners if isinstance(owner, InitShardedParam)
+                    and owner.remote_device is not None}
     return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
-            f"--offload-param-device {home} says" for other in sorted(asked - {place})]
+            f"--offload-param-device {offload_device} says"
+            for other in sorted(init_devices - {device if offload_device == "none" else offload_device})]

@@ -33,9 +33,10 @@ from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig
 from megatron.distributed import exit_codes, process_group
 from megatron.distributed.consistency import assert_equal_across_ranks
-from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS, Environment
+from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
+from megatron.metrics.scalar_writers import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
@@ -44,7 +45,7 @@ from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import check_forward_signature
-from megatron.zero.api.engine_monitor import MonitorConfig, read_monitor_config
+from megatron.zero.api.engine_monitor import MonitorConfig
 from megatron.zero.api.init import groups_from_mpu, init_placement_notes
 from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
 from megatron.zero.api.offload_plan import create_engine_storage, offload_notes
@@ -135,14 +136,18 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
         scheduler = _build_scheduler(settings, lr_scheduler, wrapped)
-        assert_equal_across_ranks(_schedule_description(scheduler), groups.world,
+        schedule_state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
+        assert_equal_across_ranks({"lr_scheduler": type(scheduler).__name__, **schedule_state}, groups.world,
                                   "the ranks give zero.initialize different schedules")
         engine = Engine(core, config, wrapped, scheduler, settings.monitor_config, mpu)
         on_failure.callback(engine.monitor.close)
         engine.notes = [*placement_notes, *offload_lines, *_engine_notes(settings, core)]
         if groups.world.rank == 0:
             _print_notes(settings, engine, groups.dp.size)
-            _warn_empty_groups(() if evaluates else param_groups)
+            for number, group in enumerate(() if evaluates else param_groups):
+                if not group["params"]:
+                    print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to "
+                          "nothing")
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         on_failure.pop_all()
@@ -152,21 +157,13 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
 def _optimizer_description(rule: UpdateRule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
     """For comparison between ranks: the rule, hyper-parameters and parameter names (in any order) of each group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {"the rule": type(rule).__name__}
+    description: dict[str, Any] = {"the rule": type(rule).__name__}
     for number, group in enumerate(param_groups):
-        found |= {f"{name} of param group {number}": to_plain_values(value) for name, value in group.items()
-                  if name != "params"}
-        found[f"param group {number}"] = _describe_names([names.get(parameter, "?") for parameter in group["params"]])
-    return found
-
-
-def _schedule_description(scheduler: LRSchedulerProtocol | None) -> dict[str, Any]:
-    state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
-    return {"lr_scheduler": type(scheduler).__name__, **state}
-
-
-def _describe_names(names: list[str]) -> str:
-    return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
+        description |= {f"{name} of param group {number}": to_plain_values(value) for name, value in group.items()
+                        if name != "params"}
+        in_group = " ".join(sorted(names.get(parameter, "?") for parameter in group["params"]))
+        description[f"param group {number}"] = f"{len(group['params'])} parameters ({crc32(in_group.encode()):08x})"
+    return description
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -193,7 +190,6 @@ def _config_source(args: Namespace | None, config: Any, config_params: Any) -> t
 DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
 """Where DeepSpeed's defaults differ from ours; the default learning rate depends on the optimizer."""
 
-
 ENGINE_SECTIONS = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop",
                    "quantize")
 """Config sections that belong to the engine entirely."""
@@ -215,72 +211,63 @@ class _EngineSettings:
 def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSettings:
     if isinstance(source, Config):
         return _EngineSettings(source)
-    draft, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
-    found, _ = ds_json.parse_ds_json(source, argument)
-    named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
+    errors, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
+    ds_config, _ = ds_json.parse_ds_json(source, argument)
+    optimizer = DEEPSPEED_TYPES[ds_config.keys.get("optimizer.type", "AdamW")]
     config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
-                                     fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr},
-                                     world_size=groups.world.size, in_engine=True, argument=argument, collector=draft)
-    if found.keys.keys().isdisjoint(sizes) and found.invalid_keys.isdisjoint(sizes):
-        draft.add_errors([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
-                          + ' ("auto" is for programs that do)' * any(key in found.auto_keys for key in sizes)],
-                         found.name)
-    draft.raise_if_any()
-    keys = {**found.keys, **found.engine_values}
-    return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys,
-                           read_monitor_config(keys, config.log), found)
+                                     fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[optimizer].lr},
+                                     world_size=groups.world.size, in_engine=True, argument=argument, collector=errors)
+    if ds_config.keys.keys().isdisjoint(sizes) and ds_config.invalid_keys.isdisjoint(sizes):
+        errors.add_errors([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
+                           + ' ("auto" is for programs that do)' * any(key in ds_config.auto_keys for key in sizes)],
+                          ds_config.name)
+    errors.raise_if_any()
+    keys = {**ds_config.keys, **ds_config.engine_values}
+    log = config.log
+    monitor_config = MonitorConfig(
+        keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False), keys.get("memory_breakdown", False),
+        log.tensorboard_dir, log.csv_dir,
+        None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
+    return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys, monitor_config, ds_config)
 
 
 def _engine_notes(settings: _EngineSettings, core: ZeroEngine) -> Iterator[str]:
     config = settings.config
-    splits = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
+    params_are_sharded = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
     iters = config.train.train_iters if settings.ds_config is None else None  # unknown for a user's loop
-    yield from (*offload_notes(config, core.engine_storage, params_are_sharded=splits), *config.layer_drop.notes(),
-                *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes())
+    yield from (*offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded),
+                *config.layer_drop.notes(), *config.quantize.notes(iters), *config.profile.notes(iters),
+                *config.autotuning.notes())
     if isinstance(core.rule, Muon):
         yield muon_split_note(core.param_groups)
 
 
-def _warn_empty_groups(param_groups: Sequence[ParamGroup]) -> None:
-    for number in (number for number, group in enumerate(param_groups) if not group["params"]):
-        print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
-
-
 def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> None:
     """Print notes about keys that are read differently or have no effect, and with `dump_state` the whole
-    configuration."""
-    config, found = settings.config, settings.ds_config
-    if found is None:
+    configuration, one value per line."""
+    config, ds_config = settings.config, settings.ds_config
+    if ds_config is None:
         return
-    idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=engine.device.type == "cuda")
-    of_settings = [_in_terms_of_config(config, found.name, note) for note in (*engine.notes, *idle)]
-    for line in (*config.notes, *of_settings, *_thread_notes(config, engine.device)):
-        print(line.strip(), flush=True)
-    if found.engine_values.get("dump_state"):
-        print("\n".join(["configuration", *_config_lines(settings, dp_size)]), flush=True)
-
-
-def _in_terms_of_config(config: Config, name: str, line: str) -> str:
-    """Translate flag names in a line to config keys; prefix a translated note with the config's file name."""
-    said, note = config.translate(line), line.startswith(" note: ")
-    return f"{name}: " * (note and said != line) + said.removeprefix(" note: ")
-
-
-def _thread_notes(config: Config, device: torch.device) -> Iterator[str]:
-    """Threads per rank, if the host computes and the node has several ranks."""
+    lines = [*config.notes]
+    for note in (*engine.notes, *zero_notes(config.zero, precision=config.precision.name,
+                                            on_cuda=engine.device.type == "cuda")):
+        in_keys = config.translate(note)  # keys in place of flags; the file's name tells whose they are
+        prefix = f"{ds_config.name}: " if note.startswith(" note: ") and in_keys != note else ""
+        lines.append(prefix + in_keys.removeprefix(" note: "))
     ranks, threads = process_group.read_environment().local_world_size, torch.get_num_threads()
-    if ranks > 1 and (device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
-        yield f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each (OMP_NUM_THREADS)"
-
-
-def _config_lines(settings: _EngineSettings, dp_size: int) -> Iterator[str]:
-    """The effective configuration, one value per line."""
-    config = settings.config
-    sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-    tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
-            "report": asdict(settings.monitor_config)}
-    for section in ("batch", *ENGINE_SECTIONS, "report"):
-        yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
+    if ranks > 1 and (engine.device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
+        lines.append(f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each "
+                     "(OMP_NUM_THREADS)")
+    for line in lines:
+        print(line.strip(), flush=True)
+    if ds_config.engine_values.get("dump_state"):
+        sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
+        tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
+                "report": asdict(settings.monitor_config)}
+        lines = ["configuration"]
+        for section in ("batch", *ENGINE_SECTIONS, "report"):
+            lines += [f"  {section}.{name}: {value}" for name, value in tree[section].items()]
+        print("\n".join(lines), flush=True)
 
 
 def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
@@ -295,7 +282,8 @@ def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, paramete
     if not (settings.has_optimizer or evaluates):
         raise ConfigError(NO_OPTIMIZER)
     config = settings.config
-    rule, defaults = build_rule(config.optim, _tile_numel(config.zero.sub_group_size))
+    # Tiles end at row boundaries, so that their size does not change results.
+    rule, defaults = build_rule(config.optim, min(MAX_TILE_NUMEL, align(config.zero.sub_group_size)))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     defaults = {"lr": config.schedule.lr, **defaults}
     complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
@@ -321,11 +309,6 @@ def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
                           "add them, or freeze them with requires_grad_(False)")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-
-
-def _tile_numel(sub_group_size: int) -> int:
-    """Tiles end at row boundaries, so that their size does not change results."""
-    return min(MAX_TILE_NUMEL, align(sub_group_size))
 
 
 def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptimizer) -> LRSchedulerProtocol | None:
@@ -363,30 +346,20 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     exit_codes.install_excepthook()
     if dist_init_required is False:
         return
-    env = _resolve_environment(rank, world_size, auto_mpi_discovery)
+    environ = {name: value for name, value in os.environ.items()
+               if auto_mpi_discovery or not name.startswith(OTHER_LAUNCHER_PREFIXES)}
+    for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)):  # -1: not given
+        if number >= 0 and environ.setdefault(name, str(number)) != str(number):
+            raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
+                              f"{environ[name]}; leave the argument out")
+    env = process_group.read_environment(environ)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     with process_group.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         process_group.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
                                          init_method=init_method, even_for_one_rank=True)
-    _export_environment(env)
-
-
-def _export_environment(env: Environment) -> None:
-    """Set torchrun's variables if another launcher (or none) was used, so that `read_environment` agrees."""
+    # torchrun's variables, if another launcher (or none) was used, so that `read_environment` agrees.
     for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
                          ("LOCAL_WORLD_SIZE", env.local_world_size)):
         os.environ.setdefault(name, str(number))
-
-
-def _resolve_environment(rank: int, world_size: int, accepts_any_launcher: bool) -> Environment:
-    """This rank's environment from the launcher or the arguments. Raises ConfigError if they disagree."""
-    environ = {name: value for name, value in os.environ.items()
-               if accepts_any_launcher or not name.startswith(OTHER_LAUNCHER_PREFIXES)}
-    given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
-    for name, number in given.items():
-        if environ.setdefault(name, str(number)) != str(number):
-            raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
-                              f"{environ[name]}; leave the argument out")
-    return process_group.read_environment(environ)

@@ -39,13 +39,8 @@ def check_same_model(model: nn.Module, world: Group) -> None:
     """Raise ConfigError on every rank, naming the first parameter or buffer that differs. Collective."""
     unit_of = unit_name_by_param(model)
     check_same_descriptions({"parameter": [[name, _describe_param(name, parameter, unit_of[parameter])]
-                                           for name, parameter in model.named_parameters()], **_buffers(model)},
+                                           for name, parameter in model.named_parameters()], **describe_buffers(model)},
                             world, "the ranks give zero.initialize different models")
-
-
-def check_same_buffers(model: nn.Module, world: Group, call: str) -> None:
-    """As `check_same_model`, for buffers only."""
-    check_same_descriptions(_buffers(model), world, f"the ranks call {call} with different buffers in the model")
 
 
 def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
@@ -76,7 +71,7 @@ def _values_with_ranks(values: Sequence[str]) -> str:
     return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
 
 
-def _buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
+def describe_buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
     return {"buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in model.named_buffers()]}
 
 
@@ -114,7 +109,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter in _FAILED_PARAMS:
             raise ConfigError(f"{name} is of an engine that failed half way ({_FAILED_PARAMS[parameter]}), and may be "
-                              "split, rounded or gone: build the model anew, with its weights")
+                              "split, rounded or gone: build the model again, with its weights")
         holder = param_owner(parameter)
         if holder is not None and holder.is_engine_owned:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "

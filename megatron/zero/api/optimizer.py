@@ -16,14 +16,17 @@ import torch
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.optim.schedulers import DeepSpeedScheduler as Curve, LRSchedule
-from megatron.zero.api.checkpoint_io import Stateful
 from megatron.zero.engine import ZeroEngine
 
 
-class LRSchedulerProtocol(Stateful, Protocol):
+class LRSchedulerProtocol(Protocol):
     """A scheduler with torch's interface."""
 
     def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class LRScheduleAdapter:
@@ -36,16 +39,14 @@ class LRScheduleAdapter:
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups] if floor_ratio is not None else []
         self._set_step(0)
 
-    def _rates(self, steps: int) -> list[float]:
-        if self._floor_ratio is None:
-            return [self.schedule(steps)] * len(self._optimizer.param_groups)
-        return [replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps) for peak in self._peaks]
-
     def _set_step(self, steps: int) -> None:
         self.steps = steps
-        betas = self.schedule.betas(steps)
-        for group, rate in zip(self._optimizer.param_groups, self._rates(steps), strict=True):
+        rate, betas = self.schedule(steps), self.schedule.betas(steps)
+        for number, group in enumerate(self._optimizer.param_groups):
             group["lr"] = rate
+            if self._floor_ratio is not None:
+                peak = self._peaks[number]
+                group["lr"] = replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
 

@@ -82,21 +82,21 @@ class _CudaCopyStream:
     def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         assert out.dtype == source.dtype, "a copy that converts would go through memory of its own"
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for mark in after:
-            if isinstance(mark, _CudaCopyEvent):
-                self._stream.wait_event(mark.event)
+        for event in after:
+            if isinstance(event, _CudaCopyEvent):
+                self._stream.wait_event(event.event)
         with torch.cuda.stream(self._stream):
             out.copy_(source, non_blocking=True)
-        mark = _CudaCopyEvent(self._stream.record_event(), self._device, self)
+        event = _CudaCopyEvent(self._stream.record_event(), self._device, self)
         if source.is_cuda:
-            self._held_sources.append((source, mark))
+            self._held_sources.append((source, event))
             if len(self._held_sources) > MAX_UNJOINED_SOURCES:
                 self._held_sources[0][1].wait_on_device()
-        return mark
+        return event
 
     def release_sources(self, event: _CudaCopyEvent) -> None:
         """Drop the sources of all copies up to this event."""
-        if any(mark is event for _, mark in self._held_sources):
+        if any(event is event for _, event in self._held_sources):
             while self._held_sources.popleft()[1] is not event:
                 pass
 

@@ -149,8 +149,8 @@ class NvmeShard(StoredShard):
             with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
                 kept = self.start_read(part, [WEIGHT], buffers)
                 buffers.wait_for_io()
-                mark = buffers.pending_copy = stream.copy(out[part], kept[WEIGHT])
-        return mark
+                event = buffers.pending_copy = stream.copy(out[part], kept[WEIGHT])
+        return event
 
     def chunk_key(self, chunk: slice) -> tuple[int, int]:
         return id(self), chunk.start

@@ -75,6 +75,11 @@ class StoredShard(ABC):
     def is_on_device(self) -> bool:
         return self.location is Location.DEVICE
 
+    @property
+    def is_in_memory(self) -> bool:
+        """`view` gives all elements of a kind."""
+        return self.location is not Location.NVME
+
     def view(self, kind: str) -> Tensor:
         """All elements of a kind as a writable view, on the device or in host memory; not for a shard on NVMe."""
         raise NotImplementedError(self.location)
@@ -119,7 +124,7 @@ class StateSegment:
 
     def fetch(self) -> Tensor:
         """The elements: a view if they are in memory, or a copy read from NVMe."""
-        if self.shard.location is not Location.NVME:
+        if self.shard.is_in_memory:
             return self.shard.view(self.kind)[self.start : self.start + self.count]
         copy = torch.empty(self.count, dtype=self.shard.dtype)
         self.shard.read(self.kind, self.start, copy)

@@ -272,7 +272,7 @@ def remove_stale_swap_dirs(nvme_path: str | os.PathLike[str], run: str, ranks: C
         names = sorted(sizes_by_name)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(f"warning: {nvme_path}: {format_bytes(sum(sizes_by_name.values()))} are left of other runs that have "
-             f"ended: {', '.join(names[:3])}{more}; remove what nobody needs")
+             f"ended: {', '.join(names[:3])}{more}; remove what is not needed")
 
 
 def _find_swap_dirs(root: Path) -> Iterator[tuple[Path, str, int, bool]]:

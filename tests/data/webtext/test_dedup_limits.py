@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from data.webtext import dedup
+from data.webtext import dedup, documents
 left = [int(sys.argv[1])]
 def tick():
     left[0] -= 1
@@ -33,8 +33,8 @@ def deadly(function):
     return call
 for name in ("fsync", "replace", "pread", "open"):
     setattr(os, name, deadly(getattr(os, name)))
-real_lines = dedup.read_shard_lines
-dedup.read_shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
+real_lines = documents.read_shard_lines
+documents.read_shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
 dedup.run_dedup(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.DedupOptions(memory=1 << 16), 1,
                 lambda _: None)
 print(left[0])

@@ -287,7 +287,7 @@ def format_2(manifest: Manifest) -> bytes:
     """A manifest as format 2 wrote it."""
     body = {"format": 2, **{name: getattr(manifest, name) for name in
                             ("run_id", "tag", "iteration", "layout", "config")},
-            "files": {name: entry.as_dict() for name, entry in manifest.files.items()},
+            "files": {name: asdict(entry) for name, entry in manifest.files.items()},
             "tensors": [{key: value for key, value in asdict(tensor).items() if key != "dp_sharding"}
                         for tensor in manifest.tensors],
             "saved_at": manifest.saved_at}

@@ -367,7 +367,7 @@ def test_a_run_interrupted_after_every_second_step_goes_on_as_if_it_had_not_been
 
 def preempted(rank: int, world: int, argv: list[object]) -> str:
     """A run that is asked to stop in step 3, while the save of step 2 is under way."""
-    step = Trainer._train_step
+    step = Trainer.train_step
 
     def signalled(trainer: Trainer, *args: Any) -> Any:
         if rank == 0 and trainer.engine.global_steps == 2:
@@ -375,7 +375,7 @@ def preempted(rank: int, world: int, argv: list[object]) -> str:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer, *args)
 
-    with mock.patch.object(Trainer, "_train_step", signalled):
+    with mock.patch.object(Trainer, "train_step", signalled):
         return slowly(rank, world, argv, 0.3)
 
 
@@ -432,7 +432,7 @@ def test_an_error_of_the_writing_ends_every_rank_at_the_next_step_with_code_7(wo
 
 def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseException], culprit: int | None) -> str:
     """A run whose step 3 fails, on rank `culprit` or all, while the save of step 2 is under way."""
-    step = Trainer._train_step
+    step = Trainer.train_step
     said: list[str] = []
 
     def breaks(trainer: Trainer, *args: Any) -> Any:
@@ -441,7 +441,7 @@ def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseEx
             raise kind("broken") if culprit in (None, rank) else PeerError("lost")
         return step(trainer, *args)
 
-    with mock.patch.object(Trainer, "_train_step", breaks):
+    with mock.patch.object(Trainer, "train_step", breaks):
         try:
             return slowly(rank, world, argv, 0.3)
         except (TrainerError, KeyboardInterrupt) as error:

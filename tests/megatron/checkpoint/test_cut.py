@@ -21,7 +21,7 @@ def test_runs_map_every_element_to_where_slicing_puts_it(name: str, tp: int) -> 
     for rank in range(tp):
         expected = local(index, partition, rank, tp, padding=-1)
         found = torch.full((expected.numel(),), -1.0)
-        for run in tp_sharding_of(tuple(expected.shape), partition, tp).slice_map.to_logical(
+        for run in tp_sharding_of(tuple(expected.shape), partition, tp).to_logical(
                 0 if partition is None else rank, 0, expected.numel()):
             found[run.local_start:run.local_start + run.count] = index.flatten()[run.logical_start:run.logical_start +
                                                                                  run.count]
@@ -34,7 +34,7 @@ def test_logical_runs_are_the_inverse(name: str, tp: int) -> None:
     shape, partition = SHAPES[name]
     index = torch.arange(prod(shape)).view(shape)
     parts = [local(index, partition, rank, tp).flatten() for rank in range(tp)]
-    cut = tp_sharding_of(tuple(local(index, partition, 0, tp).shape), partition, tp).slice_map
+    cut = tp_sharding_of(tuple(local(index, partition, 0, tp).shape), partition, tp)
     for start, stop in [(0, prod(shape)), (3, prod(shape) - 1), (5, 6), (4, 4)]:
         found = [parts[run.tp_rank][run.local_start:run.local_start + run.count] for run in cut.to_local(start, stop)]
         assert torch.cat([torch.empty(0), *found]).tolist() == list(range(start, stop))

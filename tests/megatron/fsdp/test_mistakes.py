@@ -468,6 +468,11 @@ def first_values_on_one(rank: int) -> None:
     fully_shard(Pair(), sync_module_states=rank == 1)
 
 
+def dtype_on_one(rank: int, way: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None)
+    around(Pair(), way, **({"mp_policy": policy} if way == "torch" else {"mixed_precision": rank == 1}))
+
+
 def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
     """At the same weights, and where the first ones are copied, which goes by the order."""
     for sync in (False, True):
@@ -476,6 +481,8 @@ def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
     refused(sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1")
     refused(frozen_on_one, "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1")
     refused(first_values_on_one, "setting 'sync_module_states' is False on rank 0, True on rank 1")
+    refused(partial(dtype_on_one, way="torch"), "setting 'mp_policy.param_dtype' is None on rank 0, torch.bfloat16 on")
+    refused(partial(dtype_on_one, way="whole"), "setting 'compute_dtype (mixed_precision)' is None on rank 0, torch.f")
 
 
 def made_equal(rank: int, world: int, way: str) -> float:

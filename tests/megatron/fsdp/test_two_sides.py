@@ -3,7 +3,6 @@ what ranks compare, which came with an event, and in fp16 for the overflow."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -31,15 +30,8 @@ OVERFLOW = "megatron/fsdp/grad_sync.py:BackwardConsistency.__call__: _local_scal
 
 @contextmanager
 def beside_a_device() -> Iterator[Sides]:
-    with two_sides() as sides:
-        for module in ("fully_shard", "fully_sharded_data_parallel"):
-            patching = patch.object(sys.modules[f"megatron.fsdp.{module}"], "compute_device_of",
-                                    lambda module, group: DEVICE)
-            patching.start()
-        try:
-            yield sides
-        finally:
-            patch.stopall()
+    with two_sides() as sides, patch("megatron.fsdp.sharding.compute_device_of", lambda module, group: DEVICE):
+        yield sides
 
 
 def arguments(way: str, offloads: bool, dtype: torch.dtype | None) -> dict[str, Any]:

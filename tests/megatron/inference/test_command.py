@@ -331,5 +331,5 @@ def test_a_model_without_numbers_is_an_error_and_not_a_text(folder: Path) -> Non
         model = real(*of, **more)
         model.ln_f.weight.fill_(float("nan"))
         return model
-    with patch.object(load, "build_model", broken), pytest.raises(NumericsError, match="logits that are no numbers"):
+    with patch.object(load, "build_model", broken), pytest.raises(NumericsError, match="produced non-finite logits"):
         said("--load", folder, "x")

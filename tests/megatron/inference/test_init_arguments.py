@@ -54,6 +54,12 @@ def test_two_that_disagree_are_both_named(config: Any, given: dict[str, Any], sa
     assert said in str(error.value)
 
 
+def test_a_key_twice_in_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tensor_parallel": {"tp_size": 2, "tp_size": 4}}')
+    with pytest.raises(ConfigError, match="tensor_parallel.tp_size is given twice"):
+        parse_arguments(tmp_path / "config.json", {})
+
+
 UNSUPPORTED: dict[str, Any] = {
     "tensor_parallel.enabled": False, "triangular_masking": False, "transposed_mode": True, "set_empty_params": True,
     "keep_module_on_host": True, "save_mp_checkpoint_path": "x", "checkpoint_config": {"checkpoint_dir": "x"},

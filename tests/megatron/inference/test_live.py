@@ -36,7 +36,7 @@ def flags_of(stage: int, tp: int, more: list[str]) -> list[object]:
 
 def looks(rank: int, world: int, flags: list[object], folder: Path, corpus: str) -> list[list[int]]:
     """Texts of both readers after each step, of a run that is saved in `folder`, and of another that was not read."""
-    taken, found = Trainer._train_step, []
+    taken, found = Trainer.train_step, []
 
     def looking(trainer: Trainer, *args: Any) -> Any:
         report = taken(trainer, *args)
@@ -52,7 +52,7 @@ def looks(rank: int, world: int, flags: list[object], folder: Path, corpus: str)
 
     common = [*flags, "--train-data", corpus, "--metrics-file"]
     train([*common, folder / "alone.jsonl", "--save", folder / "alone"])
-    with patch.object(Trainer, "_train_step", looking):
+    with patch.object(Trainer, "train_step", looking):
         train([*common, folder / "read.jsonl", "--save", folder / "read"])
     return found
 

@@ -91,7 +91,7 @@ def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
     text = mismatch_message(told)
     assert text.count(" and 3992 other values") == 12 and "; and 14 more. Start all" in text
     assert "lr of param group 0 is 0.1 on rank 0, 1.1 on rank 1, " in text
-    assert len(json.dumps({"said": text})) < 20_000 < node_monitor.MAX_MESSAGE_BYTES
+    assert len(json.dumps({"error_line": text})) < 20_000 < node_monitor.MAX_MESSAGE_BYTES
     pairs = describe_differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
     assert "odd is 0 on ranks 0, 2, 4, " in pairs and "1 on ranks 1, 3, 5, " in pairs and len(pairs) < 300
     long = describe_differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
@@ -480,7 +480,7 @@ def test_what_is_told_does_not_hold_places_apart() -> None:
 
 def test_the_error_is_one_of_configuration() -> None:
     store = dist.HashStore()
-    store.set("alike/verdict", '{"error": "x", "code": 2}')
+    store.set("result", '{"error": "x", "code": 2}')
     with pytest.raises(ConfigError, match="x"):
         check_ranks_match(store, 1, 2, FACTS, timedelta(seconds=1))
 

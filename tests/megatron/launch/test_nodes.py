@@ -267,8 +267,8 @@ def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatc
 
 @pytest.mark.parametrize("greeting", [
     None, b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"[" * 60_000 + b"\n", b"x" * 300_000,
-    b'{"greeting": "megatron.launch 1"}\n', b'{"greeting": "megatron.launch 1", "node": 7, "nodes": 2, "ranks": 1, '
-    b'"host": "x"}\n', b'{"greeting": "megatron.launch 1", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
+    b'{"greeting": "megatron.launch 2"}\n', b'{"greeting": "megatron.launch 2", "node": 7, "nodes": 2, "ranks": 1, '
+    b'"host": "x"}\n', b'{"greeting": "megatron.launch 2", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
 def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: bytes | None,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
@@ -312,7 +312,7 @@ def test_a_warning_comes_only_where_others_can_reach_the_port(port: int) -> None
     assert said == [] and listener.getsockname()[0] in ("127.0.0.1", "::1")
     listener.close()
     listener = rendezvous.open_listener("192.0.2.1", port, say)  # of nobody: kept for documentation
-    assert "is no address of this machine" in said[0] and "open to whoever reaches this machine" in said[1]
+    assert "is no address of this machine" in said[0] and "open to everything that reaches this machine" in said[1]
     listener.close()
 
 

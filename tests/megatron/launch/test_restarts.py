@@ -23,7 +23,7 @@ import pretrain_gpt2
 from megatron.train.loop import Trainer
 HOW, MARK, TIMES = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 del sys.argv[1:4]
-taken = Trainer._train_step
+taken = Trainer.train_step
 def dies(trainer, batches):
     died = MARK.read_text() if MARK.exists() else ""
     if os.environ["RANK"] == "1" and trainer.engine.global_steps == 4 and len(died) < TIMES:
@@ -32,7 +32,7 @@ def dies(trainer, batches):
             raise ValueError("once")
         os._exit(3) if HOW == "exits" else os.kill(os.getpid(), signal.SIGKILL)
     return taken(trainer, batches)
-Trainer._train_step = dies
+Trainer.train_step = dies
 sys.exit(pretrain_gpt2.program())
 """
 

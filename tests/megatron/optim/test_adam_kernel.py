@@ -33,7 +33,7 @@ def test_the_kernel_compiles_for_hopper_and_moves_each_number_once(
     from megatron.optim import adam_kernel as ours
     tables = {"rows": "*i64", "row_of": "*i32", "count": "*fp32", "divisor": "*fp32", "skip": "*fp32"}
     kinds = {name: "fp32" for name in ours.update_block.arg_names} | tables
-    constants = {"GRAD": getattr(triton.language, grad), "NARROW": narrow and getattr(triton.language, narrow),
+    constants = {"GRAD": getattr(triton.language, grad), "LP_DTYPE": narrow and getattr(triton.language, narrow),
                  "DECOUPLED": True, "LENGTH": ours._LENGTH, "FIRST": ours._FIRST, "ROW": ours._ROW,
                  "BLOCK": ours._BLOCK}
     made = compiled(ours.update_block, kinds, constants, set(tables), ours._WARPS)

@@ -185,7 +185,7 @@ def test_a_measured_step_that_is_far_from_the_predicted_one_is_told(
         milliseconds: float, is_far: bool, tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = several(tmp_path / "metrics.jsonl", (planned(), 0, 9, milliseconds))
     cli.print_plan([*FLAGS, "--rates", rates_file, "--metrics-file", file])  # about half a second
-    assert ("measure the rates anew with --probe" in capsys.readouterr().out) == is_far
+    assert ("measure the rates again with --probe" in capsys.readouterr().out) == is_far
 
 
 def test_what_is_said_and_what_follows_are_the_same(tmp_path: Path) -> None:

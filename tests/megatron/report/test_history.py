@@ -102,7 +102,7 @@ def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
     found = history(start(0), *map(step, range(1, 11)), start(0), *map(step, range(1, 7)))
     assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 10), (0, 10, 6)]
     assert list(found.steps) == list(range(1, 7))
-    assert notes_of(found) == ["run: it was begun anew from step 0: 10 steps before that are left out"]
+    assert notes_of(found) == ["run: it was started again from step 0: 10 steps before that are left out"]
 
 
 def test_marks_are_of_resumes_on_the_line_alone() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from megatron.distributed.rank_status import ACTIVITY, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
 from megatron.trace.export import MemoryLevel, downsample_levels, memory_levels, trace_page
-from megatron.trace.recorder import CollectiveSpan, Interval, StateTimeline, TraceRecorder, merge_spans, time_by_kind
+from megatron.trace.recorder import (CollectiveRecord, Interval, StateTimeline, TraceRecorder, merge_intervals,
+                                     time_by_kind)
 from megatron.trace.time_breakdown import ATTENTION, LOSS, PRODUCTS, format_breakdown, operation_kind, time_breakdown
 
 
@@ -28,8 +29,8 @@ def test_each_moment_belongs_to_the_first_kind_that_has_it(seed: int) -> None:
         wanted[next((name for name, its in kinds.items() if moments(its, moment)), "")] += 1
     assert time_by_kind(kinds, (0, 80)) == wanted
     for its in kinds.values():
-        spans = merge_spans(its, (0, 80))
-        assert all(stop < start for (_, stop), (start, _) in zip(spans, spans[1:]))
+        merged = merge_intervals(its, (0, 80))
+        assert all(stop < start for (_, stop), (start, _) in zip(merged, merged[1:]))
 
 
 @pytest.mark.parametrize("kind, names", [
@@ -59,7 +60,7 @@ def op(name: str, start: float, length: float, thread: int = 7, number: int = 0)
 def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
     said = recorded(activity=[(0, READING), (10, TRAINING)], phase=[(10, FORWARD), (60, OPTIMIZER_STEP), (80, "")],
                     exchanging=[(70, "exchange"), (75, "")])
-    said.collectives["entry", 1] = CollectiveSpan("blocks.0, forward", 12, awaited=20, stop=26)
+    said.collectives["entry", 1] = CollectiveRecord("blocks.0, forward", 12, awaited=20, stop=26)
     events = [op("AddmmBackward0", 29, 11), op("aten::linear", 30, 10), op("aten::mm", 31, 5),
               op("_LinearCrossEntropyMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
               op("aten::scaled_dot_product_attention", 11, 12), op("aten::bmm", 12, 3),

@@ -98,7 +98,7 @@ def test_what_is_no_range_of_steps_is_refused(asked: str) -> None:
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
     config = parse_args([*RUN, "--profile-steps", "1:2", "--profile-rank", "2"], 2)
-    with pytest.raises(ConfigError, match="--profile-rank 2 is none of 2 ranks"):
+    with pytest.raises(ConfigError, match="--profile-rank 2 is not one of the 2 ranks"):
         config.check_world(2)
 
 
@@ -147,7 +147,7 @@ def test_another_profiler_at_work_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
-    words, numbers, step = STATUS._counters, collective_tracker.current_counters(), Trainer._train_step
+    words, numbers, step = STATUS._counters, collective_tracker.current_counters(), Trainer.train_step
     trainers: list[Trainer] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
@@ -157,7 +157,7 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
             raise ZeroDivisionError("on purpose")
         return report
 
-    with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
+    with patch.object(Trainer, "train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
     assert STATUS._counters is words and collective_tracker.current_counters(
     ) is numbers and trainers[0].engine.core.log.observer is None
@@ -187,7 +187,7 @@ def test_a_device_that_fails_at_the_end_of_a_trace_leaves_no_profiler_at_work(
 
 def test_a_run_that_is_stopped_has_its_trace(tmp_path: Path) -> None:
     """A request travels with the step after it."""
-    step = Trainer._train_step
+    step = Trainer.train_step
 
     def stops(trainer: Trainer, batches: list[Any]) -> Any:
         report = step(trainer, batches)
@@ -195,7 +195,7 @@ def test_a_run_that_is_stopped_has_its_trace(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return report
 
-    with patch.object(Trainer, "_train_step", stops), pytest.raises(Interrupted):  # without --save
+    with patch.object(Trainer, "train_step", stops), pytest.raises(Interrupted):  # without --save
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
     assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3.rank-0.json.gz", "steps-2-3.rank-0.html"}
 

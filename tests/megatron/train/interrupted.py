@@ -63,7 +63,7 @@ if os.environ.get("RANK", "0") == str(VICTIM):
     from megatron.train.loop import Trainer
     from megatron.zero.api import engine
     if WHERE == "step":
-        sends(Trainer, "_train_step", lambda trainer, batches: trainer.engine.global_steps + 1 >= STEP)
+        sends(Trainer, "train_step", lambda trainer, batches: trainer.engine.global_steps + 1 >= STEP)
     else:
         sends(engine, "save_engine_protocol", lambda core, *_: core.global_steps >= STEP)
 if WHERE == "save":

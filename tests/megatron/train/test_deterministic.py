@@ -30,7 +30,7 @@ def test_a_later_run_of_the_process_has_what_its_own_flags_say(mode: int, worksp
             raise ZeroDivisionError
         return real(trainer, batches)
 
-    real = Trainer._train_step
+    real = Trainer.train_step
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if workspace:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
@@ -38,7 +38,7 @@ def test_a_later_run_of_the_process_has_what_its_own_flags_say(mode: int, worksp
     torch.use_deterministic_algorithms(mode > 0, warn_only=True)
     before = in_force()
     try:
-        with patch.object(Trainer, "_train_step", step):
+        with patch.object(Trainer, "train_step", step):
             try:
                 train([*TINY, "--mock-data", "--train-iters", 1, "--deterministic"])
             except ZeroDivisionError:

@@ -21,7 +21,7 @@ from megatron.train.compile import choose_compilation
 from megatron.zero.api.engine import Engine
 from megatron.zero.backward import ReductionOrder
 from megatron.zero.hooks import Unit
-from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase
+from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase, UnitState
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all
@@ -160,10 +160,10 @@ def not_foreseen(rank: int, world: int, recomputes: bool) -> list[list[str]]:
     found: list[list[str]] = []
     enter = ParamCoordinator.acquire
 
-    def noted(residency: ParamCoordinator, unit: Unit, phase: UnitPhase) -> None:
-        if unit not in residency._gathered:
+    def noted(coordinator: ParamCoordinator, unit: Unit, phase: UnitPhase) -> None:
+        if coordinator._states[unit] is UnitState.SHARDED:
             found[-1].append(unit.name)
-        enter(residency, unit, phase)
+        enter(coordinator, unit, phase)
 
     ParamCoordinator.acquire = noted  # type: ignore[method-assign]
     engine = engine_for(3, world, checkpoint_activations=recomputes)

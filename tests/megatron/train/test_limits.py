@@ -43,8 +43,8 @@ def gives_up(rank: int, world: int, folder: Path, late_at: int, waits_for: str) 
     waits = {"a while": lambda: time.sleep(LATE), "the other to give up": lambda: until_there(gave_up)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "model", late(build.model, rank, lambda *arguments: late_at == 0, waits["a while"]))
-        patch.setattr(Trainer, "_step", late(Trainer._step, rank, lambda _, state, *rest: state.iteration == late_at,
-                                             waits[waits_for]))
+        patch.setattr(Trainer, "train_step", late(Trainer.train_step, rank, lambda trainer, batches:
+                                                  trainer.engine.global_steps == late_at, waits[waits_for]))
         try:
             train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 1, "--metrics-file", folder / "metrics",
                    "--distributed-timeout-seconds", LIMIT, "--startup-timeout-seconds", 60])

@@ -129,7 +129,7 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
         said = train([*again, "--load-precision-change"])
     assert total_digest(tmp_path / "loaded") == total_digest(tmp_path / "s")
     assert f" resharded: precision {written} -> {asked}" in said
-    assert ("the loss scale starts anew at 1024" in said) == (asked == "fp16")
+    assert ("the loss scale starts again at 1024" in said) == (asked == "fp16")
     found = steps(tmp_path / "m")
     assert [step["iteration"] for step in found] == [4, 5, 6]
     assert found[0]["loss_scale"] == (1024 if asked == "fp16" else 1)
@@ -165,7 +165,7 @@ def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what
         with as_on_a_gpu():
             said, words = train(again), "saved on the CPU, now on a GPU"
     assert [line for line in said.splitlines() if "random" in line and "tokens" not in line] == [
-        f" random streams start anew: {words}, which draws other numbers"]
+        f" random streams start from the seed: {words}, which draws other numbers"]
     assert " resharded: " not in said
     found, expected = steps(tmp_path / "m"), steps(tmp_path / "whole")[3:]
     assert [step["loss_scale"] for step in found] == [step["loss_scale"] for step in expected]

@@ -139,7 +139,7 @@ def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Pa
 
 def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, number: int, at: int) -> str:
     """A run whose rank `culprit` gets a signal while it is in step `at`."""
-    taken = Trainer._train_step
+    taken = Trainer.train_step
 
     def signalled(trainer: Trainer, *args: Any) -> Any:
         if rank == culprit and trainer.engine.global_steps == at - 1:
@@ -147,7 +147,7 @@ def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, numbe
         return taken(trainer, *args)
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(Trainer, "_train_step", signalled)
+        patching.setattr(Trainer, "train_step", signalled)
         return train(argv)
 
 
@@ -173,7 +173,7 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text
 def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """They come during the step, and again during the save."""
-    saving, taken = RunCheckpoints._save, Trainer._train_step
+    saving, taken = RunCheckpoints._save, Trainer.train_step
     saves = []
 
     def signalled(trainer: Trainer, *args: Any) -> Any:
@@ -187,7 +187,7 @@ def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path
             os.kill(os.getpid(), number)
         saves.append(saving(*args))
 
-    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    monkeypatch.setattr(Trainer, "train_step", signalled)
     monkeypatch.setattr(RunCheckpoints, "_save", save)
     try:
         said = train([*TINY, "--mock-data", "--train-iters", STEPS, "--save", tmp_path / "s"])
@@ -206,7 +206,7 @@ def interrupted_twice(rank: int, world: int, argv: list[object], where: str) -> 
         raise AssertionError("not reached")
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit_tag")), twice)
+        patching.setattr(*((Trainer, "train_step") if where == "step" else (writer, "commit_tag")), twice)
         with pytest.raises(KeyboardInterrupt) as caught:
             train(argv)
     return exit_codes.exit_reason_of(caught.value).code

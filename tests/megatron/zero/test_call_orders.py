@@ -445,7 +445,7 @@ def only_evaluated(rank: int, world: int, accelerator: bool) -> tuple[list[Tenso
                 engine(rows(0, 0))
             for _ in range(3):
                 seen.append(engine(rows(0, 0), (0, 1) if rank == 0 else (0, 2)))
-            engine.conclude()
+            engine.finish_step()
         except ConfigError as error:
             return seen, str(error)
     return seen, "no error"

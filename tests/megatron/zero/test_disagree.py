@@ -109,7 +109,7 @@ def steps_with_others(rank: int, world: int, stage: int, what: str, side: bool) 
         for group in engine.optimizer.param_groups if what == "in place" else ():
             group["betas"] = [0.9, 0.999]
         trained(engine, rank, 2)
-        engine.conclude()
+        engine.finish_step()
         kept = [{**group, "betas": type(group["betas"])(group["betas"])} for group in engine.optimizer.param_groups]
         before = whole(engine)
         if rank == world - 1:
@@ -121,7 +121,7 @@ def steps_with_others(rank: int, world: int, stage: int, what: str, side: bool) 
             for group, old in zip(engine.optimizer.param_groups, kept, strict=True):  # after it, before it is known
                 group.clear()
                 group.update(old)
-            engine.conclude()
+            engine.finish_step()
 
         found = said(step)
         assert torch.equal(whole(engine), before)
@@ -156,7 +156,7 @@ def tensor_rate(rank: int, world: int, side: bool) -> str:
         trained(engine, rank)
         if rank == 1:
             engine.optimizer.param_groups[0]["lr"].fill_(0.25)
-        return said(lambda: (trained(engine, rank), engine.conclude()))
+        return said(lambda: (trained(engine, rank), engine.finish_step()))
 
 
 def test_a_rate_that_is_a_tensor_is_read_on_the_host_and_not_fetched_from_a_device() -> None:
@@ -174,7 +174,7 @@ def steps_alike(rank: int, world: int) -> None:
                 first["betas"] = [0.9, 0.99] if (rank + step) % 2 else (0.9, 0.99)
                 second["lr"] = second.pop("lr") / 2 if rank else second["lr"] / 2  # another order of the keys
                 trained(engine, rank)
-                assert said(engine.conclude) == ""
+                assert said(engine.finish_step) == ""
 
 
 def test_lists_and_tuples_and_the_order_of_keys_are_no_difference() -> None:
@@ -285,7 +285,8 @@ def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], lis
         before, refused = whole(engine), []
         for wrong in (9 * [1.0], [torch.ones(2)]):
             engine.backward(engine(rows(rank, 1)))
-            refused.append(said(lambda: (engine.step(extra_scalars=wrong if rank == 1 else [1.0]), engine.conclude())))
+            scalars = wrong if rank == 1 else [1.0]
+            refused.append(said(lambda: (engine.step(extra_scalars=scalars), engine.finish_step())))
             assert torch.equal(whole(engine), before)
         return found, refused
 
@@ -326,7 +327,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "16bit: name": (lambda e, r, f: e.save_16bit_model(f, f"w{r}.bin"), "save_filename is w0.bin on rank 0, w1.bin"),
     "state dict": (lambda e, r, f: e.load_module_state_dict({}, strict=r == 0), "strict is true on rank 0"),
     "offload": (lambda e, r, f: e.offload_states(["optim_states"] if r else None), "include is "),
-    "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "there is no 'none' to set aside"),
+    "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "unknown state 'none'"),
 }
 
 

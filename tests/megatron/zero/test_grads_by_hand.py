@@ -104,7 +104,7 @@ def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, 
         if when == "before a step":
             set_by_hand()
         engine.step()
-        engine.conclude()
+        engine.finish_step()
     engine.zero_grad()
     assert parameter.grad is None
 

@@ -196,13 +196,13 @@ def test_a_setting_that_can_do_nothing_says_so_once() -> None:
 
     assert said(zero_stage=3, stage3_max_live_parameters=5, reduce_bucket_size=5, overlap_comm=False) == []
     assert said(zero_stage=2, stage3_max_live_parameters=5) == [
-        " note: --stage3-max-live-parameters 5 has no effect at stage 2, where parameters are whole"]
+        " note: --stage3-max-live-parameters 5 has no effect at stage 2, where parameters are not sharded"]
     assert said(zero_stage=0, reduce_scatter=False) == [
-        " note: --reduce-scatter False has no effect at stage 0, where nothing is split"]
+        " note: --reduce-scatter False has no effect at stage 0, where nothing is sharded"]
     assert len(said(zero_stage=2, allgather_partitions=False)) == 1
     assert said(zero_stage=2, reduce_bucket_size=5, allgather_bucket_size=5, on_cuda=True) == [
-        " note: --reduce-bucket-size 5 has no effect on GPUs, where a block travels in one piece",
-        " note: --allgather-bucket-size 5 has no effect on GPUs, where a block travels in one piece"]
+        " note: --reduce-bucket-size 5 has no effect on GPUs, where a bucket is sent at once",
+        " note: --allgather-bucket-size 5 has no effect on GPUs, where a bucket is sent at once"]
     assert len(said(zero_stage=0, reduce_bucket_size=5, allgather_bucket_size=5, on_cuda=True)) == 2
     assert len(said(load_from_fp32_weights=False)) == 1
     assert said(load_from_fp32_weights=False, precision="bf16") == []

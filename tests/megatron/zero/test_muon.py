@@ -527,5 +527,5 @@ def test_what_cannot_be_made_orthogonal_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="the model has no hidden matrix"):
         split_muon_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
     tiled = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": zero.TiledLinear(8, 8, in_splits=2)})])})
-    with pytest.raises(ConfigError, match=r"blocks\.0\.up is a linear layer in tiles, whose matrix never exists whole"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up is a linear layer in tiles, whose full matrix never exists"):
         split_muon_groups(tiled, [group_of([*tiled.parameters()])], LR)

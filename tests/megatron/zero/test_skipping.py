@@ -58,7 +58,7 @@ def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, cap
     step(engine, torch.inf)
     assert all(map(torch.equal, before, weights(engine)))
     assert (engine.skipped_steps, engine.applied_steps) == (1, STRICT_FIRST_STEPS)
-    engine.conclude()
+    engine.finish_step()
     said = capsys.readouterr().err
     assert f"gradient norm is nan at step {STRICT_FIRST_STEPS + 1}: first in " in said
     assert "the step was skipped" in said
@@ -79,7 +79,7 @@ def test_so_many_in_a_row_end_the_run(side: str) -> None:
     with pytest.raises(NumericsError, match=f"at step {STRICT_FIRST_STEPS + 3 * MAX_SKIPS_IN_A_ROW + 3}: first in.*; "
                        f"{MAX_SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {MAX_SKIPS_IN_A_ROW};"):
         step(engine, torch.inf)
-        engine.conclude()
+        engine.finish_step()
 
 
 def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: str) -> None:
@@ -92,7 +92,7 @@ def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: st
             assert loss.dtype == torch.float16 and loss.isfinite() and (loss * engine.loss_scale).isinf()
             engine.backward(loss)
             engine.step()
-        engine.conclude()
+        engine.finish_step()
 
 
 def test_a_step_that_is_called_again_after_an_objection_still_knows_its_losses() -> None:
@@ -122,7 +122,7 @@ def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: d
         f"{skips + 1} in a row, --max-skipped-in-a-row is {allowed};"
     with pytest.raises(NumericsError, match=why):
         step(engine, torch.inf)
-        engine.conclude()
+        engine.finish_step()
     assert engine.core.global_steps == good + skips + 1
 
 
@@ -140,7 +140,7 @@ def test_the_rate_of_a_schedule_waits_for_a_skipped_step(side: str) -> None:
             if bad and number == STRICT_FIRST_STEPS + 1:
                 step(engine, torch.inf)
             step(engine)
-        engine.conclude()
+        engine.finish_step()
         rates.append((engine.get_lr(), weights(engine)))
     assert rates[0][0] == rates[1][0]
     assert all(map(torch.equal, rates[0][1], rates[1][1]))
@@ -210,7 +210,7 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
             step(engine)
             report = engine.core.last_report
             assert report is not None and report.is_on_host == (side == "cpu" or made_by is by_hand)
-        engine.conclude()
+        engine.finish_step()
         group = engine.optimizer.param_groups[0]
         ends.append(({name: group[name] for name in ("lr", "betas")}, weights(engine),
                      engine.lr_scheduler.state_dict() if made_by is not by_hand else None))
@@ -221,7 +221,7 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
 
 @pytest.mark.parametrize("made_by", [curve, cycle])
 def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side: str) -> None:
-    """After a skipped step as well, though it is asked on one rank alone, before anything is concluded."""
+    """After a skipped step as well, though it is asked on one rank alone, before the step is finished."""
     engine = scheduled(made_by)
     for _ in range(STRICT_FIRST_STEPS):
         step(engine)
@@ -239,7 +239,7 @@ def test_a_rate_that_somebody_has_set_since_stays(side: str) -> None:
         step(engine)
     step(engine, torch.inf)
     engine.optimizer.param_groups[0]["lr"] = 0.125
-    engine.conclude()
+    engine.finish_step()
     assert engine.optimizer.param_groups[0]["lr"] == 0.125
 
 
@@ -285,7 +285,7 @@ def objected_to(rank: int, world: int) -> tuple[str, int]:
         if rank == 0:
             assert not engine.was_step_applied() and engine.core.optimizer_steps == 1
         with pytest.raises(ConfigError, match="was frozen") as error:
-            engine.conclude()
+            engine.finish_step()
         return str(error.value), engine.core.optimizer_steps
 
 

@@ -122,7 +122,7 @@ def test_weights_that_were_being_gathered_are_given_back(stage: int, tmp_path: P
     settings = config(stage)
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     engine = zero.initialize(model=Model(), config=settings)[0]
-    with mock.patch.object(checkpoint_io, "_join_tp_slices",
+    with mock.patch.object(checkpoint_io, "partition_of",
                            side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         engine.save_16bit_model(tmp_path)
     engine.backward(engine(torch.ones(4)))

@@ -40,7 +40,7 @@ WIDTH = 8
 LOOK = 0.1
 """In place of a second."""
 REPORTER_POLLS = 200
-"""A speaker waits for ten seconds for the logs of ranks that are slow."""
+"""The reporter waits for ten seconds for the logs of ranks that are slow."""
 
 
 class Block(nn.Module):

@@ -74,14 +74,14 @@ def test_one_rank_collects_the_logs_and_no_other_reads_them() -> None:
     with ThreadPoolExecutor(world) as pool, patch.object(watchdog, "REPORTER_POLLS", 1000):
         errors = set(map(str, pool.map(_look_until_told, watches)))
     assert len(errors) == 1
-    assert "for ever: ranks 0-4, 6-23 are at b, rank 5 is at c; " in errors.pop()
+    assert "forever: ranks 0-4, 6-23 are at b, rank 5 is at c; " in errors.pop()
     readers = [each for each in watches if any(key.startswith("rank/") for key in board_of(each).asked_for)]
     assert len(readers) == 1
 
 
-def test_a_rank_takes_the_place_of_a_speaker_that_has_gone() -> None:
+def test_a_rank_takes_the_place_of_a_reporter_that_has_gone() -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
-    board_of(first).write("speaker", [7, 3])
+    board_of(first).write("reporter", [7, 3])
     assert first.compare_logs() is None
     with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
         error = second.compare_logs()
@@ -92,7 +92,7 @@ def test_a_fault_is_named_even_where_a_log_has_gone_on_since() -> None:
     far = log_of("b")
     first, second = watch_of(0, 2, far), watch_of(1, 2, log_of("a"))
     assert first.compare_logs() is None
-    board_of(second).write("speaker", [7, 3])
+    board_of(second).write("reporter", [7, 3])
     with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
         with patch.object(watchdog.DesyncWatchdog, "_write_report", lambda self, fault: self._closed.set()):
             assert second.compare_logs() is None  # it has found the fault, and is gone
@@ -120,9 +120,9 @@ def _told_by_itself(each: DesyncWatchdog) -> str:
 def test_a_rank_that_loses_the_store_when_a_fault_is_known_leaves() -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
     assert first.compare_logs() is None
-    board_of(second).write("speaker", [7, 3])
+    board_of(second).write("reporter", [7, 3])
     with patch.object(board_of(second), "write", side_effect=RuntimeError("the store is gone")):
-        assert _told_by_itself(second).startswith("5 the ranks wait for each other for ever, and the one that kept")
+        assert _told_by_itself(second).startswith("5 the ranks wait for each other forever, and the one that hosts")
 
 
 @pytest.mark.parametrize("failures, ends", [(watchdog.MAX_FAILED_CHECKS - 1, "2 "), (watchdog.MAX_FAILED_CHECKS, "")])
@@ -208,7 +208,7 @@ def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) 
             patch.object(watchdog, "StoreKV", side_effect=refused):
         watchdog.start_watchdog(Nothing())
     assert capfd.readouterr().err == (
-        "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second "
+        "note: ranks that wait for each other forever end by the time-out only, because rank 3 has no second "
         "connection to the store where they met (Too many open files); see docs/launch.md\n")
 
 

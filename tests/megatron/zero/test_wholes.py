@@ -38,8 +38,7 @@ def _found(rank: int, world: int, stage: int, tp: int) -> dict[str, tuple[Tensor
             for whole in gather_full_params(bucket, engine.groups.tp, group, own):
                 values = whole.values.clone()
                 is_own = torch.equal(whole.local_values(), own[whole.local_range])
-                for tensor in whole.tensors:
-                    tensor.mul_(2)
+                whole.values.mul_(2)
                 found[whole.name] = values, whole.num_fused, is_own and torch.equal(whole.local_values(),
                                                                                     2 * own[whole.local_range])
     return found

@@ -137,7 +137,7 @@ def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
                       for _ in range(2))
         for engine in (one, other):
             train(engine.core, rows[:2])
-        one.conclude()
+        one.finish_step()
         with torch.no_grad():
             losses = [gpt2_loss(engine.core, rows[4].chunk(world)[rank]).mean() for engine in (one, other)]
         if losses[0] != losses[1]:
@@ -145,14 +145,14 @@ def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
         for engine in (one, other):
             train(engine.core, rows[2:3])
             engine.eval()
-        one.conclude()
+        one.finish_step()
         losses = [gpt2_loss(engine.core, rows[4].chunk(world)[rank]).mean() for engine in (one, other)]
         if losses[0] != losses[1]:
             wrong.append("a forward in eval mode")
         for engine in (one, other):
             engine.train()
             train(engine.core, rows[3:4])
-        one.conclude()
+        one.finish_step()
         states = [engine.module_state_dict() for engine in (one, other)]
         if not all(map(torch.equal, states[0].values(), states[1].values())) or rank == 0 and not states[0]:
             wrong.append("a state dict")
@@ -189,11 +189,11 @@ def sums(tensor: bool) -> float:
             rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
             go.set()
             engine.backward(engine(rows).pow(2).mean())
-            engine.conclude()
+            engine.finish_step()
             go.clear()
             engine.step()  # and the rate moves before the update begins
         go.set()
-        engine.conclude()
+        engine.finish_step()
     return sum(parameter.double().sum().item() for parameter in engine.module.parameters())
 
 

@@ -192,7 +192,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
             raise AssertionError("the drive was full")
     gc.collect()
     if any(isinstance(parameter, Placeholder) and param_owner(parameter) is None for parameter in model.parameters()):
-        with pytest.raises(ConfigError, match="engine could not be built.*build the model anew"):
+        with pytest.raises(ConfigError, match="engine could not be built.*build the model again"):
             build_engine(config, model, grid, torch.device("cpu"))
     built(config).destroy()
     assert not list(tmp_path.iterdir())

@@ -273,7 +273,7 @@ def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
             "third-rank0"]
         assert len(list((tmp_path / "older-rank0").iterdir())) == 1
     assert said == [f"warning: {tmp_path}: 200 MB are left of other runs that have ended: older-rank0, runner-rank0; "
-                    "remove what nobody needs"]
+                    "remove what is not needed"]
 
 
 def test_another_users_folder_is_somebody_elses(tmp_path, monkeypatch):
