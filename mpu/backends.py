@@ -61,17 +61,17 @@ class CollectiveBackend:
     before.
 
     `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
-    itself, always uses at least fp32. `max_in_flight` limits the elements in flight where received copies are buffered,
+    itself, always uses at least fp32. `bucket_size` limits the elements in flight where received copies are buffered,
     as in `GlooBackend`."""
 
     @track_async_collective
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, bucket_size: int | None) -> CollectiveWork:
         """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
         return CollectiveWork([start_all_gather(full, shard, group.process_group_or_none)])
 
     @track_async_collective
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
-                       max_in_flight: int | None) -> CollectiveWork:
+                       bucket_size: int | None) -> CollectiveWork:
         """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
         wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
@@ -82,7 +82,7 @@ class CollectiveBackend:
 
     @track_async_collective
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
-                   max_in_flight: int | None) -> CollectiveWork:
+                   bucket_size: int | None) -> CollectiveWork:
         """flat <- the reduction of every rank's `flat`."""
         wide = flat.to(reduce_dtype or flat.dtype)
         work = dist.all_reduce(wide, REDUCE_OPS[op], group=group.process_group_or_none, async_op=True)
@@ -119,18 +119,18 @@ class GlooBackend(CollectiveBackend):
     """The same collectives for the CPU, by broadcasts, sends and receives over gloo."""
 
     @track_async_collective
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, bucket_size: int | None) -> CollectiveWork:
         parts = full.view(group.size, -1)
         if parts[group.rank].data_ptr() != shard.data_ptr():
             parts[group.rank].copy_(shard.view(-1))
         return CollectiveWork([self.broadcast(piece, rank, group) for rank, part in enumerate(parts)
-                               for piece in _segments(part, max_in_flight)])
+                               for piece in _segments(part, bucket_size)])
 
     @track_async_collective
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
-                       max_in_flight: int | None) -> CollectiveWork:
+                       bucket_size: int | None) -> CollectiveWork:
         own, mine = full.view(group.size, -1), shard.view(-1)
-        width = len(mine) if max_in_flight is None else max(1, max_in_flight // group.size)
+        width = len(mine) if bucket_size is None else max(1, bucket_size // group.size)
         starts = range(0, len(mine), max(1, width))
 
         def reduce_remaining() -> None:
@@ -141,9 +141,9 @@ class GlooBackend(CollectiveBackend):
 
     @track_async_collective
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
-                   max_in_flight: int | None) -> CollectiveWork:
+                   bucket_size: int | None) -> CollectiveWork:
         return CollectiveWork([dist.all_reduce(piece, REDUCE_OPS[op], group=group.control_process_group, async_op=True)
-                               for piece in _segments(flat, max_in_flight)])
+                               for piece in _segments(flat, bucket_size)])
 
     @track_async_collective
     def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
@@ -155,8 +155,8 @@ class GlooBackend(CollectiveBackend):
         return _send_and_receive(list(received), list(sent), group)
 
 
-def _segments(flat: Tensor, max_in_flight: int | None) -> Sequence[Tensor]:
-    return flat.split(max_in_flight) if max_in_flight is not None and flat.numel() > max_in_flight else [flat]
+def _segments(flat: Tensor, bucket_size: int | None) -> Sequence[Tensor]:
+    return flat.split(bucket_size) if bucket_size is not None and flat.numel() > bucket_size else [flat]
 
 
 def _reduce_scatter_by_sends(mine: Tensor, own: Tensor, group: Group) -> CollectiveWork:

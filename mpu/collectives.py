@@ -92,24 +92,24 @@ def backend_for(x: Tensor) -> CollectiveBackend:
 # -- into: asynchronous, on flat buffers ---------------------------------------------------------------------------
 
 
-def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", max_in_flight: int | None = None,
+def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", bucket_size: int | None = None,
                     reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
     """flat <- reduction of every rank's flat, in place, summed in `reduce_dtype` (CollectiveBackend in backends.py)."""
     return CollectiveWork() if group.is_solo else backend_for(flat).all_reduce(flat, group, op, reduce_dtype,
-                                                                               max_in_flight)
+                                                                               bucket_size)
 
 
-def all_gather_into(full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None = None) -> CollectiveWork:
+def all_gather_into(full: Tensor, shard: Tensor, group: Group, bucket_size: int | None = None) -> CollectiveWork:
     """full <- the shards of all ranks in rank order. `shard` may be this rank's slice of `full`."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         if shard.data_ptr() != full.data_ptr():
             full.view(-1).copy_(shard.view(-1))
         return CollectiveWork()
-    return backend_for(full).all_gather(full, shard, group, max_in_flight)
+    return backend_for(full).all_gather(full, shard, group, bucket_size)
 
 
-def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, max_in_flight: int | None = None,
+def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, bucket_size: int | None = None,
                         reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
     """shard <- this rank's slice of the sum of every rank's `full`, which is unchanged. `shard` may have a wider dtype
     than `full`, or be this rank's slice of `full`; then only that slice changes. 16-bit values are summed in fp32
@@ -118,7 +118,7 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, max_in_flight
     if group.is_solo:
         shard.view(-1).copy_(full.view(-1))
         return CollectiveWork()
-    return backend_for(full).reduce_scatter(shard, full, group, reduce_dtype, max_in_flight)
+    return backend_for(full).reduce_scatter(shard, full, group, reduce_dtype, bucket_size)
 
 
 def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:

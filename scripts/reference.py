@@ -75,7 +75,7 @@ def tables() -> dict[str, str]:
     for name, why, in_engine in (("no effect", "why it has none", False),
                                  ("engine", "what the trainer does instead", True)):
         named[name] = _grouped(IgnoredKey, "default", why, lambda row: f"`{json.dumps(row.default)}`",
-                               lambda row, wanted=in_engine: row.is_honoured_by_engine == wanted)
+                               lambda row, wanted=in_engine: row.has_effect_in_engine == wanted)
     named["absent"] = _grouped(UnsupportedSection, "", "why", lambda row: "")
     return named
 

@@ -37,7 +37,7 @@ from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, R
                                                rank_manifest_name, tensor_file_name)
 from megatron.checkpoint.safetensors_io import FileTensor, split_files, write_blob, write_file
 from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, tag_folder, unknown_files
-from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, explain_out_of_memory, sum_over_ranks
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
@@ -111,7 +111,7 @@ def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], 
     manifest = Manifest(run_id, tag, iteration, layout, config, tuple(entries), branch=lineage.branch,
                         history=lineage.history)
     manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
-    with_memory_check = partial(raise_shared_out_of_memory, world=world, doing=f"saving {tag}")
+    with_memory_check = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
     share = all_succeed_or_raise(lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state,
                                                                                      shared_state, hold)), world)
     needed = sum_over_ranks(share.nbytes, world)

@@ -55,7 +55,7 @@ def _raise_first_failure(first: int, failure: Exception | None, world: Group) ->
         raise _SHARED_ERRORS.get(shared["error"], PeerError)(shared["message"]) from failure
 
 
-def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str) -> T:
+def explain_out_of_memory(action: Callable[[], T], world: Group, doing: str) -> T:
     """The result of `action`. Turns out-of-memory errors into RankOutOfMemory, which `all_succeed_or_raise` shares."""
     try:
         return action()

@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Curve:
+class RateCurve:
     """Seconds by size."""
 
     points: tuple[Point, ...]
@@ -85,23 +85,23 @@ class MachineRates:
     """FLOP/s of [rows, width] x [width, width]."""
     backward: Surface
     """FLOP/s of the two products of its gradients."""
-    attention_forward: Curve
+    attention_forward: RateCurve
     """One head of width 64, one sample, by sequence length."""
-    attention_backward: Curve
-    dropping_forward: Curve
+    attention_backward: RateCurve
+    dropping_forward: RateCurve
     """The same with dropout, which is unfused on a CPU."""
-    dropping_backward: Curve
-    block_forward: Curve
+    dropping_backward: RateCurve
+    block_forward: RateCurve
     """A block without products and attention, but with the host's work, by the elements of its input."""
-    block_backward: Curve
+    block_backward: RateCurve
     replay: float
     """Fixed seconds of recomputing a block, beside its forward."""
-    dropout_forward: Curve
+    dropout_forward: RateCurve
     """By elements."""
-    dropout_backward: Curve
-    loss: Curve
+    dropout_backward: RateCurve
+    loss: RateCurve
     """Forward and backward without products, by the number of logits."""
-    update: Curve
+    update: RateCurve
     """Norm, optimizer and new weights, by the parameters that a rank updates."""
     a_pass: float
     """Fixed seconds of a micro-batch."""
@@ -113,15 +113,15 @@ class MachineRates:
     """Fixed seconds of a data parallel collective, by ZeRO stage; the last is for stage 3 with unsharded parameters."""
     inner_sum: float
     """Fixed seconds of a tensor parallel collective."""
-    all_reduce: Curve
+    all_reduce: RateCurve
     """By bytes of the full tensor on the wire."""
-    reduce_scatter: Curve
-    all_gather: Curve
+    reduce_scatter: RateCurve
+    all_gather: RateCurve
     hides: float
     """Share of a collective that does not slow down the computation beside it."""
     link: float
     """Bytes per second between host and device, one way at a time; 0 on a CPU."""
-    host_update: Curve
+    host_update: RateCurve
     """`update` on the host; on a CPU the same."""
     spread: float = 1.0
     """Ratio of its sweeps' times: large if the machine was busy."""
@@ -137,7 +137,7 @@ class MachineRates:
         made: dict[str, Any] = {item.name: _MAKERS[str(item.type)](record[item.name])
                                 for item in fields(MachineRates) if item.name in record or item.default is MISSING}
         rates = MachineRates(**made)
-        empty = {name for name, value in made.items() if isinstance(value, Curve) and not value.points}
+        empty = {name for name, value in made.items() if isinstance(value, RateCurve) and not value.points}
         _check(not empty or rates.where.ranks == 1 and empty <= EXCHANGES, "a curve has no points")
         _check(len(rates.meetings) == NUM_COLLECTIVE_COSTS and rates.hides <= 1, "a number is out of range")
         return rates
@@ -168,11 +168,11 @@ def _numbers(values: Any, *, rise: bool = False) -> tuple[float, ...]:
     return numbers
 
 
-def _curve(record: Mapping[str, Any]) -> Curve:
+def _curve(record: Mapping[str, Any]) -> RateCurve:
     points = tuple((_number(size), _number(seconds)) for size, seconds in record["points"])
     _numbers([size for size, _ in points], rise=True)
     _check(all(seconds > 0 for _, seconds in points), "something took no time")
-    return Curve(points)
+    return RateCurve(points)
 
 
 def _surface(record: Mapping[str, Any]) -> Surface:
@@ -190,4 +190,5 @@ def _where(record: Mapping[str, Any]) -> Where:
 
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
-    "Curve": _curve, "Surface": _surface, "tuple[float, ...]": _numbers, "float": _number, "str": str, "Where": _where}
+    "RateCurve": _curve, "Surface": _surface, "tuple[float, ...]": _numbers, "float": _number, "str": str,
+    "Where": _where}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron.config.tree import Config, build_config
 from megatron.plan.activations import Device
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, Curve, MachineRates, Surface, Where
+from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, RateCurve, MachineRates, Surface, Where
 from megatron.plan.step_time import (HEAD_WIDTH, block_backward_time, block_forward_time, block_recompute_time,
                                      embedding_and_loss_time, num_collectives, num_tp_collectives, step_time)
 
@@ -200,7 +200,7 @@ SIZES: dict[Device, ProbeSizes] = {
 MIN_REST_SHARE = 0.02
 """Lower bound of the unexplained time as a share of the explained: on a busy machine their difference may be < 0."""
 
-EMPTY_CURVE = Curve(())
+EMPTY_CURVE = RateCurve(())
 
 
 def fit_rates(seen: ProbeResult, where: Where) -> MachineRates:
@@ -252,23 +252,23 @@ class _RateFit:
             tuple(count * 2 * rows * width**2 / taken for width, taken in zip(sizes.widths, line, strict=True))
             for rows, line in zip(sizes.rows, seconds, strict=True)))
 
-    def _attention(self, seen: Sequence[PassTimings]) -> tuple[Curve, Curve]:
+    def _attention(self, seen: Sequence[PassTimings]) -> tuple[RateCurve, RateCurve]:
         """Seconds of one head."""
         lengths = self.sizes.lengths
         return _curves([length for length, _ in lengths], [PassTimings(*(seconds / heads for seconds in both))
                                                            for both, (_, heads) in zip(seen, lengths, strict=True)])
 
-    def _exchange(self, seconds: Sequence[float]) -> Curve:
-        return Curve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else EMPTY_CURVE
+    def _exchange(self, seconds: Sequence[float]) -> RateCurve:
+        return RateCurve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else EMPTY_CURVE
 
-    def _loss(self, rates: MachineRates) -> Curve:
+    def _loss(self, rates: MachineRates) -> RateCurve:
         """Without its products."""
         points, inner = [], self.sizes.loss_width
         for (rows, columns), seconds in zip(self.sizes.logits, self.seen.loss, strict=True):
             flops, width = 2 * rows * columns * inner, sqrt(columns * inner)
             products = flops / rates.forward(rows, width) + 2 * flops / rates.backward(rows, width)
             points.append((float(rows * columns), max(seconds - products, MIN_REST_SHARE * seconds)))
-        return Curve(tuple(points))
+        return RateCurve(tuple(points))
 
     def _with_blocks(self, rates: MachineRates) -> MachineRates:
         """Block and update rates, from models that differ only in their number of blocks."""
@@ -282,11 +282,11 @@ class _RateFit:
             updates += [(self._run(shape).shard_numel, few.step), (run.shard_numel, many.step)]
         elements = [shape.batch * shape.sequence * shape.hidden for shape in sizes.shapes]
         forward, backward = _curves(elements, blocks)
-        update = host_update = Curve(tuple(sorted(updates)))
+        update = host_update = RateCurve(tuple(sorted(updates)))
         if seen.host:
             on_host = SIZES["cpu"]
             numels = [shape.run("fp32", "cpu").shard_numel for shape in (*on_host.shapes, on_host.largest)]
-            host_update = Curve(tuple(sorted(zip(numels, seen.host, strict=True))))
+            host_update = RateCurve(tuple(sorted(zip(numels, seen.host, strict=True))))
         return replace(rates, block_forward=forward, block_backward=backward, update=update, host_update=host_update)
 
     def _with_passes(self, rates: MachineRates) -> MachineRates:
@@ -326,8 +326,8 @@ def _remainder(taken: float, known: float) -> float:
     return max(taken - known, MIN_REST_SHARE * known)
 
 
-def _curves(sizes: Iterable[float], both: Iterable[PassTimings]) -> tuple[Curve, Curve]:
+def _curves(sizes: Iterable[float], both: Iterable[PassTimings]) -> tuple[RateCurve, RateCurve]:
     """(forward, backward) by size."""
     points = list[tuple[float, PassTimings]](zip(sizes, both, strict=True))
-    return (Curve(tuple((size, one.forward) for size, one in points)),
-            Curve(tuple((size, one.backward) for size, one in points)))
+    return (RateCurve(tuple((size, one.forward) for size, one in points)),
+            RateCurve(tuple((size, one.backward) for size, one in points)))

@@ -13,7 +13,7 @@ from math import sqrt
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.machine_rates import Curve, MachineRates, Surface
+from megatron.plan.machine_rates import RateCurve, MachineRates, Surface
 from megatron.plan.memory import CPU_BLOCK_ROWS, cuda_logit_rows
 from megatron.zero.layout import FlatLayout
 
@@ -213,8 +213,8 @@ def block_backward_time(run: PlannedRun, rates: MachineRates) -> PassTime:
     return _block_time(run, 4, rates.backward, attention, rates.block_backward, rates.dropout_backward)
 
 
-def _block_time(run: PlannedRun, flops: int, products: Surface, attention: Curve, rest: Curve,
-                dropout: Curve) -> PassTime:
+def _block_time(run: PlannedRun, flops: int, products: Surface, attention: RateCurve, rest: RateCurve,
+                dropout: RateCurve) -> PassTime:
     """`flops`: per element of a product's [tokens, inner, columns]."""
     acts, model, tp = run.activations, run.config.model, run.tp
     elements = acts.tokens * model.hidden_size

@@ -123,7 +123,7 @@ class SaveEvent:
 
 
 @dataclass(frozen=True)
-class RunPosition:
+class AxisPosition:
     """A step on every axis; nan if unknown."""
 
     step: int
@@ -234,10 +234,11 @@ class RunHistory:
         """Steps between the first and the last without a record."""
         return self.steps[-1] - self.steps[0] + 1 - len(self.steps) if self.steps else 0
 
-    def position(self, step: int) -> RunPosition:
+    def position(self, step: int) -> AxisPosition:
         """Of the last recorded step up to `step`."""
         index = bisect_right(self.steps, step) - 1
-        return RunPosition(step, self.tokens[index], self.seconds[index]) if index >= 0 else RunPosition(step, 0.0, 0.0)
+        return (AxisPosition(step, self.tokens[index], self.seconds[index]) if index >= 0
+                else AxisPosition(step, 0.0, 0.0))
 
     def finite_values(self, column: str) -> Iterator[float]:
         return (value for value in self.columns[column] if math.isfinite(value))

@@ -288,11 +288,12 @@ class FlatGradients:
 
     def _launch_reduction(self, grads: Tensor, output: Tensor) -> CollectiveWork:
         """output, [shard_numel] <- this rank's part of the sum over ranks of `grads`, [numel]."""
-        at_a_time = self._comm.reduce_bucket_size
+        bucket_size = self._comm.reduce_bucket_size
         if self._shard_group.size > 1 and self._comm.reduce_scatter:
-            return reduce_scatter_into(output, grads, self._shard_group, at_a_time, self._dtypes.reduction)
+            return reduce_scatter_into(output, grads, self._shard_group, bucket_size, self._dtypes.reduction)
         group = self._replica_group if self._shard_group.size == 1 else self._shard_group
-        own, everything = self._shard_of(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.reduction)
+        own = self._shard_of(grads)
+        everything = all_reduce_into(grads, group, "sum", bucket_size, self._dtypes.reduction)
         if own.data_ptr() == output.data_ptr():
             return everything
         return CollectiveWork([everything], partial(output.copy_, own))

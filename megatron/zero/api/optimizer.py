@@ -15,7 +15,7 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.optim.schedulers import DeepSpeedScheduler as Curve, LRSchedule
+from megatron.optim.schedulers import DeepSpeedScheduler, LRSchedule
 from megatron.zero.engine import ZeroEngine
 
 
@@ -68,7 +68,7 @@ class LRScheduleAdapter:
 
 def is_reversible(scheduler: LRSchedulerProtocol) -> bool:
     """Its state is small and is all that `step` changes besides the param groups."""
-    return isinstance(scheduler, LRScheduleAdapter | Curve | torch.optim.lr_scheduler.LRScheduler)
+    return isinstance(scheduler, LRScheduleAdapter | DeepSpeedScheduler | torch.optim.lr_scheduler.LRScheduler)
 
 
 class ReversibleSchedulerStep:

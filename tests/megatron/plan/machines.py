@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, Curve, MachineRates, Surface, Where
+from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, RateCurve, MachineRates, Surface, Where
 
 FLOPS, BYTES = 1e11, 1e9
 
@@ -13,9 +13,9 @@ def level(rate: float) -> Surface:
     return Surface((1.0, 1e6), (1.0, 1e6), ((rate, rate), (rate, rate)))
 
 
-def proportional(each: float) -> Curve:
+def proportional(each: float) -> RateCurve:
     """So many seconds for each."""
-    return Curve(((1.0, each), (1e15, each * 1e15)))
+    return RateCurve(((1.0, each), (1e15, each * 1e15)))
 
 
 def machine(ranks: int = 1, **changes: Any) -> MachineRates:

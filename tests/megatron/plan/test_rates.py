@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.plan.machine_rates import Curve, MachineRates, Surface
+from megatron.plan.machine_rates import RateCurve, MachineRates, Surface
 from tests.megatron.plan.machines import machine
 
 
@@ -19,7 +19,7 @@ def test_a_curve_is_the_broken_line_through_its_points(seed: int) -> None:
     rng = random.Random(seed)
     sizes = sorted(rng.sample(range(1, 10**6), 5))
     points = tuple((float(size), rng.uniform(1e-6, 1.0)) for size in sizes)
-    curve = Curve(points)
+    curve = RateCurve(points)
     for size in np.geomspace(sizes[0], sizes[-1], 50):
         expected = np.interp(math.log(size), *np.log(np.array(points)).T)
         assert curve(float(size)) == pytest.approx(math.exp(expected))
@@ -27,8 +27,8 @@ def test_a_curve_is_the_broken_line_through_its_points(seed: int) -> None:
 
 
 def test_nothing_takes_no_time_a_little_takes_the_least_and_more_takes_more_in_proportion() -> None:
-    curve = Curve(((10.0, 1.0), (100.0, 5.0)))
-    assert (curve(0), curve(1), curve(200), Curve(())(7)) == (0.0, 1.0, 10.0, 0.0)
+    curve = RateCurve(((10.0, 1.0), (100.0, 5.0)))
+    assert (curve(0), curve(1), curve(200), RateCurve(())(7)) == (0.0, 1.0, 10.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -67,11 +67,11 @@ def test_what_no_probe_finds_is_no_rates(place: str, value: Any) -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    nothing = Curve(())
+    nothing = RateCurve(())
     rates = machine(1, all_reduce=nothing, reduce_scatter=nothing, all_gather=nothing)
     assert MachineRates.from_dict(json.loads(json.dumps(rates.as_dict()))) == rates
 
 
 def test_rates_come_back_from_json_as_they_were() -> None:
-    rates = machine(2, loss=Curve(((1.0, 0.1), (3.0, 1 / 3))), hides=0.25)
+    rates = machine(2, loss=RateCurve(((1.0, 0.1), (3.0, 1 / 3))), hides=0.25)
     assert MachineRates.from_dict(json.loads(json.dumps(rates.as_dict()))) == rates

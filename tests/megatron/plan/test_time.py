@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.machine_rates import Curve
+from megatron.plan.machine_rates import RateCurve
 from megatron.plan.step_time import step_time
 from megatron.train import build
 from megatron.train.batches import Batch
@@ -158,7 +158,7 @@ def test_gradients_travel_as_wide_as_gpus_send_them(
     rounds = accumulation if stage >= 2 else 1
     ways = 2 if stage == 0 else 1  # by rings, half of it goes out once or twice between two ranks
     assert run.traffic().gradients == rounds * ways * bytes_each * numel // 2
-    taken = step_time(run, machine(2, all_gather=Curve(()))).exchange
+    taken = step_time(run, machine(2, all_gather=RateCurve(()))).exchange
     sums = machine(2).all_reduce if stage == 0 else machine(2).reduce_scatter
     assert taken - machine(2).all_reduce(1) == pytest.approx(rounds * sums(numel * bytes_each), rel=1e-6)
 
@@ -186,7 +186,7 @@ def test_one_backward_hides_no_more_than_itself_at_stage_3_on_gpus(bandwidth: fl
 @pytest.mark.parametrize("stage", [1, 2])
 def test_new_weights_travel_beside_the_next_forward_on_gpus_once_a_step(bandwidth: float, stage: int) -> None:
     flags = ("--ranks", "2", "--zero-stage", str(stage), "--global-batch-size", "8")
-    rates = machine(2, hides=0.5, reduce_scatter=Curve(()), all_gather=proportional(1 / bandwidth))
+    rates = machine(2, hides=0.5, reduce_scatter=RateCurve(()), all_gather=proportional(1 / bandwidth))
     run = on_gpus(*flags)
     forward = 2 * (matrices(run) - 512 * 64) * 2 * 32 / FLOPS / 3
     assert step_time(run, rates).hidden == pytest.approx(2 * min(0.5 * run.block.numel * 4 / bandwidth, forward))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.report.history import MetricsFileReader, RunHistory, RunPosition
+from megatron.report.history import MetricsFileReader, RunHistory, AxisPosition
 from megatron.report.page import history_notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step
 
@@ -128,8 +128,8 @@ def test_steps_that_are_not_recorded_are_counted() -> None:
 def test_a_step_has_its_place_on_every_axis(settings: dict[str, Any]) -> None:
     """Tokens are known without a configuration as well: 64 a second, of 4 samples in half a second."""
     found = history(*([settings] if settings else []), *map(step, range(1, 5)))
-    assert found.position(3) == RunPosition(3, 96.0, 1.5) and found.position(9) == RunPosition(9, 128.0, 2.0)
-    assert found.position(0) == RunPosition(0, 0.0, 0.0)
+    assert found.position(3) == AxisPosition(3, 96.0, 1.5) and found.position(9) == AxisPosition(9, 128.0, 2.0)
+    assert found.position(0) == AxisPosition(0, 0.0, 0.0)
 
 
 def test_values_that_are_no_numbers_are_not_known() -> None:
