@@ -54,6 +54,7 @@ def serve(
     name, _, checkout = name.partition("@")
     if checkout:
         sys.path[:0] = [str(Path(checkout) / "scripts/bench"), checkout]
+        sys.modules.pop("contenders", None)  # this checkout's, which `task` came with
     import torch
     import torch.distributed as dist
     from contenders import CONTENDERS
