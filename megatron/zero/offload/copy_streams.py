@@ -96,7 +96,7 @@ class _CudaCopyStream:
 
     def release_sources(self, event: _CudaCopyEvent) -> None:
         """Drop the sources of all copies up to this event."""
-        if any(event is event for _, event in self._held_sources):
+        if any(held is event for _, held in self._held_sources):
             while self._held_sources.popleft()[1] is not event:
                 pass
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
 from megatron.zero.offload import host
-from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.copy_streams import GradOffloader, _CudaCopyEvent, _CudaCopyStream
 from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
@@ -178,3 +180,17 @@ def gathered_too_soon(rank: int, world: int, folder: Path) -> str:
 
 def test_a_gather_comes_after_what_it_sends(tmp_path: Path) -> None:
     assert set(run_ranks(gathered_too_soon, 2, tmp_path)) == {"NumericsError"}
+
+
+def test_an_event_that_is_waited_for_again_frees_no_later_source() -> None:
+    """The bookkeeping of a CUDA stream, without CUDA: sources stay until a wait for their copy or a later one."""
+    stream = _CudaCopyStream.__new__(_CudaCopyStream)
+    events = [_CudaCopyEvent(Mock(), torch.device("cpu"), stream) for _ in range(3)]
+    stream._held_sources = deque((torch.zeros(1), event) for event in events)
+    events[1].wait_on_host()
+    assert [event for _, event in stream._held_sources] == [events[2]]
+    for event in events[:2]:
+        event.wait_on_host()
+    assert [event for _, event in stream._held_sources] == [events[2]]
+    events[2].wait_on_host()
+    assert not stream._held_sources
