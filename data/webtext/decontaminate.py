@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,9 +108,9 @@ def read_passages(path: str) -> Iterator[str]:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
     name = path.removesuffix(".gz")
-    values = [(path, content)] if name.endswith(".json") else []
+    values: Iterable[tuple[str, str]] = [(path, content)] if name.endswith(".json") else []
     if name.endswith(".jsonl"):
-        values = [(f"{path}:{k}", line) for k, line in enumerate(content.split("\n"), start=1) if line.strip()]
+        values = ((f"{path}:{k}", line) for k, line in enumerate(content.split("\n"), start=1) if line.strip())
     elif not values:
         yield content
     for location, text in values:

@@ -128,6 +128,7 @@ class OneBitAdam(OneBitRule):
             weights = segment.master[tile]
             weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
             weights.addcdiv_(momentum, rms, value=-hyper["lr"] / m_correction)
+            del rms  # before that of the next tile is made
 
 
 @final
@@ -205,6 +206,7 @@ class _FrozenVarianceUpdate:
             grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
             fresh = states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             grad.copy_(momentum)  # the new exp_avg
+            del momentum  # a tile of memory
             update = self._update_without_decay(tile)
             norms_without_decay[slot] += sum_of_squares(update)
             with_decay[slot] += sum_of_squares(update.add_(segment.master[tile], alpha=self._hyper["weight_decay"]))
@@ -212,6 +214,7 @@ class _FrozenVarianceUpdate:
             ratios = denominator(frozen, self._v_correction, self._hyper).div_(
                 denominator(fresh, self._fresh_v_correction, self._hyper)).masked_fill_(frozen == 0, 0.0)
             largest[slot] = torch.maximum(largest[slot], ratios.max())
+            del ratios
         share = (segment.sum_over_shards(norms_without_decay) / segment.sum_over_shards(with_decay)).sqrt()
         return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)
 
