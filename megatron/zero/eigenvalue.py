@@ -110,6 +110,7 @@ class HessianEigensolver:
                 residual = _linear_combination([1.0, -self._dot(parts, one.direction, residual)],
                                                [residual, one.direction])
             v = self._normalized(parts, residual)
+            del residual  # a shard of fp32, before the next product
             s = min(max(s * target / (change or target), MIN_STEP * unit), MAX_STEP * unit)
         return eigenvalue
 

@@ -42,10 +42,10 @@ class LRScheduleAdapter:
     def _set_step(self, steps: int) -> None:
         self.steps = steps
         rate, betas = self.schedule(steps), self.schedule.betas(steps)
-        for number, group in enumerate(self._optimizer.param_groups):
+        groups = self._optimizer.param_groups
+        for group, peak in zip(groups, self._peaks or [0.0] * len(groups), strict=True):
             group["lr"] = rate
             if self._floor_ratio is not None:
-                peak = self._peaks[number]
                 group["lr"] = replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
