@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
-import fcntl
 import importlib.util
 import os
 import resource
@@ -26,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from data.file_lock import LockResult, lock_when_free, try_lock
 from megatron.distributed.exit_codes import prepare_streams
 from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
 from megatron.distributed.signals import write_stderr
@@ -57,7 +57,7 @@ def private_temp_dir() -> Iterator[str]:
         except FileNotFoundError:
             continue
         with suppress(OSError):  # the file system has no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_when_free(lock)  # another launcher may be testing it
         if os.path.exists(os.path.join(path, LOCK_NAME)):
             break
         os.close(lock)  # another launcher removed it as abandoned before it was locked
@@ -80,8 +80,8 @@ def _remove_if_abandoned(folder: Path) -> None:
             folder.rmdir()  # only if empty: its launcher was killed before it created the lock
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        if try_lock(lock) is LockResult.ACQUIRED:
+            shutil.rmtree(folder)
     finally:
         os.close(lock)
 

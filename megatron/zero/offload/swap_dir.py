@@ -12,7 +12,6 @@ also owns the I/O threads of its files (`IoThreadPools`).
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from queue import SimpleQueue
 from threading import BoundedSemaphore, RLock, Thread, current_thread
 from typing import Self, final
 
+from data.file_lock import LockResult, try_lock
 from megatron.errors import ConfigError, StorageError, explain_os_error, format_bytes
 
 UNSUPPORTED_ERRNOS = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
@@ -323,12 +323,9 @@ def _open_and_lock(path: Path, is_new: bool) -> int | None:
 
 
 def _try_lock(descriptor: int, path: Path, is_new: bool) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return is_new
+    result = try_lock(descriptor)
+    if result is not LockResult.ACQUIRED:
+        return is_new and result is LockResult.UNSUPPORTED
     status = os.fstat(descriptor)
     try:  # the previous holder of the lock may have removed the directory
         return status.st_uid == os.geteuid() and os.path.samestat(status, os.lstat(path))

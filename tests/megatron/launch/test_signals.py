@@ -4,6 +4,7 @@ was a step (docs/launch.md)."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -467,7 +468,7 @@ def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(launcher.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with private_temp_dir() as found:
         assert left.exists() and os.path.isdir(found)
 
