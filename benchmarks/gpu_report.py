@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 import torch  # noqa: E402
 from contenders import CONTENDERS, TASKS, Task, values_of  # noqa: E402

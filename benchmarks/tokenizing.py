@@ -1,4 +1,4 @@
-"""Speed of GPT-2 tokenisation on one core: `python scripts/bench/tokenizing.py FILE.jsonl [--rounds 5]`.
+"""Speed of GPT-2 tokenisation on one core: `python benchmarks/tokenizing.py FILE.jsonl [--rounds 5]`.
 
 Each contender turns the texts of the file into ids: the bare tokenizers (tiktoken, gigatoken, HF tokenizers), from
 texts that are in memory, and `data.preprocess`, from the file to a corpus on the disk. They work in turn (A B C A B C
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np  # noqa: E402

@@ -1,7 +1,7 @@
 """Text a second: ours beside transformers' `generate`, a compiled loop in plain torch, and what memory allows.
 
-    python scripts/bench/decode.py --dtype bf16 --batch 1
-    python scripts/bench/decode.py --dtype int8 --batch 1 --contenders ours,ours-bf16
+    python benchmarks/decode.py --dtype bf16 --batch 1
+    python benchmarks/decode.py --dtype int8 --batch 1 --contenders ours,ours-bf16
 
 Random weights, the likeliest token, prompts of 128 tokens, 128 new ones; contenders take turns, medians over rounds.
 NAME-DTYPE is a contender in another precision. A step is the time of 129 tokens less that of one, by 128. The floor is
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 import torch  # noqa: E402
 from int8_decode import Drawn  # noqa: E402

@@ -1,5 +1,5 @@
 """An optimizer step whose state is on a drive, beside the same step in memory and beside what it cannot be faster than:
-`python scripts/bench/offload.py --nvme-path DIR`.
+`python benchmarks/offload.py --nvme-path DIR`.
 
 One process, gradients of ones, no model is run: only `engine.step()` is timed, the two homes in turn. The bound is the
 longer of two times: what the drive needs for the bytes (rates as the preflight measures them just before, reads and
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 

@@ -1,6 +1,6 @@
 """What it costs to look out for faults: start-up, steps and saves with it and without it, side by side.
 
-    python scripts/bench/vigilance.py --folder runs/bench
+    python benchmarks/vigilance.py --folder runs/bench
 
     start-up   a job of two ranks with and without the comparison of what they were told, and of their code
                (megatron/distributed/preflight.py)
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-FOLDER = Path(__file__).resolve()
-sys.path[:0] = [str(FOLDER.parents[2]), str(FOLDER.parent)]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
 MODELS = {"tiny": dict(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=257),
           "14M": dict(num_layers=6, hidden_size=384, num_attention_heads=6, vocab_size=8192)}
@@ -72,9 +72,9 @@ def row(what: str, pairs: list[tuple[float, float]], alone: float) -> str:
 
 def launched(ranks: int, *words: object) -> str:
     """A job of this script's; what its rank 0 printed."""
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(FOLDER),
-                           *map(str, words)], cwd=FOLDER.parents[2], env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), __file__,
+                           *map(str, words)], cwd=FOLDER.parent, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {done.stderr.strip()}")
     return done.stdout

@@ -1,6 +1,6 @@
 """The two ways to a product of few rows on this CPU, at the shapes of the 124M model.
 
-    python scripts/bench/few_rows.py
+    python benchmarks/few_rows.py
 
 Prints the time of x W^T over that of W x^T, weights coming from memory each time. mpu/layers.py takes the second
 where it is above 1. On a machine that does other things at the same time the numbers are noise.

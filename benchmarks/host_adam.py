@@ -1,4 +1,4 @@
-"""Adam on the host, beside others and beside what memory allows: `python scripts/bench/host_adam.py`.
+"""Adam on the host, beside others and beside what memory allows: `python benchmarks/host_adam.py`.
 
     fp32    an fp32 gradient: reads it, master and moments, writes master and moments: 4 x 4 + 3 x 4 bytes a parameter
     bf16    a bf16 gradient, bf16 weights wanted: the same 3 x 8 bytes, and 2 + 2
@@ -15,7 +15,7 @@ of its own, which borrows torch, will do:
     python -m venv ds && realpath .venv/lib/python3*/site-packages > $(echo ds/lib/python3*/site-packages)/torch.pth
     ds/bin/pip install wheel setuptools hjson py-cpuinfo psutil einops msgpack ninja
     DS_BUILD_OPS=0 ds/bin/pip install --no-build-isolation --no-deps deepspeed==0.18.4
-    PATH=$PWD/ds/bin:$PATH ds/bin/python scripts/bench/host_adam.py
+    PATH=$PWD/ds/bin:$PATH ds/bin/python benchmarks/host_adam.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402

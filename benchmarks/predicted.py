@@ -1,4 +1,4 @@
-"""The predicted time of a step beside the measured one: `python scripts/bench/predicted.py`.
+"""The predicted time of a step beside the measured one: `python benchmarks/predicted.py`.
 
 24 configurations, sizes x stages x recomputation x ranks 1 and 2, unless fewer are asked for. In each of several rounds
 the rates of the machine are measured, and each configuration is trained by pretrain_gpt2.py on random tokens. The
@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 SIZES = {
     "tiny": ["--preset", "tiny", "--batch-size", "8"],

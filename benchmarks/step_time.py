@@ -1,4 +1,4 @@
-"""Time of a training step and peak memory, contenders side by side: `python scripts/bench/step_time.py --model 124M
+"""Time of a training step and peak memory, contenders side by side: `python benchmarks/step_time.py --model 124M
 --precision bf16`.
 
 Every contender lives in processes of its own; they take steps in turn (A B C A B C ...), so drift of the machine hits
@@ -22,7 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 
 def anonymous_bytes() -> int:
@@ -53,7 +53,8 @@ def serve(
     """One rank of one contender: a step per request."""
     name, _, checkout = name.partition("@")
     if checkout:
-        sys.path[:0] = [str(Path(checkout) / "scripts/bench"), checkout]
+        folders = [folder for folder in ("benchmarks", "scripts/bench") if (Path(checkout) / folder).is_dir()]
+        sys.path[:0] = [str(Path(checkout) / folders[0]), checkout]  # older checkouts have scripts/bench
         sys.modules.pop("contenders", None)  # this checkout's, which `task` came with
     import torch
     import torch.distributed as dist

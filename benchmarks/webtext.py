@@ -1,4 +1,4 @@
-"""Speed of the webtext stages beside the libraries one would use instead: `python scripts/bench/webtext.py`.
+"""Speed of the webtext stages beside the libraries one would use instead: `python benchmarks/webtext.py`.
 
 One core, documents of 5 kB from the planted corpus of the tests. Everyone does the same work on the same lines, JSON
 included; contenders of a group take turns (A B C A B C ...), so drift of the machine hits all alike. Reported are the
@@ -23,7 +23,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 Task = Callable[[], object]
 

@@ -1,6 +1,6 @@
 """What it costs that each rank says where it is: steps with it and without it in turn, in the same processes.
 
-    python -m megatron.launch --nproc-per-node 2 scripts/bench/rank_status.py --steps 400
+    python -m megatron.launch --nproc-per-node 2 benchmarks/rank_status.py --steps 400
 
 Every rank does the same kind of step at the same time. Reported are the medians of both kinds, the median of the
 differences of neighbours, and what the numbers of a step cost by themselves: how often they are written, times the time

@@ -1,8 +1,8 @@
 """What progressive layer dropping saves: time of a training step with and without it, in turn in one process, against
 the formula (1 - theta) (L - 1) / (2 L).
 
-    python scripts/bench/layer_drop.py                                      24 layers, theta 0.5 from the first step on
-    python scripts/bench/layer_drop.py --device cuda --hidden-size 1024 --seq-length 1024 --bf16
+    python benchmarks/layer_drop.py                                      24 layers, theta 0.5 from the first step on
+    python benchmarks/layer_drop.py --device cuda --hidden-size 1024 --seq-length 1024 --bf16
 
 Every pair of steps is timed next to each other, so that drift of the machine hits both; means are over all steps, as
 each leaves out other blocks. The blocks that ran are counted, too: their mean is the formula's only in the long run.
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

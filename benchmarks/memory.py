@@ -1,4 +1,4 @@
-"""What a training run really holds, beside what the planner says: `python scripts/bench/memory.py --preset 124M 345M
+"""What a training run really holds, beside what the planner says: `python benchmarks/memory.py --preset 124M 345M
 --stage 0 1 2 3 --precision fp32 bf16`.
 
 Each run is pretrain_gpt2.py itself on that many CPU ranks over loopback, on random tokens, with the settings of the C
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = 256 << 20
 """Anonymous memory of a process that has imported torch and connected to its peers."""
 MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as scripts/lib.sh

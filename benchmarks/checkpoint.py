@@ -1,4 +1,4 @@
-"""Checkpoints beside plain writing, torch.save and torch.distributed.checkpoint: `python scripts/bench/checkpoint.py
+"""Checkpoints beside plain writing, torch.save and torch.distributed.checkpoint: `python benchmarks/checkpoint.py
 --preset 124M --folder runs/bench`.
 
 All contenders save the same tensors (fp32 weights and two moments of every parameter) of one rank into the same folder
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402

@@ -1,4 +1,4 @@
-"""How near a search comes to the best of all choices: `python scripts/bench/tuning.py --size small --ranks 2`.
+"""How near a search comes to the best of all choices: `python benchmarks/tuning.py --size small --ranks 2`.
 
 Every choice that fits is tried, one after the other, round by round, and has its smallest median, also those that the
 tuner takes for the same as others (all stages where one rank has all the data); then the search is replayed over
@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
 

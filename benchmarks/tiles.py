@@ -1,4 +1,4 @@
-"""Tiles beside plain system calls: `python scripts/bench/tiles.py --folder /nvme`.
+"""Tiles beside plain system calls: `python benchmarks/tiles.py --folder /nvme`.
 
 Both write, and then read, every tile of the same file, in turns, past the page cache where the file system lets them.
 Plain is what a drive can do: 8 MB a system call, from as many threads, without a checksum, a queue or an order. Ours
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from torch import Tensor  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What one rank of 64, 512 and 4,096 does to start, save, open and resume: `python scripts/bench/scale.py`.
+"""What one rank of 64, 512 and 4,096 does to start, save, open and resume: `python benchmarks/scale.py`.
 
 One process plays rank 0 and the rank in the middle of a run with tensor parallel size 8 (tests/megatron/checkpoint/
 scale.py); groups are made on torch's fake backend. Counts are exact and the same on any machine; seconds and memory
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from tests.megatron.checkpoint import scale  # noqa: E402
 

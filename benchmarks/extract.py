@@ -2,7 +2,7 @@
 
     apt-get download debian-faq debian-policy debian-reference-en debmake-doc developers-reference \\
         installation-guide-amd64 maint-guide && for deb in *.deb; do dpkg -x "$deb" manuals; done
-    python scripts/bench/extract.py manuals
+    python benchmarks/extract.py manuals
 
 For each manual the words (with their counts) of all its pages are compared with those of its plain text. Recall is the
 share of the plain text's words that the pages' text has, precision the share of the pages' words that the plain text
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MANUALS = {  # plain text, pages (of one language; no copies under a second name)
     "debian-faq": ("doc/debian/FAQ/debian-faq.en.txt.gz", "doc/debian/FAQ/*.en.html"),

@@ -1,8 +1,8 @@
 """What training methods cost in loss, bytes and time: small models on the text of this repository, drawn as curves.
 
-    python scripts/bench/methods.py exchange      1-bit Adam, 1-bit Lamb beside Adam and Lamb, on a slow wire
-    python scripts/bench/methods.py depth         progressive layer dropping beside all layers
-    python scripts/bench/methods.py bits          quantisation in training beside none
+    python benchmarks/methods.py exchange      1-bit Adam, 1-bit Lamb beside Adam and Lamb, on a slow wire
+    python benchmarks/methods.py depth         progressive layer dropping beside all layers
+    python benchmarks/methods.py bits          quantisation in training beside none
 
 Each method trains the same model on the same text, once for each seed; a curve is the mean over the seeds of the mean
 loss of 20 steps. Time is that of the steps, on the wire of one_bit.py. Beside the picture (--picture FILE.svg) the loss
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 SMOOTH = 20
 """Steps that a point of a curve is the mean of."""

@@ -1,4 +1,4 @@
-"""How long the host is busy with the engine in a micro-batch, for each layer: `python scripts/bench/host_time.py`.
+"""How long the host is busy with the engine in a micro-batch, for each layer: `python benchmarks/host_time.py`.
 
 An accelerator works while the host prepares what comes next, as long as the host is faster. So what counts is processor
 time of the host that is not the model's own. The model has blocks so small that its operations take next to nothing,
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,7 +1,7 @@
 """What 1-bit Adam saves on a slow network: time of a step beside Adam's, and the bytes of both.
 
-    python scripts/bench/one_bit.py                              124M, 2 ranks, 1 Gbit/s
-    python scripts/bench/one_bit.py --gbits 10 --seq-length 512
+    python benchmarks/one_bit.py                              124M, 2 ranks, 1 Gbit/s
+    python benchmarks/one_bit.py --gbits 10 --seq-length 512
 
 The ranks are on one machine, and the wire is slowed by arithmetic: each rank has a link of its own, full duplex, on
 which what it sends goes out one operation after the other at the given rate; an operation ends when its bytes would be
@@ -21,7 +21,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 WARM_UP = 2

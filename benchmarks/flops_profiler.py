@@ -1,7 +1,7 @@
 """What the flops profiler costs a step that it looks at: steps with and without it in turn, in one process.
 
-    python scripts/bench/flops_profiler.py                              the presets tiny and small
-    python scripts/bench/flops_profiler.py --device cuda --bf16 --presets 124M 345M
+    python benchmarks/flops_profiler.py                              the presets tiny and small
+    python benchmarks/flops_profiler.py --device cuda --bf16 --presets 124M 345M
 
 Its cost is one call of Python for each operation, so it is largest where operations are short.
 """
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -1,4 +1,4 @@
-"""Decoding with int8, bf16 and fp32 weights: `OMP_NUM_THREADS=2 python scripts/bench/int8_decode.py`.
+"""Decoding with int8, bf16 and fp32 weights: `OMP_NUM_THREADS=2 python benchmarks/int8_decode.py`.
 
 The three models take turns, a token at a time, over a cache that a prompt has filled; printed are the tokens a second
 of the quickest steps (the median of the best half), the bytes of the weights, and what share of a step's time reading
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

@@ -1,7 +1,7 @@
 """The kernel of the loss at several sizes of its blocks, beside a copy of the logits, which is its floor; on a GPU.
 
-    python scripts/bench/loss_kernel.py
-    python scripts/bench/loss_kernel.py --rows 64 --device cpu      every line of it, with TRITON_INTERPRET=1
+    python benchmarks/loss_kernel.py
+    python benchmarks/loss_kernel.py --rows 64 --device cpu      every line of it, with TRITON_INTERPRET=1
 
 The least of five times four launches. Losses are compared with torch's before anything is timed.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402

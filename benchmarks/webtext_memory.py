@@ -1,4 +1,4 @@
-"""Peak memory of the webtext chain over corpora of growing size: `python scripts/bench/webtext_memory.py 10 1000`.
+"""Peak memory of the webtext chain over corpora of growing size: `python benchmarks/webtext_memory.py 10 1000`.
 
 Each corpus (in MB) goes through `python -m data.webtext run` into tokens, in a process of its own. Reported is the peak
 resident memory of its largest process, and its ratio to that of the first corpus. Texts are paragraphs of English in a
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SHARD = 64e6
