@@ -25,7 +25,7 @@ from torch import Tensor  # noqa: E402
 
 from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile  # noqa: E402
 from megatron.zero.offload.direct_io import page_aligned_bytes  # noqa: E402
-from megatron.zero.offload.swap_dir import SwapDir  # noqa: E402
+from megatron.zero.offload.swap_drive import SwapDrive  # noqa: E402
 
 BLOCK = 8 << 20
 Action = Callable[[], object]
@@ -66,7 +66,7 @@ def seconds(action: Action) -> float:
     return time.perf_counter() - begin
 
 
-def compare(folder: SwapDir, size: int, count: int, threads: int, rounds: int) -> None:
+def compare(folder: SwapDrive, size: int, count: int, threads: int, rounds: int) -> None:
     file = AsyncSwapFile(folder, f"{size >> 20}MB-{threads}", [size] * count,
                          settings=AioSettings(intra_op_parallelism=threads))
     buffers = [page_aligned_bytes(size, pinned=False) for _ in range(4)]
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--file-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with SwapDir(args.folder, "bench", 0, flag="--folder") as folder:
+    with SwapDrive(args.folder, flag="--folder") as folder:
         for megabytes in args.tile_mb:
             for threads in args.threads:
                 compare(folder, megabytes << 20, args.file_mb // megabytes, threads, args.rounds)

@@ -83,7 +83,6 @@ PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", 
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
 BEFORE_FAILURE = CallbackList()  # called before this process exits with an error of its own
 before_failure = BEFORE_FAILURE.register
-_BEFORE_EXIT: list[Callable[[], None]] = []
 
 
 class ExplainedMemoryError(MemoryError):
@@ -165,12 +164,6 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
     if has_other_ranks():
         exit_now(code)
     raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
-
-
-def before_exit(callback: Callable[[], None]) -> None:
-    """Register a function for `exit_now`, which skips atexit callbacks and destructors."""
-    if callback not in _BEFORE_EXIT:
-        _BEFORE_EXIT.append(callback)
 
 
 def _run_main(main: Callable[[], int | None]) -> int:
@@ -279,9 +272,6 @@ def has_other_ranks() -> bool:
 
 def exit_now(code: int) -> NoReturn:
     """Exit this rank without destructors and atexit callbacks. `main` has closed its resources before."""
-    while _BEFORE_EXIT:
-        with suppress(Exception):  # the error cannot be reported any more
-            _BEFORE_EXIT.pop()()
     logging.shutdown()
     flush_streams()
     if _CLAIMED_SOCKETS:  # keep the socket name bound while other ranks fail
