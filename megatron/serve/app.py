@@ -1,5 +1,8 @@
-"""The HTTP server: routes, connection handling on an asyncio thread, and its start and end beside the model's
-thread."""
+"""The HTTP application: its routes, and how an answer goes from the model's thread to a client.
+
+A request passes four types: Starlette's `Request`, the API's `OpenAICompletion` or `MegatronGeneration`, a
+`PendingRequest` of the queue, and the generator's `Request` for each sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ import json
 import re
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 
 from megatron.inference.decoder import Decoder
 from megatron.inference.detokenizer import SequenceDetokenizer
@@ -26,276 +32,227 @@ from megatron.inference.load import LoadedModel
 from megatron.serve import megatron_api, openai_api
 from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
 from megatron.serve.api_request import ApiRequest, ServedModel, parse_json_object
-from megatron.serve.http_connection import HttpConnection, RequestHead
+from megatron.serve.http_server import HttpServer
 from megatron.serve.scheduler import (STOPPING_MESSAGE, FrontendFailed, GenerationScheduler, Inbox, LogprobScorer,
                                       PendingRequest, RequestQueue, SequenceLogprobs, ServerMetrics, StepExecutor,
                                       TokenEvent, run_worker)
 from mpu.groups import Groups
 
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Connection": "close"}
+PATHS_WITHOUT_KEY = ("/", "/health")
+JSON_TYPE = "application/json"
+
+
+def json_response(value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = ()) -> Response:
+    return Response(json.dumps(value, allow_nan=False) + "\n", status, {**COMMON_HEADERS, **dict(headers)}, JSON_TYPE)
+
+
+def error_body(path: str, error: HttpError) -> dict[str, Any]:
+    """In the format of the API that was called."""
+    if path == "/api":
+        return {"message": error.message}
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def playground_response() -> Response:
+    """The page to try the model; its policy allows its own script and style alone."""
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+
+    def allowed(tag: str) -> str:
+        match = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert match is not None
+        return f"'sha256-{base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()}'"
+
+    policy = (f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; connect-src 'self'; "
+              "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'")
+    return Response(text, 200, {**COMMON_HEADERS, "Content-Security-Policy": policy, "Referrer-Policy": "no-referrer",
+                                "X-Frame-Options": "DENY", "Cross-Origin-Opener-Policy": "same-origin",
+                                "Cross-Origin-Resource-Policy": "same-origin"}, "text/html")
+
 
 @final
-class PlaygroundPage:
-    def __init__(self) -> None:
-        self.body = Path(__file__).with_name("page.html").read_bytes()
-        text = self.body.decode()
-        policy = (f"default-src 'none'; script-src {_csp_hash(text, 'script')}; style-src {_csp_hash(text, 'style')}; "
-                  "connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'")
-        self.headers = (("Content-Security-Policy", policy), ("Referrer-Policy", "no-referrer"),
-                        ("X-Frame-Options", "DENY"), ("Cross-Origin-Opener-Policy", "same-origin"),
-                        ("Cross-Origin-Resource-Policy", "same-origin"))
+class ServeApp:
+    """The routes. All methods run on the server's thread."""
 
-
-def _csp_hash(text: str, tag: str) -> str:
-    """Allows the content of the tag and no other script or style."""
-    match = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    assert match is not None
-    return f"'sha256-{base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()}'"
-
-
-READ_METHODS = ("GET", "HEAD")
-
-
-@dataclass(frozen=True)
-class Route:
-    methods: tuple[str, ...]
-    handler: Callable[[HttpConnection], Awaitable[None]]
-    needs_no_key: bool = False
-
-
-@final
-class RequestRouter:
     def __init__(self, model: ServedModel, queue: RequestQueue, auth: AuthPolicy, metrics: ServerMetrics,
-                 limits: ServerLimits) -> None:
-        self._served_model, self._queue, self._auth, self._metrics, self._limits = model, queue, auth, metrics, limits
-        self._page = PlaygroundPage()
+                 limits: ServerLimits, log: Callable[[str], None]) -> None:
+        self._model, self._queue, self._auth = model, queue, auth
+        self._metrics, self._limits, self._log = metrics, limits, log
+        self._page = playground_response()
+        # parses requests and formats responses: (de)tokenizing long texts takes a while
         self._pool = ThreadPoolExecutor(1, "requests")
-        """Parses requests and formats responses: (de)tokenizing long texts takes a while."""
-        self._routes = {
-            "/": Route(READ_METHODS, self._show_page, needs_no_key=True),
-            "/health": Route(READ_METHODS, self._show_health, needs_no_key=True),
-            "/metrics": Route(READ_METHODS, self._show_metrics),
-            "/v1/models": Route(READ_METHODS, self._list_models),
-            f"/v1/models/{model.name}": Route(READ_METHODS, self._show_model),
-            "/v1/completions": Route(("POST",), self._complete),
-            "/api": Route(("PUT", "POST"), self._generate)}
+        routes = [Route("/", self._show_page), Route("/health", self._show_health),
+                  Route("/metrics", self._show_metrics), Route("/v1/models", self._list_models),
+                  Route("/v1/models/{name}", self._show_model),
+                  Route("/v1/completions", self._complete, methods=["POST"]),
+                  Route("/api", self._generate, methods=["PUT", "POST"])]
+        self._paths = {route.path for route in routes} | {f"/v1/models/{model.name}"}
+        self._router = Router(routes, redirect_slashes=False)
 
-    def route_name(self, head: RequestHead) -> str:
-        """The label of a request in the metrics."""
-        return head.path if head.path in self._routes else "other"
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Admit a request, answer it, and log it. A failed request does not affect other clients."""
+        began, status, path = time.monotonic(), 0, scope["path"]
+        scope.update({"app": self, "tokens": (0, 0)})  # with "app" the router raises its errors
 
-    async def handle(self, connection: HttpConnection) -> bool:
-        """False: the client closed without a request."""
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        error: HttpError | None = None
         try:
-            async with asyncio.timeout(self._limits.request_seconds):
-                head = await connection.read_head()
-                if head is None:
-                    return False
-                route = self._find_route(head)
-            await route.handler(connection)
-        except TimeoutError:
-            await self.send_error(connection, HttpError(408, "the request did not arrive in time"))
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            self._auth.check_host(headers.get("host"))
+            if path not in PATHS_WITHOUT_KEY:
+                self._auth.check_key(headers.get("authorization"))
+            await self._router(scope, receive, send_and_note)
         except HttpError as refusal:
-            await self.send_error(connection, refusal)
-        return True
+            error = refusal
+        except HTTPException as refusal:  # of Starlette's router
+            error = HttpError(refusal.status_code, "there is nothing here; docs/serve.md has the list"
+                              if refusal.status_code == 404 else f"expected {(refusal.headers or {}).get('Allow')}",
+                              headers=tuple((refusal.headers or {}).items()))
+        except (ClientDisconnect, ConnectionError, asyncio.CancelledError):
+            pass  # the client has left
+        except Exception as problem:
+            self._log(f"internal error: {problem!r}")
+            error = HttpError(500, "internal error")
+        if error is not None and not status:
+            await json_response(error_body(path, error), error.status, error.headers)(scope, receive, send_and_note)
+        if status:
+            self._log_request(scope, status, time.monotonic() - began)
 
-    async def send_error(self, connection: HttpConnection, error: HttpError) -> None:
-        """In the format of the API that was called."""
-        body: dict[str, Any] = {"message": error.message}
-        if connection.head.path != "/api":
-            kind = "server_error" if error.status >= 500 else "invalid_request_error"
-            body = {"error": {**body, "type": kind, "param": error.param, "code": error.code}}
-        if connection.status:
-            await connection.send_event(json.dumps(body))
-            await connection.end_event_stream()
-        else:
-            await connection.reply_json(body, error.status, error.headers)
+    def _log_request(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
+        path = scope["path"]
+        self._metrics.count_request(path if path in self._paths else "other", status, seconds)
+        client = scope["client"][0] if scope.get("client") else "-"
+        target = scope["raw_path"].decode("latin-1") + ("?" if scope["query_string"] else "") + \
+            scope["query_string"].decode("latin-1")
+        self._log(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {client} {scope['method']} {target[:200]} {status} "
+                  f"{scope['tokens'][0]}+{scope['tokens'][1]} tokens {seconds:.3f} s")
 
-    def _find_route(self, head: RequestHead) -> Route:
-        self._auth.check_host(head.headers.get("host"))
-        route = self._routes.get(head.path)
-        if route is None or not route.needs_no_key:
-            self._auth.check_key(head.headers.get("authorization"))
-        if route is None:
-            raise HttpError(404, "there is nothing here; docs/serve.md has the list")
-        if head.method not in route.methods:
-            raise HttpError(405, f"expected {' or '.join(route.methods)}",
-                            headers=(("Allow", ", ".join(route.methods)),))
-        return route
+    async def _show_page(self, request: Request) -> Response:
+        return self._page
 
-    async def _show_page(self, connection: HttpConnection) -> None:
-        await connection.reply(200, self._page.body, "text/html; charset=utf-8", self._page.headers)
-
-    async def _show_health(self, connection: HttpConnection) -> None:
+    async def _show_health(self, request: Request) -> Response:
         if self._queue.is_closed:
             raise HttpError(503, STOPPING_MESSAGE, code="stopping")
-        await connection.reply_json({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    async def _show_metrics(self, connection: HttpConnection) -> None:
-        text = self._metrics.format_prometheus()
-        await connection.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.format_prometheus(), 200,
+                        {**COMMON_HEADERS, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _list_models(self, connection: HttpConnection) -> None:
-        await connection.reply_json({"object": "list", "data": [self._model_info()]})
+    async def _list_models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model_info()]})
 
-    async def _show_model(self, connection: HttpConnection) -> None:
-        await connection.reply_json(self._model_info())
+    async def _show_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._model.name:
+            raise HTTPException(404)
+        return json_response(self._model_info())
 
     def _model_info(self) -> dict[str, Any]:
-        subject = self._served_model
-        return {"id": subject.name, "object": "model", "created": subject.created, "owned_by": "local",
-                "max_model_len": subject.positions}
+        model = self._model
+        return {"id": model.name, "object": "model", "created": model.created, "owned_by": "local",
+                "max_model_len": model.positions}
 
-    async def _complete(self, connection: HttpConnection) -> None:
+    async def _complete(self, request: Request) -> Response:
         identity = f"cmpl-{secrets.token_hex(12)}"
-        await self._generate_and_reply(
-            connection, lambda body: openai_api.parse_completion(parse_json_object(body), self._served_model, identity))
+        return await self._start_generation(
+            request, lambda body: openai_api.parse_completion(parse_json_object(body), self._model, identity))
 
-    async def _generate(self, connection: HttpConnection) -> None:
-        await self._generate_and_reply(
-            connection, lambda body: megatron_api.parse_generation(parse_json_object(body), self._served_model))
+    async def _generate(self, request: Request) -> Response:
+        return await self._start_generation(
+            request, lambda body: megatron_api.parse_generation(parse_json_object(body), self._model))
 
-    async def _generate_and_reply(self, connection: HttpConnection, read: Callable[[bytes], ApiRequest]) -> None:
-        async with asyncio.timeout(self._limits.request_seconds):
-            body = await connection.read_json()
-        job = await asyncio.get_running_loop().run_in_executor(self._pool, read, body)
-        ticket = self._queue.submit(job.generation.requests(), job.generation.top_logprobs)
-        connection.prompt_tokens = job.generation.num_prompt_tokens
-        watch = asyncio.create_task(self._cancel_on_disconnect(connection, ticket))
+    async def _start_generation(self, request: Request, parse: Callable[[bytes], ApiRequest]) -> Response:
         try:
-            await (self._reply_stream if job.is_streaming else self._reply_whole)(connection, job, ticket)
+            async with asyncio.timeout(self._limits.request_seconds):
+                body = await self._read_json_body(request)
+        except TimeoutError:
+            raise HttpError(408, "the request did not arrive in time") from None
+        asked = await asyncio.get_running_loop().run_in_executor(self._pool, parse, body)
+        pending = self._queue.submit(asked.generation.requests(), asked.generation.top_logprobs)
+        return GenerationResponse(asked, pending, self._queue, self._pool)
+
+    async def _read_json_body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON_TYPE:
+            raise HttpError(415, f"expected JSON, announced with the header Content-Type: {JSON_TYPE}")
+        if "content-encoding" in request.headers:
+            raise HttpError(415, "expected a body without Content-Encoding")
+        too_large = HttpError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
+        if int(request.headers.get("content-length", 0)) > self._limits.max_body_bytes:
+            raise too_large
+        found = bytearray()
+        async for part in request.stream():
+            found += part
+            if len(found) > self._limits.max_body_bytes:
+                raise too_large
+        return bytes(found)
+
+
+class GenerationResponse(Response):
+    """The answer to a generation request, whole or as server-sent events; ends it if the client leaves."""
+
+    def __init__(self, asked: ApiRequest, pending: PendingRequest, queue: RequestQueue,
+                 pool: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self._asked, self._pending, self._queue, self._pool = asked, pending, queue, pool
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        pending = self._pending
+        watch = asyncio.create_task(self._cancel_on_disconnect(receive))
+        try:
+            if self._asked.is_streaming:
+                await self._send_stream(scope, send)
+            else:
+                await self._send_whole(scope, receive, send)
         finally:
             watch.cancel()
-            await asyncio.wait([watch])
-            connection.generated_tokens = ticket.num_generated
-            if not ticket.is_done:
-                self._queue.cancel(ticket)
+            scope["tokens"] = (self._asked.generation.num_prompt_tokens, pending.num_generated)
+            if not pending.is_done:
+                self._queue.cancel(pending)
 
-    async def _cancel_on_disconnect(self, connection: HttpConnection, pending: PendingRequest) -> None:
-        await connection.wait_for_disconnect()
-        self._queue.cancel(pending)
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.cancel(self._pending)
 
-    async def _reply_whole(self, connection: HttpConnection, request: ApiRequest, pending: PendingRequest) -> None:
-        while not pending.is_done:
-            await pending.wait_for_change()
-        await connection.reply_json(await asyncio.get_running_loop().run_in_executor(
-            self._pool, request.full_response, pending.sequences, pending.logprobs))
+    async def _send_whole(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        while not self._pending.is_done:
+            await self._pending.wait_for_change()
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._asked.full_response, self._pending.sequences, self._pending.logprobs)
+        await json_response(found)(scope, receive, send)
 
-    @staticmethod
-    async def _reply_stream(connection: HttpConnection, request: ApiRequest, pending: PendingRequest) -> None:
+    async def _send_stream(self, scope: Mapping[str, Any], send: Send) -> None:
         """Tokens that arrive while a chunk is sent go into the next one."""
-        await connection.start_event_stream()
-        while True:
-            await pending.wait_for_change()
-            is_done = pending.is_done
-            for part in request.new_chunks(pending.sequences):
-                await connection.send_event(json.dumps(part))
-            if is_done:
-                break
-        for part in request.final_chunks(pending.sequences):
-            await connection.send_event(json.dumps(part))
-        await connection.send_event("[DONE]")
-        await connection.end_event_stream()
+        headers = {**COMMON_HEADERS, "Content-Type": "text/event-stream"}
+        await send({"type": "http.response.start", "status": 200,
+                    "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()]})
 
+        async def send_event(text: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
-@final
-class HttpServer:
-    """The public methods are called by the model's thread."""
-
-    def __init__(self, listener: socket.socket, router: RequestRouter, queue: RequestQueue, inbox: Inbox,
-                 metrics: ServerMetrics, limits: ServerLimits, log: Callable[[str], None]) -> None:
-        self._listener, self._router, self._queue, self._inbox = listener, router, queue, inbox
-        self._metrics, self._limits, self._log = metrics, limits, log
-        self._loop = asyncio.new_event_loop()
-        self._finish_event = asyncio.Event()
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run_loop, name="clients", daemon=True)
-
-    def start(self) -> None:
-        self._listener.listen(128)
-        self._thread.start()
-
-    def publish(self, events: list[TokenEvent | SequenceLogprobs]) -> None:
-        self._call_soon(self._queue.handle_events, events)
-
-    def close(self) -> None:
-        """Refuses new connections and requests."""
-        self._call_soon(self._close)
-
-    def fail(self, error: HttpError) -> None:
-        """Answers all open requests with `error`."""
-        self._call_soon(self._close)
-        self._call_soon(self._queue.fail, error)
-
-    def finish(self, seconds: float) -> None:
-        """Waits up to `seconds` until the open connections have been served."""
-        self._call_soon(self._close)
-        self._call_soon(self._finish_event.set)
-        self._thread.join(seconds)
-
-    def _call_soon(self, action: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(action, *arguments)
-
-    def _run_loop(self) -> None:
+        is_done = False
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._accept_until_finished())
-        except BaseException as error:
-            self._inbox.put(FrontendFailed(error))
-
-    async def _accept_until_finished(self) -> None:
-        self._loop.set_exception_handler(lambda loop, about: self._log(f"clients: {about.get('message')}: "
-                                                                       f"{about.get('exception')!r}"))
-        self._server = await asyncio.start_server(self._handle_connection, sock=self._listener,
-                                                  limit=self._limits.max_header_bytes)
-        await self._finish_event.wait()
-        while others := self._tasks - {asyncio.current_task()}:
-            await asyncio.wait(others)
-
-    def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._queue.close()
-
-    async def _handle_connection(self, stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._metrics.connections = len(self._tasks)
-        began, exchange = time.monotonic(), HttpConnection(stream, writer, self._limits)
-        try:
-            await self._handle_request(exchange)
-            if exchange.status:
-                self._log_request(exchange, time.monotonic() - began)
-            await exchange.close(short_linger=len(self._tasks) > self._limits.max_connections)
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
-            self._metrics.connections = len(self._tasks)
-
-    async def _handle_request(self, connection: HttpConnection) -> None:
-        """Answers with an error instead of raising: a failed request does not affect other clients."""
-        with suppress(ConnectionError):
-            try:
-                if len(self._tasks) > self._limits.max_connections:
-                    raise HttpError(503, "too many connections", headers=(("Retry-After", "1"),))
-                await self._router.handle(connection)
-            except HttpError as refusal:
-                await self._router.send_error(connection, refusal)
-            except (ConnectionError, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                self._log(f"internal error: {error!r}")
-                await self._router.send_error(connection, HttpError(500, "internal error"))
-
-    def _log_request(self, connection: HttpConnection, seconds: float) -> None:
-        head = connection.head
-        self._metrics.count_request(self._router.route_name(head), connection.status, seconds)
-        when = time.strftime("%Y-%m-%dT%H:%M:%S")
-        tokens = f"{connection.prompt_tokens}+{connection.generated_tokens}"
-        self._log(f"{when} {connection.client} {head.method} {head.target[:200]} {connection.status} {tokens} tokens "
-                  f"{seconds:.3f} s")
+            while not is_done:
+                await self._pending.wait_for_change()
+                is_done = self._pending.is_done
+                for part in self._asked.new_chunks(self._pending.sequences):
+                    await send_event(json.dumps(part))
+        except HttpError as error:  # the last event then, without [DONE]
+            await send_event(json.dumps(error_body(scope["path"], error)), more=False)
+            return
+        for part in self._asked.final_chunks(self._pending.sequences):
+            await send_event(json.dumps(part))
+        await send_event("[DONE]", more=False)
 
 
 DRAIN_SECONDS = 5.0
@@ -319,22 +276,33 @@ def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, lis
                on_ready: Callable[[], None], stop_requested: Callable[[], bool]) -> None:
     """Runs rank 0 until `stop_requested`. `on_ready` is called once the server listens."""
     executor, inbox, metrics = build_executor(loaded, rows), Inbox(), ServerMetrics()
-    request_queue = RequestQueue(inbox, rows, limits.max_waiting, metrics)
+    queue = RequestQueue(inbox, rows, limits.max_waiting, metrics)
     shape, tokenizer = loaded.model.config, loaded.tokenizer
     eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
     model = ServedModel(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
-    router = RequestRouter(model, request_queue, AuthPolicy(host, key, allowed_hosts), metrics, limits)
-    server = HttpServer(listener, router, request_queue, inbox, metrics, limits, log)
-    scheduler = GenerationScheduler(executor, groups.world, inbox, server.publish)
+    app = ServeApp(model, queue, AuthPolicy(host, key, allowed_hosts), metrics, limits, log)
+    server = HttpServer(app, listener, limits, lambda error: inbox.put(FrontendFailed(error)))
+    metrics.count_connections = lambda: server.num_connections
+
+    def publish(events: list[TokenEvent | SequenceLogprobs]) -> None:
+        server.call(queue.handle_events, events)
+
+    def close() -> None:
+        server.close()
+        server.call(queue.close)
+
+    scheduler = GenerationScheduler(executor, groups.world, inbox, publish)
     timeout_error = HttpError(503, f"{STOPPING_MESSAGE}, and this was not done in time", code="stopping")
     server.start()
     try:
         on_ready()
-        if not scheduler.run(stop_requested, server.close, limits.grace):
-            server.fail(timeout_error)
+        if not scheduler.run(stop_requested, close, limits.grace):
+            server.call(queue.fail, timeout_error)
     except BaseException as error:
         has_failed = isinstance(error, Exception)
-        server.fail(HttpError(500, "the model has failed, and the server ends") if has_failed else timeout_error)
-        server.finish(FAILURE_DRAIN_SECONDS)
+        server.call(queue.fail, HttpError(500, "the model has failed, and the server ends") if has_failed
+                    else timeout_error)
+        with suppress(KeyboardInterrupt):
+            server.finish(FAILURE_DRAIN_SECONDS)
         raise
     server.finish(DRAIN_SECONDS)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 from data.storage import escape_to_one_line
@@ -50,6 +51,8 @@ def build_parser() -> ModelArgumentParser:
 
 
 def check_args(args: argparse.Namespace) -> None:
+    require(all(map(find_spec, ("starlette", "uvicorn"))),
+            f"{MODULE} needs Starlette and uvicorn: pip install starlette uvicorn (the extra [serve])")
     require(0 <= args.port < 65536, f"--port is {args.port}: expected 0 to 65535")
     require(args.batch_size >= 1, f"--batch-size is {args.batch_size}: expected 1 or more")
     name = args.model_name

@@ -35,7 +35,7 @@ class ServerMetrics:
         self._seconds = 0.0
         self.prompt_tokens = self.generated_tokens = 0
         self.texts_running = self.texts_waiting = self.texts_dropped = 0
-        self.connections = 0
+        self.count_connections: Callable[[], int] = lambda: 0
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """`route` is one of ours or "other", so that clients cannot create labels."""
@@ -53,7 +53,7 @@ class ServerMetrics:
                 ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
                 ("texts_running", "gauge", self.texts_running, "Texts that have a row of the model."),
                 ("texts_waiting", "gauge", self.texts_waiting, "Texts that wait for a row."),
-                ("connections", "gauge", self.connections, "Open connections."),
+                ("connections", "gauge", self.count_connections(), "Open connections."),
                 ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
             lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
         return "\n".join(lines) + "\n"

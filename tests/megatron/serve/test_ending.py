@@ -112,6 +112,11 @@ def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None
         assert server.said().splitlines()[-1] == "error: interrupted"
 
 
+def test_without_its_libraries_it_says_what_to_install() -> None:
+    with patch.object(cli, "find_spec", lambda name: None), pytest.raises(ConfigError, match="pip install starlette"):
+        main(["--load", "a"])
+
+
 def test_a_port_that_is_taken_is_one_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
