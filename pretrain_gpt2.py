@@ -115,7 +115,6 @@ def _run(stop: StopListener) -> int:
                 log.print_line(f" sample: {printable(generate_sample(engine, tokenizer, config))}")
         if stop.signal != SIGHUP:  # the terminal was closed
             log.check_console(f"saved step {state.iteration} in {config.save.save}")
-    engine.core.engine_storage.close()  # before the process group ends, which a rank may not survive: remove swap files
     process_group.shutdown()
     return 0
 

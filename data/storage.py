@@ -1,25 +1,24 @@
 """Durable files: staged writes with fsync and rename, checksums, file locks, and the error classes of `data`.
 
 A *staged* file is written under a hidden temporary name and renamed when every byte is on disk, so a killed process
-leaves the old file or none. Locks are flock: they end with their process. `wait_for_lock` waits for the holder,
-`hold_writer_lock` refuses a second writer.
+leaves the old file or none. `wait_for_lock` waits for the holder of a lock, `hold_writer_lock` refuses a second writer.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any, Literal, overload
+
+from data.file_lock import LockFile, LockResult, lock_when_free, unlock_on_exit
 
 try:
     from isal.isal_zlib import crc32 as crc32  # same CRC-32 as zlib's, several times faster
@@ -262,20 +261,8 @@ def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
         file = open(path, "ab")
     with file, unlock_on_exit(file):
         with write_errors_for(path):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_when_free(file)
         yield
-
-
-@contextmanager
-def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
-    """Unlock at the end of the block, even if a forked child still has the descriptor; the child does not unlock."""
-    owner = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() == owner:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -292,17 +279,19 @@ def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[s
 
 @contextmanager
 def _hold_lock_file(path: str, name: str) -> Iterator[bool]:
-    lock = Path(path).with_name(f".{Path(path).name}.writing")
     with write_errors_for(name):
-        file, is_locked = _acquire_lock_file(lock, name)
-    owner = os.getpid()
-    with file, unlock_on_exit(file):
+        lock = LockFile(Path(path).with_name(f".{Path(path).name}.writing"))
+    with lock.file, unlock_on_exit(lock.file):
+        if lock.result is LockResult.HELD_BY_OTHER:
+            raise StorageFault(f"{name}: {lock.holder} is writing under this name now; wait for its end, or choose "
+                               "another name")
+        owner = os.getpid()
         try:
-            yield is_locked
+            yield lock.result is LockResult.ACQUIRED
         finally:
-            with suppress(OSError):
-                if is_locked and os.getpid() == owner:  # not in a forked child
-                    os.unlink(lock)  # while still locked: a process that opened the file meanwhile detects the deletion
+            if os.getpid() == owner:  # not in a forked child
+                with suppress(OSError):
+                    os.unlink(lock.path)  # while still locked: a process that opened it meanwhile sees that it is gone
 
 
 def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> None:
@@ -313,32 +302,3 @@ def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> No
     if found:
         print(f"{name}: removed what a process that ended early had left{reason} "
               f"({sum(size for _, size in found) / 1e6:.1f} MB)", file=sys.stderr, flush=True)
-
-
-def _acquire_lock_file(lock: Path, name: str) -> tuple[IO[str], bool]:
-    """(lock file, whether it is locked)."""
-    def open_without_following(path: str, flags: int) -> int:
-        """The file is truncated, which must not hit the target of a symbolic link."""
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-    while True:
-        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=open_without_following)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            with file:
-                file.seek(0)
-                holder = " ".join(file.read(200).split()) or "another process"
-            raise StorageFault(f"{name}: {holder} is writing under this name now; wait for its end, or choose another "
-                               "name") from error
-        except OSError:  # the file system has no locks
-            with suppress(OSError):
-                os.unlink(lock)
-            return file, False
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(lock), os.fstat(file.fileno())):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                file.flush()
-                return file, True
-        file.close()  # a previous holder has just deleted it

@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in], [out, in], [out] -> [..., out].
 
     With few rows, as in decoding, the product is bound by reading the weight, and torch's two orders differ in speed by
-    up to 2x on a CPU: W x^T is faster in bf16, and in fp32 from some rows on (scripts/bench/few_rows.py). Everything
+    up to 2x on a CPU: W x^T is faster in bf16, and in fp32 from some rows on (benchmarks/few_rows.py). Everything
     else, and weights with their own product (__torch_function__), uses F.linear."""
     rows = x.numel() // x.shape[-1]
     if torch.is_grad_enabled() or rows not in WEIGHT_FIRST_ROWS.get(x.dtype, ()) or on_accelerator(x) \

@@ -44,7 +44,7 @@ check() {  # NAME COMMAND...: run it while there is time, remember how it ended 
     rm -f -- "$log"
 }
 report() {  # CHECK MODEL CONTENDER OPTIONS...
-    check "$2 $3 $1" "$PYTHON" scripts/bench/gpu_report.py "$1" --model "$2" --contender "$3" --results "$RESULTS" \
+    check "$2 $3 $1" "$PYTHON" benchmarks/gpu_report.py "$1" --model "$2" --contender "$3" --results "$RESULTS" \
         "${DRY[@]}" "${@:4}"
 }
 
@@ -67,7 +67,7 @@ report speed 124M plain
 report speed 350M ours --kernels
 report speed 350M plain
 for batch in 1 8; do
-    check "124M decode x $batch" "$PYTHON" scripts/bench/decode.py --batch $batch --contenders ours,transformers,compiled \
+    check "124M decode x $batch" "$PYTHON" benchmarks/decode.py --batch $batch --contenders ours,transformers,compiled \
         --results "$RESULTS" "${DECODE[@]}"
 done
 for model in 774M 1.5B; do

@@ -64,6 +64,11 @@ def sources() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_bytes(), str(path)) for path in [*files, ROOT / "pretrain_gpt2.py"]}
 
 
+def source_text(module: str) -> str:
+    path = ROOT / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -239,3 +244,11 @@ def test_flags_are_checked_before_torch_is_imported():
     program = f"import sys, {early}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("pattern, module", [
+    (r"fcntl\.flock\(", "data.file_lock"),
+])
+def test_one_module_does_this(pattern, module):
+    """One of each: a second implementation would have rules of its own."""
+    assert [name for name in sources() if re.search(pattern, source_text(name))] == [module]

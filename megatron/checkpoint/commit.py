@@ -14,18 +14,17 @@ after it the new one. Nothing is deleted in place. Several saves into one root c
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
+from data.file_lock import LockFile, LockResult, lock_when_free, try_lock, unlock_on_exit
+from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
 from megatron.checkpoint.deletion import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
                                           delete_folder, discard_folder)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, manifest_checksum,
@@ -44,13 +43,8 @@ LOCK_SECONDS = 300.0
 def is_abandoned(folder: Path) -> bool:
     """Whether the folder exists and no process holds its lock."""
     with _open_folder(folder) as descriptor:
-        try:
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if descriptor is not None and try_lock(descriptor) is LockResult.HELD_BY_OTHER:
             return False
-        except OSError:
-            pass
         return os.path.lexists(folder)
 
 
@@ -59,17 +53,11 @@ def exclusive_access(root: Path) -> Iterator[None]:
     """Lock the save root against other commits and clean-ups; waits up to LOCK_SECONDS, then raises StorageError."""
     end = time.monotonic() + LOCK_SECONDS
     with _open_folder(root) as descriptor:
-        while descriptor is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise StorageError(f"--save {root}: another program has been changing this folder for "
-                                       f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder") from None
-                time.sleep(0.02)
-            except OSError:  # the file system has no locks
-                break
+        while descriptor is not None and try_lock(descriptor) is LockResult.HELD_BY_OTHER:
+            if time.monotonic() > end:
+                raise StorageError(f"--save {root}: another program has been changing this folder for "
+                                   f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder")
+            time.sleep(0.02)
         yield
 
 
@@ -172,21 +160,11 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
 def lock_save_root(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
     path = Path(root) / LOCK_FILE
-    # O_NOFOLLOW: the file is truncated below, which must not hit the target of a symbolic link
     with explain_disk_errors(path, 0):
-        file = open(path, "a+", encoding="utf-8", errors="replace",
-                    opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    with file, unlock_on_exit(file):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = " ".join(file.read(200).split()) or "another process"
-            raise ConfigError(f"--save {root}: locked by {holder}; stop it or choose another folder") from error
-        with explain_disk_errors(path, 0):
-            file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+        lock = LockFile(path)
+    with lock.file, unlock_on_exit(lock.file):
+        if lock.result is LockResult.HELD_BY_OTHER:
+            raise ConfigError(f"--save {root}: locked by {lock.holder}; stop it or choose another folder")
         yield
 
 
@@ -229,9 +207,9 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
                 staging.mkdir()
                 # Locked, so that `is_abandoned` is False in other processes.
                 descriptor = until_saved.enter_context(_open_folder(staging))
-                with suppress(OSError):
-                    if descriptor is not None:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if descriptor is not None:
+                    with suppress(OSError):  # the file system has no locks
+                        lock_when_free(descriptor)
         yield staging
 
 

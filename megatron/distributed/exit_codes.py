@@ -67,7 +67,6 @@ def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> boo
 # Bug or out of memory, under our launcher, which turns it into 5. From a rank itself, 5 means a victim: a lost peer.
 EXIT_OWN_FAILURE_OF_RANK = 1
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # the shell's code for a program that writes to a closed pipe (`| head`)
-STORE_VARIABLE = "MEGATRON_STORE_FILE"  # path of the FileStore for the rendezvous of one node's ranks
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})  # flags that print a text in place of running a job
 DEBUG_VARIABLE = "MEGATRON_DEBUG"  # "1" has the effect of --debug, for users' scripts, which have no such flag
 # Read when torch is imported. Its warnings about a lost peer print one C++ stack per connection beside our error line.
@@ -84,7 +83,6 @@ PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", 
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
 BEFORE_FAILURE = CallbackList()  # called before this process exits with an error of its own
 before_failure = BEFORE_FAILURE.register
-_BEFORE_EXIT: list[Callable[[], None]] = []
 
 
 class ExplainedMemoryError(MemoryError):
@@ -130,7 +128,7 @@ def _report_failure(error: BaseException, failure: ExitReason, debug: bool) -> i
     if debug and not failure.is_peer_loss:  # this rank's traceback does not explain a lost peer
         traceback.print_exception(error, file=sys.__stderr__)  # sys.stderr itself would go through torch's hook
     write_error(failure.text)
-    if not (failure.is_peer_loss or is_store_write_error(error)):  # a victim's peers learn the cause from the culprit
+    if not failure.is_peer_loss:  # a victim's peers learn the cause from the culprit
         BEFORE_FAILURE.run()
     return failure.code
 
@@ -166,12 +164,6 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
     if has_other_ranks():
         exit_now(code)
     raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
-
-
-def before_exit(callback: Callable[[], None]) -> None:
-    """Register a function for `exit_now`, which skips atexit callbacks and destructors."""
-    if callback not in _BEFORE_EXIT:
-        _BEFORE_EXIT.append(callback)
 
 
 def _run_main(main: Callable[[], int | None]) -> int:
@@ -228,10 +220,6 @@ def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ
             isinstance(error, RuntimeError) and message.startswith(LIMIT_TEXTS):
         return ExitReason(own_failure, f"{rank} reached a limit of the system on open files, threads or processes "
                           f"({message.splitlines()[0]}); raise it (ulimit -n, ulimit -u)")
-    if is_store_write_error(error, environ):
-        return ExitReason(EXIT_STORAGE, f"{rank} cannot write {environ[STORE_VARIABLE]}, where the ranks of this node "
-                          f"meet: {message.splitlines()[0]}; free space there or name another folder in "
-                          "TMPDIR, then start the same command to resume")
     if is_peer_loss(error):
         # The rest of gloo's message is general advice.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
@@ -253,12 +241,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if MEMORY_CLASSES & names or isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
-
-
-def is_store_write_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a write to our launcher's store file failed (disk full): later requests of the store then hang."""
-    return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
-            and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -290,9 +272,6 @@ def has_other_ranks() -> bool:
 
 def exit_now(code: int) -> NoReturn:
     """Exit this rank without destructors and atexit callbacks. `main` has closed its resources before."""
-    while _BEFORE_EXIT:
-        with suppress(Exception):  # the error cannot be reported any more
-            _BEFORE_EXIT.pop()()
     logging.shutdown()
     flush_streams()
     if _CLAIMED_SOCKETS:  # keep the socket name bound while other ranks fail

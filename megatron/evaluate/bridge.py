@@ -9,16 +9,27 @@ the work below it (scoring.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
 
-from megatron.evaluate.eval_context import EvalContext, GenerateUntilRequest, TextCompleter
+from megatron.config.tree import require
+from megatron.evaluate.context import EvalContext
 from megatron.evaluate.scoring import continuation_request
-from megatron.evaluate.task import document_requests
+from megatron.evaluate.tasks import document_requests
+from megatron.inference.decoder import Decoder
+from megatron.inference.detokenizer import SequenceDetokenizer
+from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
+from megatron.inference.request import Request, Sampling
+from mpu.collectives import all_gather_json
+
+SEED = 1234
+DEFAULT_MAX_NEW_TOKENS = 256
+MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+KNOWN_KWARGS = frozenset({"do_sample", "temperature", "top_k", "top_p", "until", *MAX_TOKENS_KEYS})
 
 
 @final
@@ -28,7 +39,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         self._context, self._tokenizer = context, context.model_info.tokenizer
         self._model = context.load_model()
         self._scorer = context.build_scorer(self._model)
-        self._completer: TextCompleter | None = None  # made when first needed: its KV cache takes memory
+        self._decoder: Decoder | None = None  # made when first needed: its KV cache takes memory
 
     @classmethod
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
@@ -55,18 +66,42 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
                               **kwargs: Any) -> list[tuple[float, bool]]:
         scoring_requests = [continuation_request(context, targets, self.max_length, f"request {number} ({words[1]!r})")
                             for number, (words, context, targets) in enumerate(requests)]
-        return [(score.logprob, score.is_greedy)
-                for score in self._scorer(scoring_requests, self._context.new_progress())]
+        return [(score.logprob, score.is_greedy) for score in self._scorer(scoring_requests)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [self._tokenizer.encode_array(request.args[0]) for request in requests]
         requests_by_text = [document_requests([np.asarray(ids)], self._context.model_info) for ids in texts]
-        scores = iter(self._scorer([request for each in requests_by_text for request in each],
-                                   self._context.new_progress()))
+        scores = iter(self._scorer([request for each in requests_by_text for request in each]))
         return [sum(next(scores).logprob for _ in each) for each in requests_by_text]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        if self._completer is None:
-            context = self._context
-            self._completer = TextCompleter(self._model, self._tokenizer, context.groups, context.batch_size)
-        return self._completer([GenerateUntilRequest.from_kwargs(*request.args) for request in requests])
+        """The texts of all requests, on every rank; data parallel ranks share the work."""
+        dp, tokenizer, detokenizer = self._context.groups.dp, self._tokenizer, SequenceDetokenizer(self._tokenizer)
+        wanted = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
+        self._decoder = self._decoder or Decoder(self._model, self._context.batch_size)
+        generator = Generator(self._decoder, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod,
+                              should_stop=detokenizer.has_stop_string)
+        texts = {str(text.request.number): detokenizer.decode(text)
+                 for text in generator.generate(wanted[dp.rank :: dp.size])}
+        everywhere = {int(number): text for part in all_gather_json(texts, dp) for number, text in part.items()}
+        return [everywhere[number] for number in range(len(wanted))]
+
+    def _generation_request(self, number: int, context: str, kwargs: Mapping[str, Any]) -> Request:
+        """From the `generation_kwargs` of an lm-eval task; greedy unless they give a temperature."""
+        for name in kwargs:
+            require(name in KNOWN_KWARGS,
+                    f"generation_kwargs: {name} is not known here; known: {', '.join(sorted(KNOWN_KWARGS))}")
+        until = kwargs.get("until") or []
+        ends = tuple(end for end in ([until] if isinstance(until, str) else until) if end)
+        most = int(next((kwargs[name] for name in MAX_TOKENS_KEYS if kwargs.get(name) is not None),
+                        DEFAULT_MAX_NEW_TOKENS))
+        temperature = float(kwargs.get("temperature") or 0.0)
+        sampling = Sampling(greedy=True)
+        if kwargs.get("do_sample", True) and temperature > 0:
+            sampling = Sampling(temperature=temperature, top_k=int(kwargs.get("top_k") or 0),
+                                top_p=float(kwargs.get("top_p") or 1.0))
+        room = self.max_length - most  # the end of the context, so that the answer fits
+        require(room > 0, f"{most} new tokens are asked for, and the model has {self.max_length} positions: a task's "
+                "generation_kwargs say how many (max_gen_toks)")
+        prompt = tuple(self._tokenizer.encode(context)[-room:]) or (self._tokenizer.eod,)
+        return Request(number, prompt, most, sampling, f"{SEED}/{number}", ends)

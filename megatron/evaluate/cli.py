@@ -4,13 +4,21 @@ error.
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalModelArgs, EvalRequest, build_model_parser,
-                                         model_args_from_flags)
+                                         model_args_from_flags, task_name)
 from megatron.inference.model_args import ModelArgumentParser
+
+if TYPE_CHECKING:
+    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.tasks import EvalTask
 
 MODULE = "python -m megatron.evaluate"
 
@@ -21,19 +29,14 @@ EXAMPLES = """examples:
 
 docs/evaluate.md says what the protocols are, and where the data comes from."""
 
-TASK_ALIASES = {"wikitext103": "wikitext"}
-"""Megatron-LM's name -> ours."""
-
 
 def build_parser() -> ModelArgumentParser:
     parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
-    add("--task", type=lambda word: TASK_ALIASES.get(word.lower(), word.lower()), choices=tuple(PROTOCOLS),
-        required=True)
+    add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
         "a corpus, or a folder of text")
-    add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron; of hellaswag "
-        "lm-eval)")
+    add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron)")
     add("--strict", "--strict-lambada", action="store_true", help="lambada: the whole last word, not its last token")
     add("--stride", "--overlapping-eval", type=int, metavar="N", help="tokens from one window to the next (32 for "
         "wikitext in the megatron protocol, otherwise no overlap)")
@@ -44,7 +47,7 @@ def build_parser() -> ModelArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[EvalModelArgs, EvalRequest, bool]:
     """The model, the task, and whether to print JSON."""
-    flags = build_parser().parse_args(argv)
+    flags: argparse.Namespace = build_parser().parse_args(argv)
     model = model_args_from_flags(flags)
     request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
                           strict=flags.strict, stride=flags.stride, part=flags.part)
@@ -56,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model_args, request, as_json = parse(sys.argv[1:] if argv is None else argv)
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise
-    from megatron.evaluate.eval_context import EvalContext, prepare_task
-    from megatron.evaluate.eval_report import EvalReport, published_results
+    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.tasks import prepare_task
     from megatron.inference import load
 
     start = time.monotonic()
@@ -68,19 +71,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before the weights are read, because the data may be unusable
     task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
     description = load.describe(context.opened, context.dtype, context.model_info.tokenizer)
-    log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to "
-        f"{context.model_info.max_positions} tokens; {description}")
+    window = context.model_info.max_positions
+    log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to {window} tokens; "
+        f"{description}")
     if task.num_truncated:
-        log(f"warning: {task.num_truncated:,} examples are longer than the window of "
-            f"{context.model_info.max_positions} tokens: their beginning is not read (truncated)")
-    scores = context.build_scorer(context.load_model())(task.requests, context.new_progress())
-    report = EvalReport(request=request, result=task.result(scores), model=context.opened.name, dtype=context.dtype,
-                        tokenizer=context.model_info.tokenizer.facts, ranks=context.groups.world.size,
-                        model_parallel_size=context.groups.tp.size, window=context.model_info.max_positions,
-                        stride=task.stride, truncated=task.num_truncated, seconds=time.monotonic() - start,
-                        published=published_results(context.opened.shape, request.task, request.protocol,
-                                                    request.strict))
+        log(f"warning: {task.num_truncated:,} examples are longer than the window of {window} tokens: their beginning "
+            "is not read (truncated)")
+    metrics = task.metrics(context.build_scorer(context.load_model())(task.requests))
+    values = report_values(request, context, task, metrics, time.monotonic() - start)
     if context.rank == 0:
-        print(report.as_json() if as_json else report.as_text(), flush=True)
+        print(format_json(values) if as_json else format_table(values), flush=True)
     process_group.shutdown()
     return 0
+
+
+def report_values(request: EvalRequest, context: EvalContext, task: EvalTask, metrics: Mapping[str, Any],
+                  seconds: float) -> dict[str, Any]:
+    """Name -> value; the table prints spaces for underscores."""
+    tokenizer = context.model_info.tokenizer.facts
+    found: dict[str, Any] = {
+        "task": request.task, "protocol": request.protocol, "data": request.data, "model": context.opened.name,
+        "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
+                                              "ids": tokenizer.vocab_size},
+        "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size}
+    optional = {"target": request.scored_target, "part": request.part}
+    found |= {name: value for name, value in optional.items() if value is not None}
+    found |= {"window": context.model_info.max_positions, "stride": task.stride}
+    if task.num_truncated is not None:
+        found["truncated"] = task.num_truncated
+    return found | dict(metrics) | {"seconds": round(seconds, 3)}
+
+
+def format_json(values: Mapping[str, Any]) -> str:
+    """Infinite and NaN values become null."""
+    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value
+                       for name, value in values.items()})
+
+
+def format_table(values: Mapping[str, Any]) -> str:
+    tokenizer = "{name} {fingerprint} ({ids} ids)".format(**values["tokenizer"])
+    shown = {**values, "tokenizer": tokenizer, "seconds": f"{values['seconds']:.1f}"}
+    return "\n".join(f"{name.replace('_', ' '):20} {_format_value(value)}".rstrip() for name, value in shown.items())
+
+
+def _format_value(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -21,7 +21,7 @@ from megatron.inference.model_args import ModelArgumentParser, ModelSource, flag
 
 PROTOCOLS: Mapping[str, tuple[str, ...]] = {
     "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
-    "hellaswag": ("lm-eval",), "perplexity": ("megatron", "lm-eval"),
+    "perplexity": ("megatron", "lm-eval"),
 }
 """Task -> its protocols; the first is the default."""
 
@@ -31,6 +31,14 @@ STRIDES: Mapping[tuple[str, str], int | None] = {
 """Default of --stride where windows may overlap; None: the window, so that they do not overlap."""
 
 PARTS = ("train", "valid", "test")
+
+
+def task_name(word: str) -> str:
+    """The task of a --task value; WIKITEXT103 is Megatron-LM's name."""
+    name = word.lower()
+    require(name != "hellaswag", "--task hellaswag is one of lm-eval's: python -m megatron.evaluate.harness --tasks "
+            "hellaswag (docs/evaluate.md)")
+    return "wikitext" if name == "wikitext103" else name
 
 
 @dataclass(frozen=True, kw_only=True)

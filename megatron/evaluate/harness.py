@@ -33,13 +33,6 @@ REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n
                  "lm_eval_version")
 """Keys of lm-eval's results that are printed; the others describe the machine."""
 
-LM_EVAL_ERRORS = (ValueError, LookupError, OSError, ImportError)
-"""Raised by lm-eval and its data sets for a missing task or missing data."""
-
-NETWORK_ERRORS = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout",
-                            "gaierror", "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
-"""Class names of network errors in several libraries."""
-
 
 def build_parser() -> ModelArgumentParser:
     parser = build_model_parser(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
@@ -65,15 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.distributed import process_group
     from megatron.evaluate.bridge import MegatronLM
-    from megatron.evaluate.eval_context import EvalContext
+    from megatron.evaluate.context import EvalContext
 
     context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
     for note in model_args.notes if context.rank == 0 else ():
         print(note, file=sys.stderr, flush=True)
-    with _stdout_to_stderr(context.rank == 0), translate_errors(task_names):
+    with _stdout_to_stderr(context.rank == 0):
         manager, tasks = TaskManager(include_path=flags.include_path), list[Any]()
         for name in task_names:
-            loaded = manager.load([name])
+            try:
+                loaded = manager.load([name])
+            except Exception as error:
+                raise ConfigError(f"--tasks {name}: lm-eval cannot load this ({type(error).__name__}: {error}); "
+                                  "`lm-eval ls tasks` lists its tasks, whose data comes from the network; "
+                                  "--include-path names a folder with your own, whose data may be a file "
+                                  "(docs/evaluate.md)") from error
             tasks += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
     lm = MegatronLM(context)
     with _stdout_to_stderr(context.rank == 0):
@@ -93,26 +92,6 @@ def _stdout_to_stderr(is_enabled: bool) -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr if is_enabled else nowhere), \
             contextlib.redirect_stderr(sys.stderr if is_enabled else nowhere):
         yield
-
-
-@contextlib.contextmanager
-def translate_errors(tasks: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(cause)
-        is_network_error = any(NETWORK_ERRORS & {kind.__name__ for kind in type(one).__mro__} for one in chain)
-        if not (isinstance(error, LM_EVAL_ERRORS) or is_network_error):
-            raise
-        theirs = f"({type(error).__name__}: {error})"
-        problem = (f"lm-eval cannot load this {theirs}; `lm-eval ls tasks` lists its tasks, or give --include-path "
-                   "with your own")
-        if is_network_error:
-            problem = (f"the data of this cannot be fetched; is there a network? {theirs}; without one, give "
-                       "--include-path with a task of your own that names a local file (docs/evaluate.md has one)")
-        raise ConfigError(f"--tasks {','.join(tasks)}: {problem}") from error
 
 
 def _checked_main() -> int:

@@ -9,8 +9,9 @@ argmax, target logit.
 
 from __future__ import annotations
 
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 
 from data.storage import DataError
 from megatron.errors import NumericsError
@@ -117,19 +119,15 @@ def combine_target_stats(stats: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
 CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
 """fp32 logits of a chunk, this rank's columns."""
 
-ProgressCallback = Callable[[int, int], None]
-"""(batches done, all batches) of this rank."""
-
 
 @final
 class Scorer:
-    def __init__(self, model: GPT2, groups: Groups, batch_size: int) -> None:
+    def __init__(self, model: GPT2, groups: Groups, batch_size: int, *, shows_progress: bool = False) -> None:
         self._model, self._groups, self._batch_size = model.eval(), groups, batch_size
-        self._device = model.wpe.weight.device
+        self._device, self._shows_progress = model.wpe.weight.device, shows_progress
 
     @torch.no_grad()
-    def __call__(self, requests: Sequence[ScoringRequest],
-                 progress: ProgressCallback = lambda done, total: None) -> list[TargetScore]:
+    def __call__(self, requests: Sequence[ScoringRequest]) -> list[TargetScore]:
         """The score of each request, on every rank. Collective."""
         digest = len(requests)
         for request in requests:
@@ -145,9 +143,9 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
         mine = [order[at : at + size] for at in range(0, len(order), size)][dp.rank :: dp.size]
         local = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # 0 except in my batches
-        for done, batch in enumerate(mine, 1):
+        for batch in tqdm(mine, unit="batch", leave=False, disable=not self._shows_progress,
+                          mininterval=0.1 if sys.stderr.isatty() else 10.0):
             local[:, batch] = self._score([requests[number] for number in batch])
-            progress(done, len(mine))
         logprobs, greedy = all_reduce(local, dp).tolist()
         scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
         if not all(np.isfinite(logprobs)):

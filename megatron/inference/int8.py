@@ -62,7 +62,7 @@ def _aligned_size(shape: Sequence[int]) -> int:
 
 
 PACKED_KERNEL_MAX_ROWS = 12
-"""Rows up to which the packed kernel is faster (scripts/bench/int8_decode.py)."""
+"""Rows up to which the packed kernel is faster (benchmarks/int8_decode.py)."""
 
 SIMD_WIDTH = 16
 """Elements per load of the packed kernel, which checks neither the end of a row nor its alignment."""

@@ -1,7 +1,7 @@
 """Start the ranks of one node: `python -m megatron.launch [options] (script.py | -m module) arguments...`
 
-Each rank gets the variables that torchrun sets. On one node the ranks connect through a file in a private temporary
-folder and over loopback. A single rank on a single node replaces the launcher's own process. Standard library only.
+Each rank gets the variables that torchrun sets. On one node the ranks connect through a file in memory and over
+loopback. A single rank on a single node replaces the launcher's own process. Standard library only.
 Not here: watching the ranks (supervisor.py), reading the variables (megatron/distributed/process_group.py).
 Why torchrun is not enough: docs/decisions/001-own-launcher.md.
 """
@@ -9,118 +9,26 @@ Why torchrun is not enough: docs/decisions/001-own-launcher.md.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
-import fcntl
 import importlib.util
 import os
-import resource
-import shutil
 import socket
-import stat
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from megatron.distributed.exit_codes import prepare_streams
 from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
 from megatron.distributed.signals import write_stderr
-from megatron.errors import EXIT_PEER, ConfigError, StorageError, TrainerError
+from megatron.errors import EXIT_PEER, ConfigError, TrainerError
 from megatron.launch.node_monitor import NodeInfo, NodeMonitor
 from megatron.launch.rendezvous import meet_nodes
 from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import Supervisor
 
-TEMP_DIR_PREFIX = "megatron-launch-"
-LOCK_NAME = "held"
-ABANDONED_SECONDS = 3600.0  # age at which a folder without a lock file is abandoned
-STORE_FILE_BYTES = 4 * 2**20  # bytes: a few kilobytes per rank at the start, and some for each wait of many seconds
-FALLOC_FL_KEEP_SIZE = 1  # Linux flag: allocate blocks without changing the file's length
-UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errnos of file systems without preallocation
 
-
-@contextmanager
-def private_temp_dir() -> Iterator[str]:
-    """A temporary folder of this user, locked while its launcher lives, after removing those whose lock is free."""
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob(f"{TEMP_DIR_PREFIX}*"):
-        with suppress(OSError):
-            _remove_if_abandoned(folder)
-    while True:
-        path = tempfile.mkdtemp(prefix=TEMP_DIR_PREFIX, dir=parent)
-        try:
-            lock = os.open(os.path.join(path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
-            continue
-        with suppress(OSError):  # the file system has no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(os.path.join(path, LOCK_NAME)):
-            break
-        os.close(lock)  # another launcher removed it as abandoned before it was locked
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    """Remove the folder if it belongs to this user and its lock is free."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return
-    try:
-        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if time.time() - status.st_mtime > ABANDONED_SECONDS:
-            folder.rmdir()  # only if empty: its launcher was killed before it created the lock
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
-    finally:
-        os.close(lock)
-
-
-@contextmanager
-def explain_temp_dir_errors() -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that names the folder and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
-        raise StorageError(f"launcher: the files through which the ranks meet cannot be made in {folder}: "
-                           f"{error.strerror}; free space there, or name another folder in TMPDIR") from error
-
-
-def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
-    """Create an empty file with disk space reserved: a rank never returns from reading a truncated value."""
-    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if most != resource.RLIM_INFINITY and most < size:
-        raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
-                           f"ranks meet may need {size}; raise the limit")
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        _fallocate(file, size)
-    finally:
-        os.close(file)
-
-
-def _fallocate(file: int, size: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "fallocate"):  # not Linux
-        return
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    while libc.fallocate(file, FALLOC_FL_KEEP_SIZE, 0, size) != 0:
-        number = ctypes.get_errno()
-        if number in UNSUPPORTED_ERRNOS:
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+def create_memory_file(name: str) -> str:
+    """The path of a new empty file in memory, for the ranks. It needs no disk, and is gone when this process ends."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}"
 
 
 DEFAULT_PORT = 29500
@@ -239,23 +147,18 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
             os.environ.pop(name, None)
         os.environ.setdefault(*FAULT_HANDLER_ON)
         os.execv(sys.executable, rank_argv)
-    with ExitStack() as files:
-        with explain_temp_dir_errors():
-            temp_dir = files.enter_context(private_temp_dir())
-            store_file = os.path.join(temp_dir, "store") if options.nnodes == 1 else None
-            if store_file:
-                preallocate_store_file(store_file)
-            path = os.path.join(temp_dir, "places")
-            straggler_monitor = StragglerMonitor(StatusFile(path, options.nproc_per_node), options.nproc_per_node)
-        own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
-        nodes = NodeMonitor(own) if own.nodes == 1 else meet_nodes(
-            own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
-            lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
-        shared = {**shared_environment(options, store_file), STATUS_FILE_VARIABLE: path}
-        first = options.node_rank * options.nproc_per_node
-        environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
-                        for local in range(options.nproc_per_node)]
-        return Supervisor(rank_argv, environments, nodes, straggler_monitor).run()
+    store_file = create_memory_file("megatron-store") if options.nnodes == 1 else None
+    status_path = create_memory_file("megatron-status")
+    straggler_monitor = StragglerMonitor(StatusFile(status_path, options.nproc_per_node), options.nproc_per_node)
+    own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
+    nodes = NodeMonitor(own) if own.nodes == 1 else meet_nodes(
+        own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
+        lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
+    shared = {**shared_environment(options, store_file), STATUS_FILE_VARIABLE: status_path}
+    first = options.node_rank * options.nproc_per_node
+    environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+                    for local in range(options.nproc_per_node)]
+    return Supervisor(rank_argv, environments, nodes, straggler_monitor).run()
 
 
 def main(argv: list[str]) -> int:
@@ -269,6 +172,6 @@ def main(argv: list[str]) -> int:
         write_stderr(f"error: {error}\n".encode(errors="backslashreplace"))
         return error.code
     except OSError as error:
-        write_stderr(f"error: launcher: cannot start the ranks: {error}; check limits on processes and the temporary "
-                     "folder\n".encode(errors="backslashreplace"))
+        write_stderr(f"error: launcher: cannot start the ranks: {error}; check the limits on processes and "
+                     "memory\n".encode(errors="backslashreplace"))
         return EXIT_PEER

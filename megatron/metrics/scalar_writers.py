@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import fcntl
 import io
 import os
 import stat
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from weakref import finalize
 
+from data.file_lock import LockResult, try_lock, unlock
 from megatron.config.run_config import check_wandb
 from megatron.errors import ConfigError, StorageError, explain_os_error
 
@@ -164,8 +164,7 @@ class AppendOnlyFile:
 
     def close_without_sync(self) -> None:
         with storage_errors(self._flag, self._path):
-            with suppress(OSError):  # a forked process may keep the descriptor, and so the lock
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            unlock(self._file)  # a forked process may keep the descriptor, and so the lock
             self._file.close()
 
     def close(self) -> None:
@@ -197,13 +196,7 @@ def _is_locked_by_other(file: FileIO) -> bool:
     On file systems without locks, or with locks local to a machine, other writers are not detected."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+    return try_lock(file) is LockResult.HELD_BY_OTHER
 
 
 def _end_of_last_full_line(file: BinaryIO) -> int:

@@ -24,7 +24,7 @@ from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
 from megatron.zero.offload.storage import WEIGHT, StateSegment, StoredShard
-from megatron.zero.offload.swap_dir import SwapDir
+from megatron.zero.offload.swap_drive import SwapDrive
 from megatron.zero.partitioned_param import (Placeholder, param_owner, replace_by_placeholder, set_param_data,
                                              set_param_owner)
 from mpu.collectives import all_gather_into, broadcast_into
@@ -200,8 +200,8 @@ FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 
 @final
 class NvmeInitArena:
-    def __init__(self, folder: SwapDir) -> None:
-        self._storage = NvmeStorage(folder, "waiting", (),
+    def __init__(self, drive: SwapDrive) -> None:
+        self._storage = NvmeStorage(drive, "waiting", (),
                                     NvmeSettings(chunk_numel=IO_BYTES, buffer_sets=3, dtype=torch.uint8))
         self._current_shard: StoredShard | None = None
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import indexed, storage, writer
+from data import indexed, writer
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
@@ -140,7 +140,7 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
             os.unlink(tmp_path / ".c.writing")
         really(file, how)
 
-    with patch.object(storage.fcntl, "flock", late), hold_writer_lock(tmp_path / "c"):
+    with patch.object(fcntl, "flock", late), hold_writer_lock(tmp_path / "c"):
         with pytest.raises(StorageFault, match=f"process {os.getpid()} on"), hold_writer_lock(tmp_path / "c"):
             pass
     assert os.listdir(tmp_path) == []
@@ -156,7 +156,7 @@ def test_a_lock_is_no_link_and_empties_nothing(tmp_path: Path) -> None:
 
 def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(storage.fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
+    with patch.object(fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
         with CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as first:
             first.add_documents([1] * 1000, SHAPES[1])
             first.save_resume_point(None)

@@ -224,7 +224,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def own_programs() -> list[str]:
     """Every program of the repository that a page may name flags of."""
-    bench = [f"scripts/bench/{path.name}" for path in sorted((ROOT / "scripts" / "bench").glob("*.py"))
+    bench = [f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.py"))
              if "ArgumentParser" in path.read_text()]
     return [*INSTALLED.values(), ZERO_TO_FP32, "data.verify", "data.merge", "data.split_json", "data.importers",
             "data.default_corpus", "megatron.evaluate.harness", *bench]

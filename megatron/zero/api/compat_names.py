@@ -1,27 +1,22 @@
-"""DeepSpeed engine names beyond the methods of `Engine`: name -> answer, no effect (and why), or unsupported (and what
-to do).
+"""DeepSpeed engine names beyond the methods of `Engine` that training scripts use: name -> answer, or why not.
 
-    MethodName        a method that returns a setting or a known value
+    MethodName        a method that returns a setting or a known value, or does nothing because it is done elsewhere
     AttributeName     an attribute
-    NoEffectName      a method that does nothing: its work happens elsewhere
     UnsupportedName   raises with a reason; `hasattr` is False
 
-`Engine.__getattr__` looks here before it asks the module. docs/deepspeed.md lists all names (a test compares).
+`Engine.__getattr__` looks here before it asks the module. docs/deepspeed.md lists these names (a test compares).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
-from mpu.groups import subgroup
 
 
 @dataclass(frozen=True)
@@ -38,16 +33,11 @@ class AttributeName:
 
 
 @dataclass(frozen=True)
-class NoEffectName:
-    reason: str
-
-
-@dataclass(frozen=True)
 class UnsupportedName:
     reason: str
 
 
-CompatName = MethodName | AttributeName | NoEffectName | UnsupportedName
+CompatName = MethodName | AttributeName | UnsupportedName
 
 
 class UnsupportedNameError(ConfigError, AttributeError):
@@ -60,9 +50,7 @@ def resolve_name(engine: Any, name: str) -> Any:
     row = COMPAT_NAMES[name]
     if isinstance(row, UnsupportedName):
         raise UnsupportedNameError(f"engine.{name} is not supported: {row.reason}")
-    if isinstance(row, NoEffectName):
-        return lambda *args, **kwargs: None
-    return row.getter(engine) if isinstance(row, AttributeName) else lambda: row.getter(engine)
+    return row.getter(engine) if isinstance(row, AttributeName) else lambda *args, **kwargs: row.getter(engine)
 
 
 def _setting_names(section: str, meaning: str, names: str) -> dict[str, CompatName]:
@@ -83,18 +71,10 @@ def _unsupported_names(reason: str, names: str) -> dict[str, CompatName]:
     return {name: UnsupportedName(reason) for name in names.split()}
 
 
-def _no_effect_names(reason: str, names: str) -> dict[str, CompatName]:
-    return {name: NoEffectName(reason) for name in names.split()}
-
-
 def _offload_device(engine: Any, kind: str) -> str | None:
     """"cpu", "nvme", or None for the device."""
     device: str = getattr(engine.config.offload, f"offload_{kind}_device")
     return None if device == "none" else device
-
-
-def _single_rank_group(engine: Any) -> ProcessGroup:
-    return subgroup(engine.groups.world, 1).process_group
 
 
 SETTINGS: dict[str, CompatName] = {
@@ -138,13 +118,11 @@ SETTINGS: dict[str, CompatName] = {
     **_setting_names("profile", "the setting", """
         flops_profiler_enabled=flops_profiler flops_profiler_profile_step=flops_profiler_step
         flops_profiler_module_depth flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file"""),
-    "flops_profiler_recompute_fwd_factor": MethodName(lambda e: 0.0, "recomputation is counted as it runs"),
     "flops_profiler": AttributeName(lambda e: e.profiled_step.profiler,
                                     "the FlopsProfiler of rank 0 where a profile is asked for, or None"),
     **_setting_names("quantize", "the setting", """
         quantize_training eigenvalue_enabled=quantize_eigenvalue eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol
         eigenvalue_stability eigenvalue_layer_name eigenvalue_layer_num"""),
-    "eigenvalue_gas_boundary_resolution": MethodName(lambda e: 1, "eigenvalues are found when a bit is about to fall"),
     "optimizer_name": MethodName(lambda e: e.get_type()[0], "the name of the optimizer"),
     "optimizer_params": MethodName(lambda e: {key: value for key, value in e.optimizer.param_groups[0].items()
                                               if key != "params"}, "hyper-parameters of the first param group"),
@@ -162,18 +140,12 @@ RANKS_AND_GROUPS: dict[str, CompatName] = {
     "world_size": AttributeName(lambda e: e.groups.world.size, "ranks of the job"),
     "dp_world_size": AttributeName(lambda e: e.groups.dp.size, "data parallel ranks"),
     "mp_world_size": AttributeName(lambda e: e.groups.tp.size, "tensor parallel ranks"),
-    "seq_dp_world_size": AttributeName(lambda e: e.groups.dp.size, "data parallel ranks"),
     "data_parallel_group": AttributeName(lambda e: e.groups.dp.process_group, "the process group, of one rank too"),
-    "seq_data_parallel_group": AttributeName(lambda e: e.groups.dp.process_group, "the process group, of one rank too"),
     "get_data_parallel_rank": MethodName(lambda e: e.groups.dp.rank, "this rank in its data parallel group"),
     "get_data_parallel_world_size": MethodName(lambda e: e.groups.dp.size, "ranks of that group"),
     "get_data_parallel_group": MethodName(lambda e: e.groups.dp.process_group, "that group, of one rank too"),
     "get_model_parallel_rank": MethodName(lambda e: e.groups.tp.rank, "this rank in its tensor parallel group"),
     "get_tensor_parallel_rank": MethodName(lambda e: e.groups.tp.rank, "this rank in its tensor parallel group"),
-    "sequence_parallel_size": AttributeName(lambda e: 1, "a sequence is whole on each rank"),
-    "get_sequence_parallel_group": MethodName(_single_rank_group, "this rank alone: a sequence is whole on each rank"),
-    "seq_parallel_group": AttributeName(_single_rank_group, "this rank alone: a sequence is whole on each rank"),
-    "autotp_size": MethodName(lambda e: 0, "tensor parallelism is the model's, by `mpu`"),
     "pipeline_parallelism": AttributeName(lambda e: False, "there are no pipeline stages"),
     "has_moe_layers": AttributeName(lambda e: False, "there are no experts"),
     "enable_backward_allreduce": AttributeName(lambda e: True, "`backward` sums gradients over ranks")}
@@ -195,90 +167,20 @@ MODULE |= _unsupported_names(
 
 CONSTANTS: dict[str, CompatName] = {
     **_constant_names(False, "there is no such thing here, so it is off", """
-        amp_enabled curriculum_enabled curriculum_enabled_legacy
-        curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled random_ltd_enabled
-        autotuning_enabled autotuning_profile_model_info elasticity_enabled
-        sparse_gradients_enabled torch_autocast_enabled super_offload is_deepcompile_enabled
-        is_deepcompile_active compile_autosp compile_autotp compile_zero_optimization_stage
-        uses_parallelization_pass_only zero_quantized_weights zero_quantized_nontrainable_weights
-        zero_quantized_gradients zero_legacy_stage1 zero_save_muon_momentum_buffer_in_memory
-        zero_log_trace_cache_warnings zero_allgather_sequential is_sanity_checks_enabled use_node_local_storage
-        optimizer_legacy_fusion checkpoint_serialization_enabled checkpoint_writer_enabled graph_harvesting"""),
-    **_constant_names(False, "master weights, sums of gradients and moments are fp32",
-                      "fp16_master_weights_and_gradients bf16_master_weights_and_gradients bf16_optimizer_states"),
-    **_constant_names(False, "the last batch of an epoch is smaller, or repeats samples so that ranks agree",
-                      "dataloader_drop_last"),
-    **_constant_names(True, "whatever is accepted as optimizer is tested", "zero_allow_untested_optimizer"),
-    **_constant_names(False, "the same optimizer runs on every device", "zero_force_ds_cpu_optimizer"),
-    **_constant_names(True, "every checkpoint can be loaded on any number of ranks",
-                      "zero_elastic_checkpoint load_universal_checkpoint"),
-    **_constant_names(True, "ranks always agree on a tag, or the run ends",
-                      "checkpoint_tag_validation_enabled checkpoint_tag_validation_fail"),
-    **_constant_names(True, "always", "zero_compute_grad_norm managed_gradient_accumulation zero_grad_hooks"),
-    **_constant_names(1, "parameters are split over all data parallel ranks", "zero_hpz_partition_size"),
-    **_constant_names(1.0, "optimizer state moves as a whole, or not at all", "zero_partial_offload"),
-    **_constant_names(0, "modules are cut by parameters alone", "zero_module_granularity_threshold"),
-    **_constant_names(sys.maxsize, "unsplit parameters have no common limit", "zero_model_persistence_threshold"),
-    "is_first_weights_partition_group": MethodName(lambda e: True, "parameters are split over one group"),
-    "is_map_style_dataset": AttributeName(lambda e: lambda data: hasattr(data, "__getitem__"), "of a dataset"),
-    "is_iterable_style_dataset": AttributeName(lambda e: lambda data: not hasattr(data, "__getitem__"), "of a dataset")}
-
-NO_EFFECT: dict[str, CompatName] = {
-    **_no_effect_names("`backward` has summed the gradients already", """
-        allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback"""),
-    **_no_effect_names("`step` clips, at \"gradient_clipping\"", "clip_fp32_gradients"),
-    **_no_effect_names("a parameter is let go as soon as its block has been computed", "empty_partition_cache"),
-    **_no_effect_names("Python collects when it wants to; the engine keeps no cycles", "collect_python_gc"),
-    **_no_effect_names("`wall_clock_breakdown` prints times", "print_forward_breakdown")}
+        amp_enabled curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled random_ltd_enabled
+        elasticity_enabled sparse_gradients_enabled torch_autocast_enabled autotuning_enabled"""),
+    **_constant_names(True, "every checkpoint can be loaded on any number of ranks", "load_universal_checkpoint"),
+    **_constant_names(None, "no effect: `backward` has summed the gradients already", "allreduce_gradients"),
+    **_constant_names(None, "no effect: `step` clips, at \"gradient_clipping\"", "clip_fp32_gradients"),
+    **_constant_names(None, "no effect: parameters are released after their block", "empty_partition_cache")}
 
 UNSUPPORTED: dict[str, CompatName] = {
-    **_unsupported_names("call engine.backward(loss): it scales the loss, and sums gradients as they are made",
-                         "scale coalesce_grad_reduction"),
-    **_unsupported_names("gradients are dense here, and summed by `backward`", """
-        sparse_allreduce_no_retain sparse_allreduce_bucket sparse_allreduce sparse_all_gather all_gather_scalar"""),
-    **_unsupported_names("samples are drawn in a fixed order and as they are: change them in the dataset or the "
-                         "collate_fn", """
-        set_data_post_process_func set_custom_curriculum_learning_schedule data_efficiency_config data_sampling_config
-        curriculum_learning_config curriculum_params curriculum_params_legacy random_ltd_config random_ltd_initialize
-        random_ltd_scheduler"""),
-    **_unsupported_names("nothing of that kind exists here", """
-        amp_params zenflow_config swap_tensor_config load_moe_state_dict
-        all_to_all_group local_all_to_all_group expert_parallel_group expert_data_parallel_group gate_modules moe_layers
-        num_experts torch_autocast_dtype torch_autocast_lower_precision_safe_modules tensor_parallel_config mesh_device
-        get_optimizer_configuration"""),
-    **_unsupported_names("nothing is tuned by the engine", """
-        autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path autotuning_model_info_path
-        autotuning_metric autotuning_model_info"""),
-    **_unsupported_names("`wall_clock_breakdown` prints times, and the monitors record them",
-                         "timers engine_timers tput_timer get_wall_clock_timers fwd_duration"),
-    **_unsupported_names("engine.monitor.write_events((name, value, samples), ...) writes scalars",
-                         "summary_events get_summary_writer tensorboard_output_path tensorboard_job_name"),
-    **_unsupported_names("torch.compile compiles; call engine.compile()", """
-        get_compile_time register_compile_pass get_autosp_backend get_autotp_backend get_deepcompile_backend
-        get_deepspeed_compile_backend"""),
-    **_unsupported_names("read it from the configuration you gave", """
-        scheduler_name scheduler_params aio_config log_level zero_multi_rank_bucket_allreduce dump_state
-        cpuadam_cores_perc zero_parameter_alignment postscale_gradients gradient_predivide_factor
-        communication_data_type"""),
+    **_unsupported_names("call engine.backward(loss), which scales the loss", "scale"),
+    **_unsupported_names("engine.monitor.write_events((name, value, samples), ...) writes scalars", "summary_events"),
     **_unsupported_names("engine.config has the settings, by the names of docs/flags.md", "_config"),
     **_unsupported_names("call engine.train_batch_size()", "get_train_batch_size"),
     **_unsupported_names("call engine.zero_offload_optimizer() and engine.zero_offload_param()",
                          "is_zero_offload zero_offload"),
-    **_unsupported_names("the optimizer that was given became the engine's rule; engine.optimizer has its param groups",
-                         "basic_optimizer client_optimizer"),
-    **_unsupported_names("engine.lr_scheduler is the scheduler", "client_lr_scheduler"),
-    **_unsupported_names("checkpoint files are the engine's business; save_checkpoint and load_checkpoint are the "
-                         "way", """
-        checkpoint_engine checkpoint_mp_rank save_zero_checkpoint save_non_zero_checkpoint param_names
-        loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size"""),
-    **_unsupported_names("`backward` returns the loss; keep it", "losses"),
-    **_unsupported_names("parameters live in the engine's own flat buffers", "flatten unflatten"),
-    **_unsupported_names("ask your own script, or torch.distributed",
-                         "training_data collate_fn dist_backend use_ds_comm dont_change_device first_dataloader_check"),
-    **_unsupported_names("it is internal to DeepSpeed", """
-        engine_timers_cache flops gradient_average module_forward_post_hook module_forward_pre_hook
-        optimized_linear_base_weight_sharding optimized_linear_lora_enabled scale_wrt_gas torch_autocast_z0_gradscaler
-        warn_unscaled_loss""")}
+    **_unsupported_names("`wall_clock_breakdown` prints times, and the monitors record them", "timers")}
 
-COMPAT_NAMES: dict[str, CompatName] = {**SETTINGS, **RANKS_AND_GROUPS, **MODULE, **CONSTANTS, **NO_EFFECT,
-                                       **UNSUPPORTED}
+COMPAT_NAMES: dict[str, CompatName] = {**SETTINGS, **RANKS_AND_GROUPS, **MODULE, **CONSTANTS, **UNSUPPORTED}

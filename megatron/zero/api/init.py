@@ -27,15 +27,12 @@ from torch.nn.parameter import is_lazy
 
 from megatron.config import ds_json
 from megatron.config.tree import Config
-from megatron.distributed import exit_codes
 from megatron.distributed.collective_log import assert_collective_call, owning_engine
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
-from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError, TrainerError
-from megatron.zero.api.offload_plan import command_hash
 from megatron.zero.deferred_init import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
-from megatron.zero.offload.swap_dir import SwapDir, check_nvme_path, close_all_swap_dirs
+from megatron.zero.offload.swap_drive import SwapDrive, check_nvme_path
 from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
@@ -206,9 +203,7 @@ class Init:
         self._init_context = InitContext(is_open=True)
         self._storage: torch.device | NvmeInitArena | None = None
         if self._nvme_path is not None:
-            exit_codes.before_exit(close_all_swap_dirs)
-            self._storage = NvmeInitArena(
-                SwapDir(self._nvme_path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
+            self._storage = NvmeInitArena(SwapDrive(self._nvme_path, flag=PATH_KEY))
         elif self._requested_device is not None:
             self._storage = torch.device("cpu")
 
@@ -217,7 +212,7 @@ class Init:
         for module in unfilled:
             self._partition_module(module)
         self._init_context.is_open = False
-        self._storage = None  # swap files are removed with their last parameter
+        self._storage = None  # swap files are closed with their last parameter
 
     def _patch_new_classes(self) -> None:
         """Also patch classes that are defined inside the context."""

@@ -8,20 +8,17 @@ once.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import Config, flag_name
 from megatron.config.zero_config import unused_offload_settings
-from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.process_group import read_environment
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
@@ -37,7 +34,7 @@ from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
 from megatron.zero.offload.storage import WEIGHT, DeviceStorage, EngineStorage, Location, StorageBackend
-from megatron.zero.offload.swap_dir import SwapDir, close_all_swap_dirs, remove_stale_swap_dirs
+from megatron.zero.offload.swap_drive import SwapDrive
 from megatron.zero.partitioned_param import full_shape
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
@@ -155,21 +152,20 @@ def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, de
     if copy_streams is not None:
         all_succeed_or_raise(lambda: _check_host_memory(config, rule, model, groups.dp.size), groups.world)
     update, notes = choose_update_side(config, rule, model, device, groups, copy_streams)
-    nvme_dirs = NvmeDirs(config, groups)
+    nvme_drives = NvmeDrives(config)
     if "nvme" not in places:
-        return _create_storage(config, rule, device, nvme_dirs, copy_streams, update), notes
-    exit_codes.before_exit(close_all_swap_dirs)
+        return _create_storage(config, rule, device, nvme_drives, copy_streams, update), notes
     try:
-        storage = all_succeed_or_raise(lambda: _create_storage(config, rule, device, nvme_dirs, copy_streams, update),
+        storage = all_succeed_or_raise(lambda: _create_storage(config, rule, device, nvme_drives, copy_streams, update),
                                        groups.world)
         expected = expected_nvme_usage(config, rule, model, groups.dp.size)
-        return storage, notes + all_succeed_or_raise(lambda: nvme_dirs.probe(expected), groups.world)
+        return storage, notes + all_succeed_or_raise(lambda: nvme_drives.probe(expected), groups.world)
     except BaseException:
-        nvme_dirs.close()
+        nvme_drives.close()
         raise
 
 
-def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme_dirs: NvmeDirs,
+def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme_drives: NvmeDrives,
                     copy_streams: CopyStreams | None, update: UpdateSide) -> EngineStorage:
     offload, work = config.offload, DTYPES[config.precision.name]
     pins_optimizer = device.type == "cuda" and offload.offload_optimizer_pin_memory
@@ -184,7 +180,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     optimizer: StorageBackend = DeviceStorage(device)
     if offload.offload_optimizer_device == "nvme":
         step_chunk = step_chunk_numel(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
-        optimizer = NvmeStorage(nvme_dirs.swap_dir("optimizer"), "optimizer", rule.states, nvme_settings(
+        optimizer = NvmeStorage(nvme_drives.drive("optimizer"), "optimizer", rule.states, nvme_settings(
             chunk_numel=step_chunk, buffer_sets=STEP_BUFFER_SETS, keeps_shards_whole=not rule.elementwise,
             pinned=pins_optimizer, pipeline_read=offload.offload_optimizer_pipeline_read,
             pipeline_write=offload.offload_optimizer_pipeline_write))
@@ -198,7 +194,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     if offload.offload_param_device == "nvme":
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
         chunk = param_chunk_numel(size, step_chunk)
-        params = NvmeStorage(nvme_dirs.swap_dir("param"), "param", (), nvme_settings(
+        params = NvmeStorage(nvme_drives.drive("param"), "param", (), nvme_settings(
             chunk_numel=chunk, write_chunk_numel=step_chunk, buffer_sets=param_buffer_sets(size, buffers, chunk),
             dtype=work, host_numel=offload.offload_param_max_in_cpu, pinned=pins_params))
     elif offload.offload_param_device == "cpu" and copy_streams is not None:
@@ -277,32 +273,27 @@ def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_s
             "param": _NvmeUsage("weights", on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
 
 
-class NvmeDirs:
-    """This rank's swap directories, one for each configured path."""
+class NvmeDrives:
+    """This rank's swap drives, one for each configured path."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
-        self._offload, self._rank = config.offload, groups.world.rank
-        # Equal at the next start, which then finds what a killed run left.
-        self._run = command_hash() if config.save.save is None else _hash_name(os.path.abspath(config.save.save))
-        self._node = read_environment()
-        self._folders: dict[str, SwapDir] = {}
+    def __init__(self, config: Config) -> None:
+        self._offload, self._node = config.offload, read_environment()
+        self._drives: dict[str, SwapDrive] = {}
         self._kinds_by_path: dict[str, list[str]] = {}
 
-    def swap_dir(self, kind: str) -> SwapDir:
-        """The directory for a kind of state ("optimizer" or "param")."""
+    def drive(self, kind: str) -> SwapDrive:
+        """The drive for a kind of state ("optimizer" or "param")."""
         name = f"offload_{kind}_nvme_path"
         path: str = getattr(self._offload, name)
         self._kinds_by_path.setdefault(path, []).append(kind)
-        if path not in self._folders:
-            self._folders[path] = SwapDir(path, self._run, self._rank, flag=flag_name(name))
-            if self._node.local_rank == 0:
-                remove_stale_swap_dirs(path, self._run, range(self._rank, self._rank + self._node.local_world_size))
-        return self._folders[path]
+        if path not in self._drives:
+            self._drives[path] = SwapDrive(path, flag=flag_name(name))
+        return self._drives[path]
 
     def close(self) -> None:
-        """Remove the directories: building the engine failed."""
-        for folder in self._folders.values():
-            folder.close()
+        """Free the space: building the engine failed."""
+        for drive in self._drives.values():
+            drive.close()
 
     def probe(self, expected: Mapping[str, _NvmeUsage]) -> list[str]:
         """One line per drive with its expected load, measured by local rank 0; empty on the others."""
@@ -315,17 +306,9 @@ class NvmeDirs:
             other_kinds = [kind for other, kinds in self._kinds_by_path.items() for kind in kinds
                            if other != path and os.stat(other).st_dev == os.stat(path).st_dev]
             lines.append(str(probe_nvme(
-                path, contents=" and ".join(usage.contents for usage in usages), flag=self._folders[path].flag,
+                path, contents=" and ".join(usage.contents for usage in usages), flag=self._drives[path].flag,
                 needed=ranks * sum(usage.stored for usage in usages),
                 read_per_step=ranks * sum(usage.read for usage in usages),
                 written_per_step=ranks * sum(usage.written for usage in usages),
                 other_needed=ranks * sum(expected[kind].stored for kind in other_kinds))))
         return lines
-
-
-def command_hash() -> str:
-    return _hash_name(" ".join([os.getcwd(), *sys.argv]))
-
-
-def _hash_name(what: str) -> str:
-    return f"zero-{crc32(what.encode(errors='replace')):08x}"

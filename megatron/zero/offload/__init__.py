@@ -2,5 +2,5 @@
 
 Begin with storage.py (the interface, and storage on the device), then host.py and nvme.py. copy_streams.py copies
 between device and host beside the computation, chunk_sizes.py is arithmetic without torch that the planner shares,
-swap_dir.py, async_file.py and direct_io.py are the files on a drive.
+swap_drive.py, async_file.py and direct_io.py are the files on a drive.
 """

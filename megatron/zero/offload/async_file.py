@@ -10,13 +10,10 @@ The caller must not touch the buffer before the request is done. Page-aligned bu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from threading import Event, Lock, RLock
 from typing import Literal, final
 
@@ -24,9 +21,9 @@ from torch import Tensor, uint8
 
 from data.storage import crc32
 from megatron.errors import StorageError, explain_os_error, format_bytes
-from megatron.zero.offload import swap_dir
+from megatron.zero.offload import swap_drive
 from megatron.zero.offload.direct_io import DirectIoFile, round_up_to_page
-from megatron.zero.offload.swap_dir import SWAP_FILE_SUFFIX, SwapDir
+from megatron.zero.offload.swap_drive import SwapDrive
 
 IoKind = Literal["read", "write"]
 
@@ -112,10 +109,9 @@ class _SwapTile:
 
 @dataclass
 class _SwapFileCleanup:
-    """The resources that closing releases. Separate from `AsyncSwapFile`, so that the swap directory can hold it
+    """The resources that closing releases. Separate from `AsyncSwapFile`, so that the drive can hold it
     without keeping the file object alive."""
 
-    path: Path
     file: DirectIoFile
     pending: set[SwapRequest] = field(default_factory=set)
     stopped: bool = False
@@ -124,8 +120,6 @@ class _SwapFileCleanup:
         if self.stopped:
             return True
         self.stopped = True  # queued blocks fail instead of running
-        with suppress(OSError):
-            os.unlink(self.path)
         for request in list(self.pending):
             if not request._done_event.wait(timeout):
                 return False  # closing now could let the running call hit a reused descriptor
@@ -135,19 +129,19 @@ class _SwapFileCleanup:
 
 @final
 class AsyncSwapFile:
-    def __init__(self, swap_dir: SwapDir, name: str, sizes: Sequence[int], *,
+    def __init__(self, drive: SwapDrive, name: str, sizes: Sequence[int], *,
                  settings: AioSettings = AioSettings()) -> None:
         """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
-        self.path = swap_dir.path / (name + SWAP_FILE_SUFFIX)
+        self.description = f"swap file {name} in {drive.path}"
         self.traffic = SwapTraffic()
-        self._swap_dir, self._block_bytes = swap_dir, settings.bytes_per_call  # the reference keeps the directory alive
+        self._drive, self._block_bytes = drive, settings.bytes_per_call
         places = [0, *accumulate(map(round_up_to_page, sizes))]
         self._tiles = [_SwapTile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
         self._submit_lock = RLock()  # the I/O threads never take it: an interrupt may leave it locked
         self._completion_lock = Lock()
-        self._thread_pools = swap_dir.thread_pools(settings.intra_op_parallelism, int(settings.overlap_events))
-        self._cleanup = _SwapFileCleanup(self.path, self._open(swap_dir, name, places[-1]))
-        swap_dir.add_stop_callback(self._cleanup.stop)
+        self._thread_pools = drive.thread_pools(settings.intra_op_parallelism, int(settings.overlap_events))
+        self._cleanup = _SwapFileCleanup(self._open(drive, places[-1]))
+        drive.add_stop_callback(self._cleanup.stop)
 
     def read(self, tile: int, into: Tensor) -> SwapRequest:
         """Start to read the tile into the first bytes of a uint8 buffer."""
@@ -165,9 +159,9 @@ class AsyncSwapFile:
         self.raise_if_lost()
 
     def close(self) -> None:
-        """Remove the file: running calls finish, queued requests fail. Raise if a tile is lost."""
-        self._swap_dir.check_same_process()
-        self._cleanup.stop(swap_dir.CLOSE_TIMEOUT_SECONDS)
+        """Close the file and free its space: running calls finish, queued requests fail. Raise if a tile is lost."""
+        self._drive.check_same_process()
+        self._cleanup.stop(swap_drive.CLOSE_TIMEOUT_SECONDS)
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
@@ -176,16 +170,16 @@ class AsyncSwapFile:
             if tile.failure is not None:
                 raise tile.failure
 
-    def _open(self, swap_dir: SwapDir, name: str, size: int) -> DirectIoFile:
+    def _open(self, drive: SwapDrive, size: int) -> DirectIoFile:
         try:
-            return DirectIoFile(swap_dir.create_file(name), size)
+            return DirectIoFile(drive.create_file(), size)
         except OSError as error:
-            why, remedy = explain_os_error(error, swap_dir.path)
-            raise StorageError(f"{self.path}: cannot make a file of {format_bytes(size)}: {why}; "
+            why, remedy = explain_os_error(error, drive.path)
+            raise StorageError(f"{self.description}: cannot make a file of {format_bytes(size)}: {why}; "
                                f"{self._remedy_text(remedy)}") from error
 
     def _submit(self, kind: IoKind, tile: _SwapTile, buffer: Tensor) -> SwapRequest:
-        self._swap_dir.check_same_process()
+        self._drive.check_same_process()
         assert buffer.dtype == uint8 and buffer.dim() == 1 and buffer.is_contiguous() and len(buffer) >= tile.size
         data = buffer.numpy().data[:tile.size]
         starts = range(0, max(tile.size, 1), self._block_bytes)
@@ -226,7 +220,7 @@ class AsyncSwapFile:
             for earlier in request._waits_for:
                 earlier._done_event.wait()
             if self._is_stopped():
-                raise StorageError(f"{self.path} was closed before it could {request._kind} tile "
+                raise StorageError(f"{self.description} was closed before it could {request._kind} tile "
                                    f"{request._tile.number}")
             transfer = self._read_block if request._kind == "read" else self._write_block
             transfer(request, start, request._buffer[start:start + self._block_bytes])
@@ -244,7 +238,7 @@ class AsyncSwapFile:
     def _read_block(self, request: SwapRequest, start: int, data: memoryview) -> None:
         tile = request._tile
         if not request._waits_for:
-            raise StorageError(f"{self.path}: tile {tile.number} was read before it was written")
+            raise StorageError(f"{self.description}: tile {tile.number} was read before it was written")
         written = request._waits_for[0]
         if written._error is not None:
             raise written._error
@@ -252,7 +246,7 @@ class AsyncSwapFile:
             self._cleanup.file.read(data, tile.offset + start)
         found, expected = crc32(data), written._checksums[start // self._block_bytes]
         if found != expected:
-            raise StorageError(f"{self.path}: tile {tile.number} is not what was written: checksum {found:08x}, "
+            raise StorageError(f"{self.description}: tile {tile.number} is not what was written: checksum {found:08x}, "
                                f"expected {expected:08x}; {self._remedy_text('check the drive')}")
 
     def _finish_block(self, request: SwapRequest, error: Exception | None) -> None:
@@ -269,12 +263,12 @@ class AsyncSwapFile:
         request._done_event.set()
 
     def _is_stopped(self) -> bool:
-        return self._cleanup.stopped or self._swap_dir.is_closing
+        return self._cleanup.stopped or self._drive.is_closing
 
     def _to_storage_error(self, request: SwapRequest, error: OSError) -> StorageError:
-        tile, (why, remedy) = request._tile, explain_os_error(error, self.path.parent)
-        return StorageError(f"{self.path}: cannot {request._kind} tile {tile.number} of {format_bytes(tile.size)}: "
-                            f"{why}; {self._remedy_text(remedy)}")
+        tile, (why, remedy) = request._tile, explain_os_error(error, self._drive.path)
+        return StorageError(f"{self.description}: cannot {request._kind} tile {tile.number} of "
+                            f"{format_bytes(tile.size)}: {why}; {self._remedy_text(remedy)}")
 
     def _remedy_text(self, first: str) -> str:
-        return f"{first}, or choose another folder with {self._swap_dir.flag}, and resume from the last checkpoint"
+        return f"{first}, or choose another folder with {self._drive.flag}, and resume from the last checkpoint"

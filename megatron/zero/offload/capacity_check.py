@@ -4,14 +4,12 @@
                        flag="--offload-optimizer-nvme-path")
 
 Without the memory check the kernel's OOM killer would end a process without a message. Bytes are those of all ranks of
-a node. Call it after the swap directories exist: they reclaim what a killed run left. The probe file is unlinked before
-it is written.
+a node. The probe file has no name.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,8 @@ from pathlib import Path
 from megatron import host_memory
 from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligned_bytes
-from megatron.zero.offload.swap_dir import check_nvme_path, explain_create_error, format_seconds, free_space
+from megatron.zero.offload.swap_drive import (check_nvme_path, create_unnamed_file, explain_create_error,
+                                              format_seconds, free_space)
 
 
 def check_host_memory(needed: int, ranks: int, flags: str) -> None:
@@ -91,7 +90,7 @@ def _measure_rates(path: Path, size: int) -> tuple[float, float]:
     length = max(PAGE_SIZE, min(PROBE_BLOCK_BYTES, size) // PAGE_SIZE * PAGE_SIZE)
     block = page_aligned_bytes(length, pinned=False).numpy().data
     block[:] = os.urandom(length)  # a drive may compress
-    disk = DirectIoFile(_open_unlinked_file(path), 0)
+    disk = DirectIoFile(create_unnamed_file(path), 0)
     try:
         begin, end = time.perf_counter(), 0
         while end == 0 or (end + length <= size and time.perf_counter() - begin < PROBE_SECONDS):
@@ -107,10 +106,3 @@ def _measure_rates(path: Path, size: int) -> tuple[float, float]:
         return at / (time.perf_counter() - begin), write_rate
     finally:
         disk.close()
-
-
-def _open_unlinked_file(folder: Path) -> int:
-    path = folder / f".probe-{secrets.token_hex(8)}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return descriptor

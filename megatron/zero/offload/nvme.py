@@ -27,7 +27,7 @@ from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
 from megatron.zero.offload.host import HostShard
 from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, Location, StateTensors, StoredShard
-from megatron.zero.offload.swap_dir import SwapDir
+from megatron.zero.offload.swap_drive import SwapDrive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,9 @@ class NvmeStorage:
 
     location = Location.NVME
 
-    def __init__(self, swap_dir: SwapDir, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
+    def __init__(self, drive: SwapDrive, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
         self.kinds, self.settings = (WEIGHT, *states), settings
-        self._swap_dir, self._name = swap_dir, name
+        self._drive, self._name = drive, name
         self._files: list[AsyncSwapFile] = []
         self._host_shards: list[HostShard] = []
         self._free_buffers: deque[_StagingBuffers] = deque()
@@ -210,7 +210,7 @@ class NvmeStorage:
         parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
                                   self.settings.write_chunk_numel)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
-        file = AsyncSwapFile(self._swap_dir, f"{self._name}-{len(self._files)}-{name}", tiles,
+        file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles,
                              settings=self.settings.aio)
         self._files.append(file)
         self._grow_buffers(largest_chunk(parts))
@@ -274,7 +274,7 @@ class NvmeStorage:
 
     def _acquire_buffers(self, key: tuple[int, int]) -> _StagingBuffers:
         """The buffers that hold the chunk, or others that are assigned to it. Raises ConfigError after `close`."""
-        self._swap_dir.check_same_process()
+        self._drive.check_same_process()
         if self._is_closed:
             raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
         assert key not in self._chunks_in_use, "two sets of one part would know nothing of each other's changes"
@@ -324,4 +324,4 @@ class NvmeStorage:
         for buffers in self._free_buffers:
             buffers.wait_for_copy()
         self._free_buffers.clear()
-        self._swap_dir.close()
+        self._drive.close()

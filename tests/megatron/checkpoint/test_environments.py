@@ -96,7 +96,7 @@ def test_a_second_job_is_refused_under_every_name_of_the_folder(tmp_path: Path) 
     first, *others = names_of(tmp_path)
     with lock_save_root(first):
         for name in others:
-            with pytest.raises(ConfigError, match=f"locked by pid {os.getpid()} on "), lock_save_root(name):
+            with pytest.raises(ConfigError, match=f"locked by process {os.getpid()} on "), lock_save_root(name):
                 pass
 
 

@@ -28,7 +28,7 @@ def test_the_second_job_is_told_who_was_first(tmp_path: Path) -> None:
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError,
-                           match=f"--save {tmp_path}: locked by pid {first.pid} on "), lock_save_root(tmp_path):
+                           match=f"--save {tmp_path}: locked by process {first.pid} on "), lock_save_root(tmp_path):
             pass
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
@@ -71,7 +71,7 @@ def test_a_forked_child_that_leaves_does_not_let_go_for_us(tmp_path: Path) -> No
         os.waitpid(child, 0)
         told = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
                               input=b"", capture_output=True)
-        assert b"held" not in told.stdout and f"locked by pid {os.getpid()}".encode() in told.stderr
+        assert b"held" not in told.stdout and f"locked by process {os.getpid()}".encode() in told.stderr
 
 
 def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
 from megatron.evaluate.eval_args import EvalRequest
-from megatron.evaluate.eval_context import prepare_task
 from megatron.evaluate.scoring import Scorer
-from megatron.evaluate.task import EvalModelInfo, EvalResult
+from megatron.evaluate.tasks import EvalModelInfo, prepare_task
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups
 
@@ -24,7 +24,7 @@ LENGTH = 24
 SHAPE = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, max_position_embeddings=LENGTH,
                     vocab_size=257, init_method_std=0.3, attention_dropout=0.2, hidden_dropout=0.2)
 BYTES = ByteLevelTokenizer()
-SUBJECT = EvalModelInfo(BYTES, LENGTH, "2,1,1")
+SUBJECT = EvalModelInfo(BYTES, LENGTH, split="2,1,1")
 
 WIKITEXT = """
  = A title = \n \n Some words , 's and " quotes " ( in brackets ) , 3 @.@ 5 @-@ fold ; N times . \n
@@ -33,11 +33,15 @@ WIKITEXT = """
 
 
 def outcome(model: GPT2, groups: Groups = Groups(), *, batch_size: int = 3, subject: EvalModelInfo = SUBJECT,
-            **asked: Any) -> EvalResult:
-    """Of a task, without a command line."""
+            **asked: Any) -> Any:
+    """The metrics of a task, without a command line, and what they come from."""
     task = prepare_task(EvalRequest(**{name: str(value) if isinstance(value, Path) else value
                                        for name, value in asked.items()}), subject)
-    return task.result(Scorer(model, groups, batch_size)(task.requests))
+    scores = Scorer(model, groups, batch_size)(task.requests)
+    found = task.metrics(scores)
+    accuracies = {name: found.pop(name) for name in ("acc", "correct") if name in found}
+    return SimpleNamespace(**found, logprob=math.fsum(score.logprob for score in scores), words=task.words,
+                           bytes=task.bytes, accuracies=accuracies)
 
 
 def write_lines(path: Path, values: Sequence[dict[str, Any]]) -> Path:

@@ -24,7 +24,7 @@ from megatron.checkpoint.cli import main as convert
 from megatron.errors import ConfigError
 from megatron.evaluate import harness
 from megatron.evaluate.scoring import rolling_windows
-from megatron.evaluate.wikitext import detokenize, split_articles
+from megatron.evaluate.tasks import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.evaluate.test_command import said, values
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_words(run: Path) -> list[str]:
     """Texts whose last word is the one the model takes for the likeliest."""
-    from megatron.evaluate.eval_context import EvalContext
+    from megatron.evaluate.context import EvalContext
     from megatron.inference.model_args import ModelSource
 
     setting = EvalContext.open(ModelSource(str(run), None), 1)
@@ -146,13 +146,12 @@ def test_our_tasks_and_the_bridge_find_what_lm_eval_finds(lm_eval: Any, folder: 
     assert_close(bridged, expected)
     ours = {name: values("--load", folder / "run", "--task", task, "--protocol", "lm-eval", "--data",
                          folder / f"{name}.jsonl")
-            for name, task in (("pages", "wikitext"), ("lambada", "lambada"), ("hellaswag", "hellaswag"))}
+            for name, task in (("pages", "wikitext"), ("lambada", "lambada"))}
     assert_close({"pages word_perplexity": ours["pages"]["adjusted_perplexity"],
                   "pages byte_perplexity": 2 ** ours["pages"]["bits_per_byte"],
                   "pages bits_per_byte": ours["pages"]["bits_per_byte"],
-                  "lambada perplexity": ours["lambada"]["adjusted_perplexity"], "lambada acc": ours["lambada"]["acc"],
-                  "hellaswag acc": ours["hellaswag"]["acc"], "hellaswag acc_norm": ours["hellaswag"]["acc_norm"]},
-                 expected)
+                  "lambada perplexity": ours["lambada"]["adjusted_perplexity"], "lambada acc": ours["lambada"]["acc"]},
+                 {name: value for name, value in expected.items() if not name.startswith("hellaswag")})
 
 
 def test_the_detokeniser_is_lm_evals(lm_eval: Any) -> None:

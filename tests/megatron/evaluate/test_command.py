@@ -15,11 +15,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.cli import main as convert
-from megatron.config.model_config import PRESETS
-from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate.cli import main
-from megatron.evaluate.eval_report import published_results
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus
@@ -38,8 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
            "--metrics-file", made / "metrics.jsonl"])
     (made / "wiki.txt").write_text(WIKITEXT)
     write_lines(made / "lambada.jsonl", [{"text": f"one two three one two {word}"} for word in ("three", "four")])
-    write_lines(made / "hellaswag.jsonl", [{"activity_label": "One", "ctx_a": "two", "ctx_b": "three", "label": "1",
-                                            "endings": ["four", "one", "two", "three"]}])
     yield made
 
 
@@ -57,14 +52,13 @@ def values(*argv: object) -> dict[str, Any]:
 
 
 ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "original_words", "original_bytes", "loss",
-          "perplexity", "adjusted_perplexity", "bits_per_byte", "published", "seconds", "dtype", "tokenizer", "ranks",
+          "perplexity", "adjusted_perplexity", "bits_per_byte", "seconds", "dtype", "tokenizer", "ranks",
           "model_parallel_size"}
 
 
 @pytest.mark.parametrize(("task", "data", "protocols", "more"), [
     ("wikitext", "wiki.txt", ["megatron", "openai", "lm-eval"], set()),
     ("lambada", "lambada.jsonl", ["megatron", "openai", "lm-eval"], {"acc", "correct", "target", "truncated"}),
-    ("hellaswag", "hellaswag.jsonl", ["lm-eval"], {"acc", "acc_norm", "truncated"}),
     ("perplexity", "corpus", ["megatron", "lm-eval"], set()),
 ])
 def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, data: str, protocols: list[str],
@@ -97,15 +91,6 @@ def test_texts_longer_than_the_window_are_counted_and_warned_of(folder: Path, tm
     assert "\ntruncated            2\n" in out and "warning: 2 examples are longer than the window of 32" in err
     out, err = said(*typed, "--data", folder / "lambada.jsonl")
     assert "\ntruncated            0\n" in out and "warning" not in err
-
-
-def test_a_question_that_is_cut_with_one_of_its_endings_counts_once(folder: Path, tmp_path: Path) -> None:
-    room = 33 - len("a: " + "b" * 20 + " C ")
-    questions = [{"activity_label": "a", "ctx_a": "b" * 20, "ctx_b": "c", "label": 0,
-                  "endings": ["d" * first, "e" * second]}
-                 for first, second in ((1, room), (room + 1, 1), (1, room + 1), (room + 1, room + 2))]
-    data = write_lines(tmp_path / "a.jsonl", questions)
-    assert values("--load", folder / "run", "--task", "hellaswag", "--data", data)["truncated"] == 3
 
 
 def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path) -> None:
@@ -209,8 +194,9 @@ def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path
     (["--load", "a", "--task", "lambada"], "--data"),
     (["--load", "a", "--task", "lambada", "--data", "missing"], "--data missing: no such file"),
     (["--load", "a", "--task", "lambada", "--data", "/"], "--data /: a folder"),
-    (["--load", "a", "--task", "hellaswag", "--data", "x", "--protocol", "megatron"],
-     "--protocol megatron: --task hellaswag has lm-eval"),
+    (["--load", "a", "--task", "hellaswag", "--data", "x"], "megatron.evaluate.harness --tasks hellaswag"),
+    (["--load", "a", "--task", "perplexity", "--data", "x", "--protocol", "openai"],
+     "--protocol openai: --task perplexity has megatron, lm-eval"),
     (["--load", "a", "--task", "wikitext", "--data", "x", "--stride", "0"], "--stride is 0: expected 1 or more"),
     (["--load", "a", "--task", "lambada", "--data", "x", "--stride", "3"], "--stride: no windows overlap"),
     (["--load", "a", "--task", "wikitext", "--data", "x", "--protocol", "lm-eval", "--stride", "3"],
@@ -270,18 +256,3 @@ def test_flags_are_checked_before_torch_is_imported() -> None:
                f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout == "[]\n"
-
-
-def test_published_figures_are_shown_beside_a_model_of_that_shape_alone() -> None:
-    def shape(preset: str, **changes: Any) -> ModelConfig:
-        return ModelConfig(**{name: value for name, value in PRESETS[preset].items() if name != "tokenizer_type"},
-                           **{"vocab_size": 50257, **changes})
-
-    assert published_results(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
-    assert published_results(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
-    found = published_results(shape("124M"), "lambada", "lm-eval", False)
-    assert found == {"acc": 0.3256, "adjusted_perplexity": 40.06}
-    assert published_results(shape("124M"), "lambada", "megatron", True) == {}
-    assert published_results(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
-    assert published_results(shape("small"), "wikitext", "lm-eval", False) == {}
-    assert published_results(shape("345M"), "wikitext", "lm-eval", False) == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.evaluate.wikitext import detokenize, split_articles
+from megatron.evaluate.tasks import detokenize, split_articles
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines
 

@@ -9,15 +9,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, Signals
 
 import pytest
 
 from megatron.checkpoint.cli import main as checkpoint
-from megatron.launch import launcher
-from megatron.launch.launcher import LOCK_NAME, private_temp_dir
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import begin
@@ -403,76 +400,7 @@ def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, 
     assert not (tmp_path / "made.idx").exists()
 
 
-# -- folders of launchers -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-
-
-def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temporary):
-    with private_temp_dir() as held:
-        (Path(held) / "store").touch()
-        left, late, foreign = (temporary / f"megatron-launch-{name}" for name in ("left", "late", "foreign"))
-        for folder in (left, late, foreign):
-            folder.mkdir()
-        for name in (LOCK_NAME, "store"):
-            (left / name).touch()
-        (foreign / "store").touch()  # of a version that had no locks: nobody knows
-        os.utime(foreign, (0, 0))
-        file, link = temporary / "megatron-launch-file", temporary / "megatron-launch-link"
-        file.touch()
-        link.symlink_to(held)
-        with private_temp_dir() as mine:
-            assert not left.exists()
-            assert sorted(temporary.iterdir()) == sorted([Path(held), Path(mine), late, foreign, file, link])
-        assert not Path(mine).exists()
-        os.utime(late, (0, 0))  # empty for long: its launcher was killed before it made a lock
-        with private_temp_dir():
-            assert not late.exists() and (Path(held) / "store").exists()
-    assert sorted(temporary.iterdir()) == sorted([foreign, file, link])
-
-
-def test_a_folder_of_another_user_is_not_touched(temporary, monkeypatch):
-    left = temporary / "megatron-launch-left"
-    left.mkdir()
-    (left / LOCK_NAME).touch()
-    monkeypatch.setattr(launcher.os, "geteuid", lambda: os.stat(left).st_uid + 1)
-    with private_temp_dir():
-        assert left.exists()
-
-
-def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, monkeypatch):
-    made = launcher.tempfile.mkdtemp
-
-    def swept(**options: object) -> str:
-        path = made(**options)
-        if len([*temporary.iterdir()]) == 1 and not (temporary / "once").exists():
-            (temporary / "once").touch()
-            os.rmdir(path)
-        return path
-
-    monkeypatch.setattr(launcher.tempfile, "mkdtemp", swept)
-    with private_temp_dir() as found:
-        assert (Path(found) / LOCK_NAME).exists()
-
-
-def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
-    left = temporary / "megatron-launch-left"
-    left.mkdir()
-    (left / LOCK_NAME).touch()
-
-    def no_locks(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(launcher.fcntl, "flock", no_locks)
-    with private_temp_dir() as found:
-        assert left.exists() and os.path.isdir(found)
-
-
-def test_a_launcher_that_is_killed_leaves_a_folder_to_the_next(tmp_path):
+def test_a_launcher_that_is_killed_leaves_no_files(tmp_path):
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "program.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     (tmp_path / "program.py").write_text("import os, time\nopen('there', 'w').close()\ntime.sleep(60)")
@@ -480,10 +408,7 @@ def test_a_launcher_that_is_killed_leaves_a_folder_to_the_next(tmp_path):
     wait_for((tmp_path / "there").exists)
     process.send_signal(SIGKILL)
     process.wait()
-    assert len([*tmp_path.glob("megatron-launch-*")]) == 1
-    (tmp_path / "program.py").write_text("")
-    assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 0
-    assert not [*tmp_path.glob("megatron-launch-*")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "there"]
 
 
 def test_a_program_that_is_over_leaves_nothing_that_ends_its_process(tmp_path):

@@ -343,7 +343,7 @@ def test_what_lasts_is_what_the_zero_paper_says(stage: int, formula) -> None:  #
 
 @pytest.mark.parametrize("name, more", [("onebit_adam", 0), ("onebit_lamb", 4)])
 def test_one_bit_takes_memory_for_debts_and_hardly_any_traffic(name: str, more: int) -> None:
-    """124M on 2 ranks: 15.6 MB, as scripts/bench/one_bit.py counts them. 1-bit Lamb keeps one more state."""
+    """124M on 2 ranks: 15.6 MB, as benchmarks/one_bit.py counts them. 1-bit Lamb keeps one more state."""
     flags = ("--preset", "124M", "--ranks", "2", "--device", "cpu", "--train-iters", "99", "--onebit-freeze-step", "15")
     plain, one_bit = (planned(*flags, "--optimizer", kind) for kind in ("adam", name))
     numel = plain.root.numel + plain.num_layers * plain.block.numel

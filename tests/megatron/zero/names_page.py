@@ -6,23 +6,20 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
+from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, UnsupportedName
 from megatron.zero.api.engine import Engine
-from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
 
-DEEPSPEED = frozenset((*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH))
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "deepspeed.md"
 
 
 def methods() -> str:
-    """The engine's own names with the first sentence of their docstrings; one that DeepSpeed does not have is ours."""
+    """The engine's own names with the first sentence of their docstrings."""
     rows = []
     for name in sorted(name for name in dir(Engine) if not name.startswith("_")):
         text = " ".join((getattr(getattr(Engine, name), "__doc__", None) or "").split())
         first = re.split(r"(?<=[.;:])\s", text)[0].rstrip(".;:")
-        assert first or name in DEEPSPEED, f"{name} is ours: a docstring has to say what it is"
-        rows.append(f"| `{name}` | {first or 'as in DeepSpeed'} | {'' if name in DEEPSPEED else 'ours'} |")
-    return "\n".join(["| name | | |", "|---|---|---|", *rows])
+        rows.append(f"| `{name}` | {first or 'as in DeepSpeed'} |")
+    return "\n".join(["| name | |", "|---|---|", *rows])
 
 
 def table(*kinds: type) -> str:
@@ -36,7 +33,7 @@ def table(*kinds: type) -> str:
 
 def page(text: str) -> str:
     """The page with its tables as the code has them."""
-    tables = {"methods": methods(), "answers": table(MethodName, AttributeName), "idle": table(NoEffectName),
+    tables = {"methods": methods(), "answers": table(MethodName, AttributeName),
               "refused": table(UnsupportedName)}
     for name, made in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda match: match[1] + made + match[2], text,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron.model import GPT2
 from megatron.zero.deferred_init import LazyInitParam
 from megatron.zero.partitioned_param import Placeholder, param_owner
 from tests.distributed import RankError, run_ranks
+from tests.megatron.zero.homes.swap_files import open_swap_files
 from tests.megatron.zero.kept import master
 
 WIDTH = 16
@@ -246,7 +246,7 @@ def assembled(rank: int, world: int, folder: str, place: str) -> dict[str, bool]
         model = Assembled()
         copied = copy.deepcopy(model)
     found = {"placeholders": all(isinstance(p, Placeholder) for p in model.parameters()),
-             "on the drive": any(os.scandir(folder)) == (place == "nvme")}
+             "on the drive": bool(open_swap_files(Path(folder))) == (place == "nvme")}
     model.apply(halve)
     with zero.GatheredParameters(model.late.weight, modifier_rank=1):
         model.late.weight[0] = rank
@@ -259,7 +259,7 @@ def assembled(rank: int, world: int, folder: str, place: str) -> dict[str, bool]
     del copied
     engine = zero.initialize(model=model, config=config(2))[0]
     found["taken over"] = all(map(torch.equal, whole(model), values))
-    found["drive left"] = not any(os.scandir(folder))
+    found["drive left"] = not open_swap_files(Path(folder))
     found["told"] = any("Init kept parameters on nvme" in note for note in engine.notes) == (place == "nvme")
     return found
 

@@ -12,9 +12,8 @@ from torch import nn
 from megatron.config.tree import Config
 from megatron.errors import StorageError
 from megatron.optim.adam import AdamW
-from megatron.zero.api.offload_plan import NvmeDirs, expected_nvme_usage
+from megatron.zero.api.offload_plan import NvmeDrives, expected_nvme_usage
 from megatron.zero.offload import capacity_check
-from mpu import groups
 from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.run import configure_gpt2
 
@@ -35,10 +34,10 @@ def configured(folder: Path, **cell: Any) -> Config:
 
 def told(config: Config, kinds: tuple[str, ...] = ("optimizer", "param")) -> list[str]:
     """Of a model of 100 x 100 + 100 numbers."""
-    drives = NvmeDirs(config, groups.build(1))
+    drives = NvmeDrives(config)
     try:
         for kind in kinds:
-            drives.swap_dir(kind)
+            drives.drive(kind)
         return drives.probe(expected_nvme_usage(config, AdamW(), nn.Linear(100, 100), 1))
     finally:
         drives.close()

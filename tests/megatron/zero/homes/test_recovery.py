@@ -22,6 +22,7 @@ from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
 from megatron.zero.partitioned_param import Placeholder, param_owner
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from mpu import groups
+from tests.megatron.zero.homes.swap_files import open_swap_files
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
@@ -187,7 +188,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
             build_engine(config, model, grid, torch.device("cpu"))
         except StorageError as error:
             assert "cannot make a file" in str(error) or "cannot write there" in str(error)
-            assert not list(tmp_path.iterdir())
+            assert not open_swap_files(tmp_path)
         else:
             raise AssertionError("the drive was full")
     gc.collect()
@@ -195,7 +196,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
         with pytest.raises(ConfigError, match="engine could not be built.*build the model again"):
             build_engine(config, model, grid, torch.device("cpu"))
     built(config).destroy()
-    assert not list(tmp_path.iterdir())
+    assert not open_swap_files(tmp_path)
 
 
 def test_ctrl_c_in_an_evaluation_that_reads_from_a_drive_harms_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from megatron.errors import StorageError, format_bytes
 from megatron.zero.offload import async_file
 from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest
 from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes
-from megatron.zero.offload.swap_dir import IoThreadPool, SwapDir
+from megatron.zero.offload.swap_drive import IoThreadPool, SwapDrive
+from tests.megatron.zero.homes.swap_files import content_of, open_swap_files
 from tests.megatron.zero.test_interrupted import Line, at_lines
 
 FLAG = "--offload-optimizer-nvme-path"
@@ -38,8 +39,8 @@ SETTINGS = (SMALL, AioSettings(), AioSettings(block_size=PAGE_SIZE, queue_depth=
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[SwapDir]:
-    with SwapDir(tmp_path, "run", 0, flag=FLAG) as found:
+def folder(tmp_path: Path) -> Iterator[SwapDrive]:
+    with SwapDrive(tmp_path, flag=FLAG) as found:
         yield found
 
 
@@ -271,8 +272,8 @@ def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(folder, 
         write = file.write(0, random_bytes(SIZES[0], 1))
         read = file.read(0, page_aligned_bytes(SIZES[0], pinned=False))
         said = (
-            f"{file.path}: cannot write tile 0 of {format_bytes(SIZES[0])}: {os.strerror(number)}{remedy}, or choose "
-            f".*{FLAG}")
+            f"{file.description}: cannot write tile 0 of {format_bytes(SIZES[0])}: {os.strerror(number)}{remedy}, or "
+            f"choose .*{FLAG}")
         for report in (read.wait, write.wait, file.wait_for_requests):
             with pytest.raises(StorageError, match=said):
                 report()
@@ -289,7 +290,7 @@ def test_a_read_that_fails_names_file_and_tile(folder, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StorageError, match=f"{file.path}: cannot read tile 3 of .*; check the drive.*checkpoint"):
+    with pytest.raises(StorageError, match=f"{file.description}: cannot read tile 3 .*; check the drive.*checkpoint"):
         content(file, 3, SIZES[3])
 
 
@@ -306,7 +307,7 @@ def test_calls_that_carry_less_than_asked_are_repeated(folder, monkeypatch):
 def test_a_file_cut_short_is_an_error(folder):
     file = AsyncSwapFile(folder, "state", SIZES)
     file.write(5, random_bytes(SIZES[5], 5)).wait()
-    os.truncate(file.path, 20 * PAGE_SIZE)
+    os.truncate(content_of(file), 20 * PAGE_SIZE)
     with pytest.raises(StorageError, match="cannot read tile 5 .*the file ends"):
         content(file, 5, SIZES[5])
 
@@ -316,7 +317,7 @@ def test_a_flipped_bit_is_an_error(folder, settings):
     file = AsyncSwapFile(folder, "state", SIZES, settings=settings)
     for tile, size in enumerate(SIZES):
         file.write(tile, random_bytes(size, tile)).wait()
-    with open(file.path, "r+b") as raw:
+    with open(content_of(file), "r+b") as raw:
         raw.seek(7 * PAGE_SIZE + 9000)  # in tile 3
         byte = raw.read(1)[0]
         raw.seek(-1, os.SEEK_CUR)
@@ -324,7 +325,7 @@ def test_a_flipped_bit_is_an_error(folder, settings):
     for tile, size in enumerate(SIZES):
         if tile != 3:
             content(file, tile, size)
-    with pytest.raises(StorageError, match=f"{file.path}: tile 3 is not what was written.*{FLAG}.*checkpoint"):
+    with pytest.raises(StorageError, match=f"{file.description}: tile 3 is not what was written.*{FLAG}.*checkpoint"):
         content(file, 3, SIZES[3])
 
 
@@ -332,11 +333,11 @@ def test_the_contents_of_two_files_exchanged_are_an_error(folder):
     files = [AsyncSwapFile(folder, name, SIZES) for name in ("state", "weights")]
     for seed, file in enumerate(files):
         file.write(5, random_bytes(SIZES[5], seed)).wait()
-    contents = [file.path.read_bytes() for file in files]
+    contents = [content_of(file).read_bytes() for file in files]
     for file, other in zip(files, reversed(contents)):
-        file.path.write_bytes(other)
+        content_of(file).write_bytes(other)
     for file in files:
-        with pytest.raises(StorageError, match=f"{file.path}: tile 5 is not what was written"):
+        with pytest.raises(StorageError, match=f"{file.description}: tile 5 is not what was written"):
             content(file, 5, SIZES[5])
 
 
@@ -362,7 +363,7 @@ def test_a_full_disk_is_known_when_the_file_is_made(folder, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=f"state.tiles: cannot make a file of 12 kB: .* free; free.*{FLAG}"):
+    with pytest.raises(StorageError, match=f"swap file state in .*: cannot make a file of 12 kB: .* free; .*{FLAG}"):
         AsyncSwapFile(folder, "state", [PAGE_SIZE, 2 * PAGE_SIZE])
 
 
@@ -399,7 +400,7 @@ def test_room_that_cannot_be_promised_is_missed_at_the_write(folder, monkeypatch
 
 def test_a_file_has_the_room_and_is_nobody_elses(folder):
     file = AsyncSwapFile(folder, "state", SIZES)
-    status = os.stat(file.path)
+    status = os.stat(content_of(file))
     assert status.st_size == sum(-(-size // PAGE_SIZE) * PAGE_SIZE for size in SIZES)
     assert status.st_blocks * 512 >= status.st_size
     assert status.st_mode & 0o777 == 0o600
@@ -423,15 +424,14 @@ def test_a_closed_file_is_gone_and_takes_no_request(folder):
     file = AsyncSwapFile(folder, "state", SIZES)
     file.write(0, random_bytes(SIZES[0], 0)).wait()
     file.close()
-    assert list(folder.path.iterdir()) == []
+    assert open_swap_files(folder.path) == []
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # under the numbers that are free now
     file.close()
     for other in others:
         os.close(other)  # none was closed with it
     for ask in (file.read, file.write):
-        with pytest.raises(StorageError, match=f"{file.path} was closed before it could {ask.__name__} tile 0"):
+        with pytest.raises(StorageError, match=f"{file.description} was closed before it could {ask.__name__} tile 0"):
             ask(0, page_aligned_bytes(SIZES[0], pinned=False)).wait()
-    AsyncSwapFile(folder, "state", SIZES).close()  # its name is free
 
 
 def test_a_file_is_closed_with_its_folder(folder):
@@ -464,24 +464,24 @@ def all_end(threads: set[threading.Thread]) -> bool:
 
 def test_a_file_keeps_its_folder(tmp_path):
     former = set(threading.enumerate())
-    file = AsyncSwapFile(SwapDir(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
+    file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", SIZES)
     file.write(0, random_bytes(SIZES[0], 0)).wait()
     assert content(file, 0, SIZES[0])
     threads = set(threading.enumerate()) - former
     del file  # one of its threads may have it for a moment longer
-    assert all_end(threads) and list(tmp_path.iterdir()) == []
+    assert all_end(threads) and open_swap_files(tmp_path) == []
 
 
 def test_the_last_to_have_a_file_may_be_its_own_thread(tmp_path, monkeypatch):
     gate, entered, former = threading.Event(), threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
-    file = AsyncSwapFile(SwapDir(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
+    file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", SIZES)
     file.write(0, random_bytes(SIZES[0], 0))
     assert entered.wait(20)
     threads = set(threading.enumerate()) - former  # engines of other tests may have some
     del file
     gate.set()
-    assert all_end(threads) and list(tmp_path.iterdir()) == []
+    assert all_end(threads) and open_swap_files(tmp_path) == []
 
 
 def test_the_files_of_a_folder_share_their_threads(folder, threads):
@@ -493,7 +493,7 @@ def test_the_files_of_a_folder_share_their_threads(folder, threads):
 
 
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
-    monkeypatch.setattr("megatron.zero.offload.swap_dir.CLOSE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.zero.offload.swap_drive.CLOSE_TIMEOUT_SECONDS", 0.05)
     file = AsyncSwapFile(folder, "state", SIZES)
     gate, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
@@ -528,7 +528,7 @@ ENDS = {
     "    except ConfigError: sys.exit(9)\n"
     "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9\n"
     "file.read(0, buffer).wait()\n"
-    "assert file.path.exists()": 0,
+    "assert file.read(1, buffer).wait() is None": 0,
 }
 """The last lines of a program, and its exit code. The disk of the fourth one hangs; the fifth forks, and its child may
 neither use what its parent has nor remove it."""
@@ -536,15 +536,15 @@ neither use what its parent has nor remove it."""
 PROGRAM = """
 import json, os, sys, threading
 from megatron.errors import ConfigError
-from megatron.zero.offload import async_file, swap_dir
+from megatron.zero.offload import async_file, swap_drive
 from megatron.zero.offload.direct_io import page_aligned_bytes
-from megatron.zero.offload.swap_dir import SwapDir
-swap_dir.CLOSE_TIMEOUT_SECONDS = 0.3
+from megatron.zero.offload.swap_drive import SwapDrive
+swap_drive.CLOSE_TIMEOUT_SECONDS = 0.3
 children = []
 for rank, end in enumerate(json.loads(sys.argv[2])):
     children.append(os.fork())
     if children[-1] == 0:
-        folder = SwapDir(sys.argv[1], "run", rank, flag="--f")
+        folder = SwapDrive(sys.argv[1], flag="--f")
         file = async_file.AsyncSwapFile(folder, "state", [8 << 20] * 4)
         buffer = page_aligned_bytes(8 << 20, pinned=False)
         for tile in range(4):

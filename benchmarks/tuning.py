@@ -1,0 +1,117 @@
+"""How near a search comes to the best of all choices: `python benchmarks/tuning.py --size small --ranks 2`.
+
+Every choice that fits is tried, one after the other, round by round, and has its smallest median, also those that the
+tuner takes for the same as others (all stages where one rank has all the data); then the search is replayed over
+these times, so that both see the same machine. `--live`: the search runs its own trials in addition, as a user's
+would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
+
+from megatron.plan.footprint import PlannedRun  # noqa: E402
+from megatron.plan.rate_cache import cached_or_measured_rates  # noqa: E402
+from megatron.tune import cli  # noqa: E402
+from megatron.tune.cli import plan_choices  # noqa: E402
+from megatron.tune.search import (FINALISTS, REPEATS, TrialResult, fastest_choice, next_trial,  # noqa: E402
+                                  select_candidates)
+from megatron.tune.space import available_memory  # noqa: E402
+from megatron.tune.space import TuningChoice, samples_per_step  # noqa: E402
+from megatron.tune.trial import TrialRunner  # noqa: E402
+
+SIZES = {
+    "tiny": ["--preset", "tiny", "--global-batch-size", "16"],
+    "small": ["--preset", "small", "--tokenizer-type", "ByteLevelTokenizer", "--vocab-size", "8192",
+              "--global-batch-size", "8"],
+    "124M": ["--preset", "124M", "--tokenizer-type", "ByteLevelTokenizer", "--vocab-size", "50257", "--seq-length",
+             "256", "--global-batch-size", "4"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--live", action="store_true")
+    mine, others = parser.parse_known_args()
+    flags = ["--device", "cpu", "--ranks", str(mine.ranks), *SIZES[mine.size], "--mock-data", "--attention-dropout",
+             "0", "--hidden-dropout", "0", *others]
+    with tempfile.TemporaryDirectory() as place:
+        compare(flags, Path(place), mine.rounds)
+        if mine.live:
+            cli.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir", f"{place}/live"])
+
+
+def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
+    asked_for, asked = cli.parse(flags)
+    tuning, samples = asked.config.autotuning, samples_per_step(asked)
+    options = plan_choices(asked, cached_or_measured_rates(asked, path=asked_for.rates))
+    capacity = available_memory(asked, asked_for.card_gb)
+    trials = TrialRunner(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
+    own = list(options)
+    everything = {choice: option for choice, option in options.items() if capacity.can_hold(option.memory_needed)}
+    everything = {other: everything[choice] for choice in everything for other in left_out(choice, asked)} | everything
+    outcomes, begin = dict[TuningChoice, TrialResult](), time.monotonic()
+
+    def measure(choices: Sequence[TuningChoice]) -> None:
+        for number, choice in enumerate(choices):
+            predicted = everything[choice].candidate.predicted.total
+            outcome = trials.run(number, choice.apply_to(asked, samples), predicted)
+            before = outcomes.get(choice)
+            if before is None or outcome.seconds is not None:
+                outcomes[choice] = outcome if before is None else before.merge_repeat(outcome)
+            words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
+            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(asked, samples))} | predicted "
+                  f"{1e3 * predicted:.4g} ms | {outcome.state} {words}", flush=True)
+
+    for _ in range(rounds):
+        measure([*everything])
+    seconds = time.monotonic() - begin
+    searched, values = dict[int, TrialResult](), list(options.values())
+    few = tuning.autotuning_num_tuning_micro_batch_sizes
+    while (following := next_trial(
+            values, select_candidates(values, capacity, few, searched), searched, tuning)) is not None:
+        searched[following] = outcomes[own[following]]
+    ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
+    pick = fastest_choice(searched)
+    if pick is None:
+        sys.exit("no choice ran")
+    print(f"the best {FINALISTS} and the pick again, in turn: a machine is not as fast all the time")
+    for _ in range(REPEATS):
+        measure([*dict.fromkeys([*ordered[:FINALISTS], own[pick]])])
+    first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
+    limit, found = seconds_of(outcomes, first), seconds_of(outcomes, own[pick])
+    print(f"best of {len(outcomes)} choices, {len(own)} that differ ({seconds:.0f} s): "
+          f"{' '.join(first.flags(asked, samples))}, "
+          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(own[pick].flags(asked, samples))}, "
+          f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
+          "trials")
+
+
+def seconds_of(outcomes: Mapping[TuningChoice, TrialResult], choice: TuningChoice) -> float:
+    return outcomes[choice].seconds or inf
+
+
+def left_out(choice: TuningChoice, asked: PlannedRun) -> Iterator[TuningChoice]:
+    """What the tuner takes for the same as a choice of its own: the other stages where one rank has all the data."""
+    if asked.ranks == choice.tp:
+        yield from (replace(choice, stage=stage) for stage in range(choice.placement.min_stage, 4)
+                    if stage != choice.stage)
+
+
+if __name__ == "__main__":
+    main()

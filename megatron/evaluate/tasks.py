@@ -1,0 +1,355 @@
+"""The evaluation tasks: what is scored, and the metrics that follow from the scores.
+
+    wikitext     perplexity of a WikiText file       lambada      predicts the last word of a passage
+    perplexity   perplexity of any text or corpus
+
+A protocol (`EvalRequest`) is everything besides model and data that a result depends on: the context before a token,
+the preparation of text, the definition of a word. Results of two protocols do not compare.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from data.compressed import open_decompressed, read_errors_for
+from data.indexed import IndexedCorpus
+from data.input_files import JSON_LINES, kind_of
+from data.preprocess import TextReadOptions
+from data.sampling import parse_split, split_documents
+from data.sources import cached_corpus
+from data.storage import DataError, parse_error_text
+from data.tokenizer_base import Tokenizer
+from megatron.config.tree import require
+from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
+from megatron.evaluate.scoring import (ScoringRequest, TargetScore, TokenIds, continuation_request,
+                                       overlapping_windows, rolling_windows, window_requests)
+from megatron.inference.prompts import BOM, decode_utf8
+
+
+@dataclass(frozen=True)
+class EvalModelInfo:
+    """What tasks need to know of the model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+    text_reading: TextReadOptions = TextReadOptions()
+    """How training turned files into documents."""
+    split: str | None = None
+    """--split of the training run."""
+    split_data_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Parts with separate data files in training, and these files."""
+    cache_path: str | None = None
+    """Folder of the tokenized corpora; None: beside the text files."""
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids in the smallest integer type, because all data is in memory."""
+        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTask:
+    """Scoring requests, and what the metrics divide by."""
+
+    requests: Sequence[ScoringRequest]
+    words: int
+    """Of the original text, before any preparation."""
+    bytes: int
+    """Of the original text in UTF-8."""
+    words_scored: int | None = None
+    """Divisor of the adjusted perplexity, where it is not `words`."""
+    max_loss: float = math.inf
+    """Perplexities are capped at exp of this."""
+    stride: int | None = None
+    """Tokens between the starts of windows; None: the task has no overlapping windows."""
+    examples: int | None = None
+    has_accuracy: bool = False
+    """Each request is a question that is answered or not."""
+
+    @property
+    def num_truncated(self) -> int | None:
+        """Examples whose beginning is not read; None: the text continues from window to window."""
+        return sum(request.is_truncated for request in self.requests) if self.has_accuracy else None
+
+    def metrics(self, scores: Sequence[TargetScore]) -> dict[str, float | int | None]:
+        """By name, in the order of the report.
+
+            loss                  nats per scored token
+            perplexity            exp(loss): depends on the tokenizer
+            adjusted_perplexity   exp(loss x tokens / words): comparable across tokenizers; None without words
+            bits_per_byte         of the original text: independent of tokenizer and word definition
+        """
+        logprob = math.fsum(score.logprob for score in scores)
+        tokens = sum(request.num_targets for request in self.requests)
+        correct = sum(score.is_greedy for score in scores)
+        accuracies = {"acc": correct / len(scores), "correct": correct} if self.has_accuracy else {}
+        words = self.words if self.words_scored is None else self.words_scored
+        return {**accuracies, **({} if self.examples is None else {"examples": self.examples}), "tokens": tokens,
+                "original_words": self.words, "original_bytes": self.bytes, "loss": -logprob / tokens,
+                "perplexity": self._exp(-logprob / tokens),
+                "adjusted_perplexity": self._exp(-logprob / words) if words else None,
+                "bits_per_byte": -logprob / math.log(2) / self.bytes if self.bytes else None}
+
+    def _exp(self, loss: float) -> float:
+        try:
+            return math.exp(min(loss, self.max_loss))
+        except OverflowError:
+            return math.inf
+
+
+def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
+    """Read and tokenize the data. Raises DataError if it is unusable."""
+    prepare: Mapping[str, Callable[[EvalRequest, EvalModelInfo], EvalTask]] = {
+        "wikitext": _wikitext_task, "lambada": _lambada_task, "perplexity": _perplexity_task}
+    return prepare[request.task](request, model_info)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str) -> str:
+    """The content of a text file, with its line ends."""
+    text = "".join(line for line, _ in _decoded_lines(path))
+    if not text.strip():
+        raise DataError(f"{path}: the file is empty; expected text")
+    return text
+
+
+def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
+    """(text, location) of each line of a JSON lines file: the value of the first of `keys` that its object has."""
+    is_empty = True
+    for line, where in _decoded_lines(path):
+        if not line.strip():
+            continue
+        is_empty = False
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({parse_error_text(error)}); expected an object") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
+        yield _text_of(values, keys, where), where
+    if is_empty:
+        raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
+
+
+def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
+    with read_errors_for(path), open_decompressed(path) as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            yield decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where
+
+
+def _text_of(values: Mapping[str, Any], keys: Sequence[str], where: str) -> str:
+    key = next((key for key in keys if key in values), None)
+    if key is None:
+        known = ", ".join(map(repr, values)) or "no keys"
+        raise DataError(f"{where}: expected a key {' or '.join(map(repr, keys))}, found {known}")
+    text = values[key]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {key!r}: expected text, found {type(text).__name__}")
+    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:  # tokenizers would change them
+        raise DataError(f"{where}: a lone surrogate (\\ud800 to \\udfff) is no text")
+    return text
+
+
+# ---- windows -----------------------------------------------------------------------------------------------------
+
+
+def _sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, location: str) -> list[ScoringRequest]:
+    if len(tokens) < 2:
+        raise DataError(f"{location}: {len(tokens)} token: the first one is not scored; expected two or more")
+    return window_requests(tokens, overlapping_windows(len(tokens), model_info.max_positions, stride))
+
+
+def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
+    """lm-eval's: each document separately, after an end-of-document token."""
+    return [request for ids in documents for request in window_requests(
+        _join([ids], model_info, first=True), rolling_windows(len(ids) + 1, model_info.max_positions))]
+
+
+def _join(documents: Iterable[TokenIds], model_info: EvalModelInfo, *, first: bool = False) -> TokenIds:
+    """Documents with an end-of-document token between them, and with `first` before the first."""
+    eod = model_info.tokenizer.eod
+    end = np.array([eod], np.min_scalar_type(eod))
+    parts = [part for ids in documents for part in (end, ids)]
+    return np.concatenate(parts if first else parts[1:])
+
+
+# ---- WikiText ----------------------------------------------------------------------------------------------------
+
+IS_LITERAL, IS_PATTERN = False, True
+DETOKENIZER_RULES: tuple[tuple[bool, str, str], ...] = (
+    (IS_LITERAL, "s '", "s'"),
+    (IS_PATTERN, r"/' [0-9]/", r"/'[0-9]/"), *((IS_LITERAL, f" @{mark}@ ", mark) for mark in "-,."),
+    *((IS_LITERAL, f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    (IS_PATTERN, r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (IS_PATTERN, r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"),
+    *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}") for mark in "\"'"),
+    *((IS_LITERAL, " ".join("=" * count), "=" * count) for count in (4, 3, 2)),
+    (IS_LITERAL, " ° ", "°"),
+    (IS_LITERAL, " \n", "\n"),
+    (IS_LITERAL, "\n ", "\n"),
+    (IS_LITERAL, " N ", " 1 "),
+    (IS_LITERAL, " 's", "'s"))
+"""The rules of Megatron-LM and lm-eval, letter by letter and in their order: each one changes the results."""
+
+MAX_LOSS = 20.0
+"""Megatron caps perplexities at exp of this loss."""
+
+
+def detokenize(text: str) -> str:
+    for is_pattern, old, new in DETOKENIZER_RULES:
+        text = re.sub(old, new, text) if is_pattern else text.replace(old, new)
+    return text
+
+
+def split_articles(text: str) -> Iterator[str]:
+    """The documents of a WikiText file, which are those of lm-eval's data set: each begins at a heading of the first
+    level. Joined by line ends they are the file again."""
+    article: list[str] = []
+    for line in text.split("\n"):
+        title = line.replace("= = =", "===").replace("= =", "==").strip()
+        if title.startswith("= ") and title.endswith(" =") and "".join(article).strip():
+            yield "\n".join(article)
+            article = []
+        article.append(line)
+    yield "\n".join(article)
+
+
+def _wikitext_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
+    """megatron: the whole file as one sequence, overlapping windows. openai: the same after an end-of-document token,
+    without overlap (docs/decisions/020). lm-eval: each article by itself, after an end-of-document token."""
+    pages = ([text for text, _ in read_json_texts(request.data, "page", "text")] if kind_of(request.data) == JSON_LINES
+             else list(split_articles(read_text(request.data))))
+    original = "\n".join(pages)
+    if request.protocol == "lm-eval":
+        return EvalTask(requests=document_requests([model_info.encode(detokenize(page)) for page in pages], model_info),
+                        words=sum(count_words(page, request.protocol) for page in pages),
+                        bytes=sum(len(page.encode()) for page in pages), examples=len(pages))
+    stride, words = request.window_stride(model_info.max_positions), count_words(original, request.protocol)
+    tokens = model_info.encode(detokenize(original))
+    is_megatron = request.protocol == "megatron"
+    return EvalTask(requests=_sequence_requests(tokens if is_megatron else _join([tokens], model_info, first=True),
+                                                model_info, stride, request.data),
+                    words=words, bytes=len(original.encode()), stride=stride,
+                    words_scored=words - 1 if is_megatron else None, max_loss=MAX_LOSS if is_megatron else math.inf)
+
+
+def count_words(original: str, protocol: str) -> int:
+    """Megatron splits at single spaces, so that a line end between two spaces is a word, as in the published counts;
+    lm-eval at any white space, and counts the empty strings before the first and after the last."""
+    if protocol == "megatron":
+        return len(original.strip().split(" "))
+    if protocol == "lm-eval":
+        return len(re.split(r"\s+", original))
+    return len(original.split())
+
+
+# ---- LAMBADA -----------------------------------------------------------------------------------------------------
+
+
+def _lambada_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
+    """A passage is correct if every target token is the argmax. megatron and openai: the last token, or (strict) the
+    last word with a space before it. lm-eval: the last word, tokenized together with its context."""
+    requests, size, tokenizer = [], 0, model_info.tokenizer
+    for text, where in read_json_texts(request.data, "text"):
+        if not text.strip():
+            raise DataError(f"{where}: 'text': expected a passage, found nothing but white space")
+        if request.protocol == "lm-eval":  # splits at the last space
+            before, _, word = text.rpartition(" ")
+            context = tokenizer.encode(before.rstrip())
+            targets = tokenizer.encode(f"{before} {word}")[len(context):]
+        elif request.strict:
+            word = text.split()[-1]
+            context, targets = tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(f" {word}")
+        else:
+            ids = tokenizer.encode(text)
+            context, targets = ids[:-1], ids[-1:]
+        requests.append(continuation_request(context or [tokenizer.eod], targets, model_info.max_positions, where))
+        size += len(tokenizer.decode(targets).encode())
+    return EvalTask(requests=requests, words=len(requests), bytes=size, examples=len(requests), has_accuracy=True)
+
+
+# ---- perplexity of any text --------------------------------------------------------------------------------------
+
+
+def _perplexity_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
+    """megatron: documents joined by end-of-document tokens, in windows that may overlap. lm-eval: each document by
+    itself, after an end-of-document token."""
+    documents, words, size = list[Any](), 0, 0
+    for ids, text in _selected_documents(request, model_info):
+        if len(ids):
+            documents.append(ids)
+            words += sum(1 for _ in re.finditer(r"\S+", text))
+            size += len(text.encode())
+    if not documents:
+        raise DataError(f"{request.data}: no token to score")
+    stride = None if request.protocol == "lm-eval" else request.window_stride(model_info.max_positions)
+    requests = (document_requests(documents, model_info) if stride is None else
+                _sequence_requests(_join(documents, model_info), model_info, stride, request.data))
+    return EvalTask(requests=requests, words=words, bytes=size, stride=stride, examples=len(documents))
+
+
+def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
+    """(token ids, text) of the documents of --part."""
+    prefix = request.data if is_corpus_prefix(request.data) else None
+    if prefix is None and os.path.isdir(request.data):  # tokenized into a cached corpus, as in training
+        prefix, _ = cached_corpus(request.data, model_info.tokenizer, model_info.text_reading, model_info.cache_path)
+    if prefix is not None:
+        yield from _corpus_documents(prefix, request, model_info)
+        return
+    selected = None  # all, which need not be counted
+    if request.part is not None:
+        selected = _part_range(request, model_info, sum(1 for _ in _document_texts(request.data, model_info)))
+    for number, text in enumerate(_document_texts(request.data, model_info)):
+        if selected is None or number in selected:
+            yield model_info.encode(text), text
+
+
+def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
+    """The text of each document; of a JSON object the key that training used, or else `text`."""
+    if kind_of(path) != JSON_LINES:
+        yield read_text(path)
+        return
+    for text, _ in read_json_texts(path, *dict.fromkeys((model_info.text_reading.json_key, "text"))):
+        yield text
+
+
+def _corpus_documents(prefix: str, request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
+    """The documents of a tokenized corpus, with decoded text."""
+    corpus, tokenizer = IndexedCorpus(prefix), model_info.tokenizer
+    made_by = corpus.facts.tokenizer if corpus.facts else None
+    if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
+                        f"({tokenizer.name}); give the text itself")
+    corpus.check_vocabulary(tokenizer.vocab_size)
+    for number in _part_range(request, model_info, corpus.num_documents):
+        ids = corpus.document(number)
+        if len(ids) and ids[-1] == tokenizer.eod:
+            ids = ids[:-1]
+        yield ids, tokenizer.decode(ids.tolist())
+
+
+def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int) -> range:
+    """Numbers of the documents of --part, out of `documents`."""
+    if request.part is None:
+        return range(documents)
+    require(model_info.split is not None,
+            f"--part {request.part}: the model does not say how its text was split: --load a run of ours")
+    require(request.part not in model_info.split_data_files,
+            f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
+            f"{' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part")
+    part = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
+    if not part:
+        raise DataError(f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} "
+                        f"in {request.data}")
+    return part
