@@ -87,7 +87,7 @@ def device_work(events: Sequence[TraceEvent], steps: Sequence[Interval]) -> dict
             continue
         args, name = event.get("args", {}), event["name"]
         kind = kinds.get(args.get("External id"), OTHER)
-        launched_at = launches.get(args.get("correlation", -1), event["ts"])
+        launched_at = launches.get(args.get("correlation", -1), float(event["ts"]))
         if "nccl" in name.lower():
             kind = EXCHANGE
         elif kind == OTHER and event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
