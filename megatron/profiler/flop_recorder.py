@@ -26,8 +26,7 @@ from megatron.profiler.flop_formulas import OpHandling, flop_formula, may_multip
 
 
 def current_backward_id() -> int | None:
-    number = torch._C._current_graph_task_id()
-    return None if number == -1 else number  # -1: no backward runs
+    return None if (number := torch._C._current_graph_task_id()) == -1 else number
 
 
 def _is_checkpoint_recomputing() -> bool:
@@ -115,7 +114,7 @@ class FlopRecording:
 
     @property
     def can_stop(self) -> bool:
-        """Whether this is the innermost mode of the thread: torch always ends the innermost one."""
+        """Whether this is the thread's innermost mode, which is the one that torch ends."""
         return _get_current_dispatch_mode() is self._counting_mode
 
     @contextmanager

@@ -118,9 +118,6 @@ class FlopsProfiler:
         print("\n".join(aggregated_lines(self._current_profile(), module_depth, top_modules)), flush=True)
 
 
-_MODES = ("forward", "generate")
-
-
 def get_model_profile(
     model: nn.Module, input_shape: Sequence[int] | None = None, args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None, print_profile: bool = True, detailed: bool = True, module_depth: int = -1,
@@ -132,8 +129,8 @@ def get_model_profile(
     `input_shape` stands for a tensor of ones of the model's dtype. The model runs without gradients and dropout,
     `warm_up` times before it counts; each module then returns to its mode. A model on the meta device works too.
     """
-    if mode not in _MODES:
-        raise ConfigError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
+    if mode not in ("forward", "generate"):
+        raise ConfigError(f"mode={mode!r}: expected one of forward, generate")
     inputs, named = list(args), kwargs or {}
     if input_shape is not None:
         like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))

@@ -52,10 +52,6 @@ def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: tuple[float, f
     return times | {"": within[1] - within[0] - before}
 
 
-def operation_kind(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
-
-
 def operations_with_kinds(events: Iterable[TraceEvent], thread: int | None = None) -> Iterator[tuple[TraceEvent, str]]:
     """The host's operations of a thread, or of all, with the kind of the outermost enclosing one that has a kind."""
     operations = [event for event in events if event.get("cat") == "cpu_op" and thread in (None, event["tid"])]
@@ -66,7 +62,8 @@ def operations_with_kinds(events: Iterable[TraceEvent], thread: int | None = Non
         number, is_backward = args.get("Sequence number", 0), bool(args.get("Fwd thread id"))
         kind, until = outermost.get(event["tid"], (OTHER, 0.0))
         if event["ts"] >= until:
-            kind = operation_kind(event["name"]) or (kind_of_forward.get(number, OTHER) if is_backward else OTHER)
+            inherited = kind_of_forward.get(number, OTHER) if is_backward else OTHER
+            kind = next((kind for kind, pattern in KINDS.items() if pattern.search(event["name"])), inherited)
             # without a kind, operations inside may have one
             outermost[event["tid"]] = kind, 0.0 if kind == OTHER else event["ts"] + event["dur"]
         if number > 0 and not is_backward:

@@ -72,17 +72,18 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
 
 
 def test_the_ranges_of_the_engine_are_nested(tmp_path: Path) -> None:
-    """As viewers need them on the row of a thread."""
+    """As viewers need them on the row of a thread; of each place there is one at a time."""
     train([*RUN, "--checkpoint-activations", "--profile-steps", "2:2", "--profile-dir", tmp_path])
     events = [event for event in trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
               if event.get("cat") == "user_annotation"]
-    open_until: list[float] = []
+    outer: list[tuple[float, str]] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        end = event["ts"] + event["dur"]
-        while open_until and open_until[-1] <= event["ts"]:
-            open_until.pop()
-        assert not open_until or end <= open_until[-1] + 0.01
-        open_until.append(end)
+        end, place = event["ts"] + event["dur"], event["name"].partition(":")[0]
+        while outer and outer[-1][0] <= event["ts"]:
+            outer.pop()
+        assert not outer or end <= outer[-1][0] + 0.01
+        assert place not in {of_outer for _, of_outer in outer}
+        outer.append((end, place))
 
 
 def test_engine_and_profiler_count_by_the_same_clock(tmp_path: Path) -> None:
