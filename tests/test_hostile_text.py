@@ -22,18 +22,17 @@ from data.webtext.documents import DocumentCounts
 from data.webtext.stage_folder import StageRecord
 from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
-from megatron.config.tree import LogConfig
 from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
 from megatron.inference.frontends import _AnswerWriter
 from megatron.inference.prompts import Terminal
 from megatron.metrics.console import Console
+from megatron.metrics.sinks import JsonlSink, RunConfigRecord
 from megatron.report.cli import main as report_command
 from megatron.report.history import RunHistory
 from megatron.report.page import report_page
 from megatron.serve import cli as serve
 from megatron.serve.app import PlaygroundPage
-from megatron.train.run_log import RunLog
 from tests.megatron.report.written import CONFIG, evaluation, step, write
 
 TEXTS = {
@@ -174,8 +173,9 @@ def test_files_and_pipes_get_it_as_it_is(text: str, tmp_path: Path) -> None:
     assert answered(io.StringIO(), text, jsonl=False) == f"{text}{text}\n"
     assert json.loads(of_json_answers(text, None)) == json.loads(answered(io.StringIO(), text, jsonl=True))
     path = tmp_path / "metrics.jsonl"
-    with RunLog(LogConfig(metrics_file=str(path)), 1, 0, writes=True) as log:
-        log._append({"config": True, "values": {"data": {"train_data": [text]}}})
+    sink = JsonlSink("--metrics-file", str(path), print)
+    sink.write_config(RunConfigRecord(0, {"data": {"train_data": [text]}}, {}, ""))
+    sink.close()
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["values"]["data"]["train_data"] == [text]
 

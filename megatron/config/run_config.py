@@ -122,12 +122,12 @@ class ProfileConfig:
                                               json=_FLOPS_PROFILER + "top_modules", ge=1)
     flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
     flops_profiler_output_file: str | None = setting(
-        None, "write the profile to this file; its ending says as what: .json, .html, or else text",
+        None, "write the profile to this file: JSON if its ending is .json, else text",
         json=_FLOPS_PROFILER + "output_file", is_location=True)
 
     profile_steps: str | None = setting(
-        None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, memory over time, and a line that says where "
-              "the time went", metavar="FIRST:LAST")
+        None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, on a GPU a memory snapshot, and a line that "
+              "says where the time went", metavar="FIRST:LAST")
     profile_rank: int = setting(0, "the rank that is traced", metavar="RANK", ge=0)
     profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True)
 
@@ -145,6 +145,9 @@ class ProfileConfig:
         is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
         problems.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
                                    "write 10:12, say, for steps 10 to 12")
+        output_file = self.flops_profiler_output_file
+        problems.require(not (output_file or "").lower().endswith((".html", ".htm")), f"--flops-profiler-output-file "
+                         f"{output_file}: a profile is JSON or text, no page; name a .json or .txt file")
         problems.raise_if_any()
 
     def notes(self, train_iters: int | None = None) -> list[str]:

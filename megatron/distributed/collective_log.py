@@ -41,21 +41,10 @@ AFTER_STEP = "after a step"  # purpose of the all-gathers that every rank starts
 FORGOTTEN_ENTRY = "an earlier place", ""
 
 
-class CollectiveObserver(Protocol):
-    """Callbacks for each entry and each gradient reduction (`kind` "sum"), by number."""
-
-    def collective_started(self, kind: str, number: int, what: str) -> None: ...
-
-    def collective_awaited(self, kind: str, number: int) -> None: ...
-
-    def collective_finished(self, kind: str, number: int) -> None: ...
-
-
 class CollectiveLog:
     def __init__(self, *, reductions_in_order: bool) -> None:
         self.entry_count = self.reduction_count = 0
         self.purpose = ""  # purpose of the collectives that follow (forward, backward, ...)
-        self.observer: CollectiveObserver | None = None
         # called with the error of a failed collective; raises the root cause if the watchdog knows it
         self.raise_root_cause: Callable[[BaseException], object] = lambda error: None
         # decides when this rank communicates; shown in the error if diverging ranks differ in it
@@ -73,8 +62,6 @@ class CollectiveLog:
         number = self.entry_count
         self._entries[number % MAX_ENTRIES] = what, purpose
         self.entry_count += 1
-        if self.observer is not None:
-            self.observer.collective_started("entry", number, f"{what}, {purpose}" if purpose else what)
         return number
 
     def record_barrier(self, where: str) -> None:
@@ -87,8 +74,6 @@ class CollectiveLog:
         if self._reductions_in_order:
             self._append_entry(f"the gradients of {name}", "")
         self.reduction_count += 1
-        if self.observer is not None:
-            self.observer.collective_started("sum", self.reduction_count - 1, f"the gradients of {name}")
         return self.reduction_count - 1
 
     @property
@@ -98,9 +83,7 @@ class CollectiveLog:
 
     @awaited_entry.setter
     def awaited_entry(self, number: int) -> None:
-        before, self._awaited_entry = self._awaited_entry, number
-        if self.observer is not None:
-            self._notify_observer("entry", before, number)
+        self._awaited_entry = number
         if number != NO_ENTRY:
             what, started_for = self._entries[number % MAX_ENTRIES]
             if started_for != AFTER_STEP:
@@ -113,16 +96,15 @@ class CollectiveLog:
 
     @awaited_reduction.setter
     def awaited_reduction(self, awaited: tuple[int, str]) -> None:
-        before, self._awaited_reduction = self._awaited_reduction, awaited
-        if self.observer is not None:
-            self._notify_observer("sum", before[0], awaited[0])
+        self._awaited_reduction = awaited
 
-    def _notify_observer(self, kind: str, before: int, now: int) -> None:
-        assert self.observer is not None
-        if now == NO_ENTRY:
-            self.observer.collective_finished(kind, before)
-        else:
-            self.observer.collective_awaited(kind, now)
+    @property
+    def awaited_collective(self) -> str:
+        """Name of the entry or reduction that the host waits for now; "" for none."""
+        if self._awaited_reduction != NO_REDUCTION:
+            return f"the gradients of {self._awaited_reduction[1]}"
+        return "" if self._awaited_entry == NO_ENTRY else ", ".join(
+            filter(None, self._entries[self._awaited_entry % MAX_ENTRIES]))
 
     @property
     def is_finished(self) -> bool:

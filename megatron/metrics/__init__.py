@@ -1,9 +1,9 @@
 """Metrics of a training run: what is measured in a step, and where it is written.
 
-    step_metrics.py     the metrics of one step
-    console.py          console lines and the progress bar
-    scalar_writers.py   append-only files, TensorBoard event files, Weights & Biases runs
-    run_loggers.py      the trainer's loggers: TensorBoard, CSV, Weights & Biases
+    step_metrics.py       the metrics of one step
+    console.py            console lines and the progress bar
+    sinks.py              JSON lines, CSV, TensorBoard, Weights & Biases
+    append_only_file.py   whole lines in a text file
 
-The engine's monitor, configured in a DeepSpeed JSON, is megatron/zero/api/engine_monitor.py.
+The trainer's log (train/run_log.py) and the engine's monitor (zero/api/engine_monitor.py) write to the same sinks.
 """

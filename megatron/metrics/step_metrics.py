@@ -13,6 +13,9 @@ from megatron.errors import format_bytes
 from megatron.host_memory import peak_resident_bytes
 
 
+STEP_SCALARS = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "step_ms", "tokens_per_s", "tflops", "mfu")
+
+
 @dataclass(frozen=True)
 class NvmeStats:
     """Totals since the engine was created, or the difference of two totals."""
@@ -71,6 +74,12 @@ class StepMetrics:
         own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
         return {**own, **self.nvme_values(), **self.layer_drop_values()}
 
+    def to_scalars(self) -> dict[str, float]:
+        """By their names on a dashboard, without unknown values."""
+        values = {**{key: getattr(self, key) for key in STEP_SCALARS}, "memory_gib": self.max_memory_bytes / 2**30,
+                  **self.nvme_values(), **self.layer_drop_values()}
+        return {f"train/{key}": value for key, value in values.items() if value is not None}
+
     def layer_drop_values(self) -> dict[str, float]:
         return {} if self.dropping is None else {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
 
@@ -115,12 +124,9 @@ class StepTimer:
 
     def __init__(self, nvme_stats: Callable[[], NvmeStats | None]) -> None:
         self._nvme_stats = nvme_stats
-        self._last = self._now()
+        self._last = time.perf_counter(), nvme_stats()
 
     def lap(self) -> StepTiming:
-        before, self._last = self._last, self._now()
-        (end, used), (begin, used_before) = self._last, before
+        (begin, used_before), self._last = self._last, (time.perf_counter(), self._nvme_stats())
+        end, used = self._last
         return StepTiming(end - begin, None if used is None or used_before is None else used - used_before)
-
-    def _now(self) -> tuple[float, NvmeStats | None]:
-        return time.perf_counter(), self._nvme_stats()

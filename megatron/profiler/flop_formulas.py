@@ -1,9 +1,9 @@
 """How many multiply-accumulates (MACs) a torch operation is; one MAC is two FLOPs.
 
 Counted are matrix products, attention and convolutions; element-wise operations are not. Causal attention counts s
-(s + 1) / 2 scores, and its backward five products for the forward's two. `flop_formula(func)` returns a function of
-(result, args, kwargs), DECOMPOSE for a composite operation, or None. Operations outside torch are counted by the
-formula registered with torch.utils.flop_counter.register_flop_formula; `may_multiply` says what lacks one.
+(s + 1) / 2 scores, and its backward five products for the forward's two. The formulas are those of torch's registry
+(torch.utils.flop_counter.register_flop_formula) and the ones of this file. `flop_formula(func)` returns a function of
+(result, args, kwargs), OpHandling for a composite operation, or None; `may_multiply` says what lacks a formula.
 """
 
 from __future__ import annotations
@@ -27,24 +27,10 @@ class OpHandling(Enum):
     DECOMPOSE = "count the operations that it consists of"
 
 
-DECOMPOSE = OpHandling.DECOMPOSE
-
-
 def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """[..., m, k] x [..., k, n] or [k]; `first` is the index of the first factor in `args`."""
     a, b = args[first], args[first + 1]
     return int(a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
-
-
-def _linear(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    image, weight = args[:2]
-    return int(image.numel() * weight.shape[0])
-
-
-def _linear_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """One product for the gradient of the image and one for the weight's, each like the forward."""
-    image, weight, output_mask = args[0], args[2], args[3]
-    return int(sum(output_mask[:2])) * int(image.numel() * weight.shape[0])
 
 
 def _pairwise_distances(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -52,20 +38,12 @@ def _pairwise_distances(result: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return int(result.numel() * (args[0].shape[-1] + 2))
 
 
-def _convolution(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    image, weight, transposed = args[0], args[1], args[6]
-    return _filter_macs(weight, image if transposed else result)
-
-
 def _convolution_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """One product for the gradient of the image and one for the weight's, each like the forward."""
+    """One product for the gradient of the image and one for the weight's, each like the forward. Torch's formula
+    ignores groups."""
     grad_output, image, weight, transposed, output_mask = args[0], args[1], args[2], args[7], args[10]
-    return int(sum(output_mask[:2])) * _filter_macs(weight, image if transposed else grad_output)
-
-
-def _filter_macs(weight: Any, points: Any) -> int:
-    """`points`: the tensor with one filter application per element."""
-    return int(points.numel() * prod(weight.shape[1:]))
+    points = image if transposed else grad_output  # one filter application per element
+    return int(sum(output_mask[:2])) * int(points.numel() * prod(weight.shape[1:]))
 
 
 def _attention(func: Any, backward: bool, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -102,9 +80,8 @@ _FIRST_FACTOR_INDEX = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm
 
 _FORMULAS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FIRST_FACTOR_INDEX.items()},
-    "convolution": _convolution, "_convolution": _convolution, "convolution_overrideable": _convolution,
-    "convolution_backward": _convolution_backward, "mkldnn_linear": _linear, "mkldnn_linear_backward": _linear_backward,
-    "linear_backward": _linear_backward, "_euclidean_dist": _pairwise_distances}
+    "convolution_backward": _convolution_backward, "_euclidean_dist": _pairwise_distances}
+"""Operations that torch's registry lacks, or counts differently."""
 _SDPA_PREFIX = "_scaled_dot_product_"
 _MULTIPLYING_NAMES = re.compile(
     "mm|matmul|linear|conv|attention|transformer_encoder|multi_head|rnn|lstm|gru|[cp]dist|dot|mv$|"
@@ -130,7 +107,7 @@ def flop_formula(func: Any) -> Formula | OpHandling | None:
     # in inference mode composite operations are dispatched undecomposed
     is_composite = isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd")
-    return DECOMPOSE if space != "prim" and is_composite else None
+    return OpHandling.DECOMPOSE if space != "prim" and is_composite else None
 
 
 @cache

@@ -1,9 +1,5 @@
 """`FlopsProfiler` and `get_model_profile`, with DeepSpeed's names.
 
-    profiler = FlopsProfiler(model)
-    profiler.start_profile();  loss = model(batch);  loss.backward();  profiler.stop_profile()
-    profiler.print_model_profile();  profiler.end_profile()
-
 Everything that runs between start and stop is counted, including the backward and recomputation. A backward that
 did not run is estimated as two forwards, as DeepSpeed does. The model is not modified.
 """
@@ -12,40 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.profiler.flop_recorder import FlopRecording
-from megatron.profiler.module_tree import tensor_parallel_size
-from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ProfiledJob, build_profile
+from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ProfiledJob, build_profile, tensor_parallel_size
 from megatron.profiler.profile_report import (aggregated_lines, format_count, format_profile, format_seconds,
                                               write_profile)
-from mpu.groups import Groups
-
-
-class ProfiledEngine(Protocol):
-    """The part of an engine that a profiler needs."""
-
-    @property
-    def groups(self) -> Groups: ...
-
-    @property
-    def parameters_kept(self) -> int: ...
-
-    def train_batch_size(self) -> int: ...
-
-    def train_micro_batch_size_per_gpu(self) -> int: ...
-
-    def zero_optimization_stage(self) -> int: ...
 
 
 class FlopsProfiler:
-    def __init__(self, model: nn.Module, ds_engine: ProfiledEngine | None = None,
-                 recompute_fwd_factor: float = 0.0) -> None:
-        """`recompute_fwd_factor`: forwards that the estimate of a missing backward adds for recomputation."""
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        """`ds_engine`: an engine of zero.initialize, whose layout the summary then shows. `recompute_fwd_factor`:
+        forwards that the estimate of a missing backward adds for recomputation."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"FlopsProfiler takes a torch.nn.Module, not a {type(model).__name__}; of an engine, "
                               "give engine.module and the engine itself as ds_engine")
@@ -53,8 +31,6 @@ class FlopsProfiler:
         self._recording: FlopRecording | None = None
         self._running: AbstractContextManager[None] | None = None
         self._profile: ModelProfile | None = None
-
-    # ---- recording ----------------------------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
         """Start a new profile. Modules of the classes in `ignore_list`, and those inside them, are not counted."""
@@ -95,20 +71,17 @@ class FlopsProfiler:
             self.stop_profile()
         self._recording = self._profile = None
 
-    # ---- results ------------------------------------------------------------------------------------------------
-
     def profile(self, step: int | None = None, step_before: float | None = None) -> ModelProfile:
         """The results as plain numbers. `step_before`: seconds of the step before the profiled one."""
         if self._recording is None or self._running is not None:
             raise ConfigError("there is no profile: call start_profile, run the model, call stop_profile")
-        if self._profile is None or (self._profile.step, self._profile.step_before) != (step, step_before):
-            engine, tp = self.ds_engine, tensor_parallel_size(self.model)
-            job = ProfiledJob(world=tp, tp=tp) if engine is None else ProfiledJob(
-                engine.groups.world.size, engine.groups.dp.size, engine.groups.tp.size,
-                engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(),
-                engine.parameters_kept)
-            self._profile = build_profile(self._recording, layout=job, step=step, step_before=step_before,
-                                          recompute_factor=self.recompute_fwd_factor)
+        engine, tp = self.ds_engine, tensor_parallel_size(self.model)
+        job = ProfiledJob(world=tp, tp=tp) if engine is None else ProfiledJob(
+            engine.groups.world.size, engine.groups.dp.size, engine.groups.tp.size,
+            engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(),
+            engine.parameters_kept)
+        self._profile = build_profile(self._recording, layout=job, step=step, step_before=step_before,
+                                      backward_in_forwards=2 + self.recompute_fwd_factor)
         return self._profile
 
     def _current_profile(self) -> ModelProfile:
@@ -134,7 +107,7 @@ class FlopsProfiler:
 
     def print_model_profile(self, profile_step: int | None = None, module_depth: int = -1, top_modules: int = 1,
                             detailed: bool = True, output_file: str | None = None) -> None:
-        """Print the profile, or write it to a file: JSON, HTML or text, by its extension."""
+        """Print the profile, or write it to a file: JSON or text, by its extension."""
         profile = self._current_profile() if profile_step is None else self.profile(profile_step)
         if output_file is None:
             print(format_profile(profile, module_depth, top_modules, detailed), flush=True)
@@ -143,9 +116,6 @@ class FlopsProfiler:
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         print("\n".join(aggregated_lines(self._current_profile(), module_depth, top_modules)), flush=True)
-
-
-_MODES = ("forward", "generate")
 
 
 def get_model_profile(
@@ -159,8 +129,8 @@ def get_model_profile(
     `input_shape` stands for a tensor of ones of the model's dtype. The model runs without gradients and dropout,
     `warm_up` times before it counts; each module then returns to its mode. A model on the meta device works too.
     """
-    if mode not in _MODES:
-        raise ConfigError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
+    if mode not in ("forward", "generate"):
+        raise ConfigError(f"mode={mode!r}: expected one of forward, generate")
     inputs, named = list(args), kwargs or {}
     if input_shape is not None:
         like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))

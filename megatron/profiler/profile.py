@@ -1,22 +1,32 @@
-"""A profile as plain numbers: a tree of rows without references to the model.
+"""A profile as plain numbers: a tree of rows, one for each module, without references to the model.
 
-Counts are logical (whole model) and on this rank. FLOPs are 2 x MACs. A row includes the rows inside it.
+    logical   of the whole model: full parameters, without vocabulary padding
+    on rank   of what this rank computes with: its tensor parallel slices
+
+A row includes the rows inside it. A shared module or parameter is counted once, at its first name. FLOPs are 2 x MACs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
+from torch import nn
+
 from megatron.profiler.flop_recorder import FlopRecording
-from megatron.profiler.module_tree import ModuleNode, RunPhase, logical_numel, tensor_parallel_size
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.partition import partition_of
 
 FLOPS_PER_MAC = 2
+_PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelEmbedding)
 
 
 @dataclass(frozen=True)
 class Macs:
+    """Multiply-accumulates by phase."""
+
     forward: int = 0
     backward: int = 0
     recomputation: int = 0
@@ -80,12 +90,12 @@ class ModelProfile:
     """By part of a step."""
     layout: ProfiledJob = ProfiledJob()
     step: int | None = None
-    recompute_factor: float = 0.0
-    """A missing backward is estimated as 2 + recompute_factor forwards."""
+    backward_in_forwards: float = 2.0
+    """The estimate of a missing backward."""
     step_before: float | None = None
     """Seconds of the step before the profiled one."""
     uncounted_ops: Mapping[str, int] = field(default_factory=dict)
-    saw_backward: bool = True
+    backward_is_estimated: bool = False
 
     @property
     def macs(self) -> Macs:
@@ -95,15 +105,6 @@ class ModelProfile:
     @property
     def macs_on_rank(self) -> Macs:
         return self.root.macs_on_rank + self.outside_modules
-
-    @property
-    def backward_is_estimated(self) -> bool:
-        return not self.saw_backward
-
-    @property
-    def backward_in_forwards(self) -> float:
-        """The estimate of a missing backward."""
-        return 2 + self.recompute_factor
 
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "layout": asdict(self.layout), "parameters": self.root.parameters,
@@ -130,24 +131,46 @@ def walk_rows(row: ModuleRow, depth: int = 0) -> Iterator[tuple[int, ModuleRow]]
 
 def build_profile(recording: FlopRecording, **fields: Any) -> ModelProfile:
     """`fields` are the other fields of ModelProfile."""
-    recording.finish()
-    tp = tensor_parallel_size(recording.root.module)
-    return ModelProfile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
-                        uncounted_ops=recording.uncounted_ops, saw_backward=recording.saw_backward, **fields)
+    recording.assign_times()
+    tp = tensor_parallel_size(recording.model)
+    seen_modules, seen_parameters = set[nn.Module](), set[nn.Parameter]()
+
+    def macs_of(path: str | None) -> Macs:
+        return Macs(*(recording.macs[path, phase] for phase in ("forward", "backward", "recomputation")))
+
+    def row_of(module: nn.Module, path: str) -> ModuleRow:
+        seen_modules.add(module)
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter not in seen_parameters]
+        seen_parameters.update(own)
+        rows = tuple(row_of(child, f"{path}.{name}" if path else name)
+                     for name, child in module.named_children() if child not in seen_modules)
+        # all work of a module that holds a split parameter, or one inside it that does, is taken as split
+        is_split = any(partition_of(parameter) is not None for parameter in module.parameters())
+        macs, calls = macs_of(path), recording.calls[path]
+        return ModuleRow(
+            path, type(module).__name__,
+            sum((row.parameters for row in rows), sum(logical_numel(parameter, tp) for parameter in own)),
+            sum((row.parameters_on_rank for row in rows), sum(parameter.numel() for parameter in own)),
+            sum((row.macs for row in rows), macs.times(tp if is_split else 1)),
+            sum((row.macs_on_rank for row in rows), macs), calls,
+            recording.module_seconds[path] if calls else sum(row.seconds for row in rows), rows)
+
+    return ModelProfile(row_of(recording.model, ""), macs_of(None), dict(recording.part_seconds),
+                        uncounted_ops=dict(recording.uncounted_ops),
+                        backward_is_estimated=not recording.saw_backward, **fields)
 
 
-def _row(node: ModuleNode, tp: int) -> ModuleRow:
-    rows = tuple(_row(child, tp) for child in node.children)
-    own = _macs(node)
-    return ModuleRow(node.path, node.class_name, sum(logical_numel(p, tp) for p in node.parameters),
-                     sum(p.numel() for p in node.parameters),
-                     sum((row.macs for row in rows), own.times(tp if node.is_tensor_parallel else 1)),
-                     sum((row.macs_on_rank for row in rows), own), node.calls,
-                     node.seconds if node.calls else sum(row.seconds for row in rows), rows)
+def tensor_parallel_size(model: nn.Module) -> int:
+    return max((module.tp.size for module in model.modules() if isinstance(module, _PARALLEL)), default=1)
 
 
-def _macs(node: ModuleNode) -> Macs:
-    return Macs(node.macs[RunPhase.FORWARD], node.macs[RunPhase.BACKWARD], node.macs[RunPhase.RECOMPUTE])
+def logical_numel(parameter: nn.Parameter, tp_size: int) -> int:
+    """Elements of the whole parameter."""
+    shape, partition = list(parameter.shape), partition_of(parameter)
+    if partition is not None:
+        whole = shape[partition.dim] * tp_size
+        shape[partition.dim] = whole if partition.size is None else partition.size
+    return prod(shape)
 
 
 def _flops(macs: Macs) -> dict[str, int]:

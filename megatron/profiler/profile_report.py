@@ -1,20 +1,19 @@
-"""A profile as text, JSON or HTML: the summary, the largest modules per depth, the tree of modules."""
+"""A profile as text or JSON: the summary, the largest modules per depth, the tree of modules."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from html import escape
+from itertools import chain
 from pathlib import Path
-from string import Template
-from zlib import crc32
 
 from megatron.errors import StorageError
 from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ModuleRow, walk_rows
 
 _SIZES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+WIDTH = 100
 
 
 def format_count(number: float, unit: str = "") -> str:
@@ -34,9 +33,6 @@ def format_share(part: float, whole: float) -> str:
     return f"{part / whole if whole else 0.0:.2%}"
 
 
-WIDTH = 100
-
-
 def format_profile(profile: ModelProfile, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
     lines = [" Flops Profiler ".center(WIDTH, "-"), *summary(profile), "",
              *aggregated_lines(profile, module_depth, top_modules)]
@@ -45,19 +41,18 @@ def format_profile(profile: ModelProfile, module_depth: int = -1, top_modules: i
     return "\n".join((*lines, "-" * WIDTH))
 
 
-# ---- the summary -------------------------------------------------------------------------------------------------
-
-
 def summary(profile: ModelProfile) -> Iterator[str]:
     yield "Profile summary" if profile.step is None else f"Profile summary of step {profile.step}"
     yield "MACs: multiply-accumulates of matrix products, attention and convolutions, as they ran; FLOPs: 2 x MACs"
     yield "per rank: on this rank, in a whole step; latency, FLOPS, samples: with the profiler at work"
     yield ""
-    for name, value in summary_rows(profile):
+    for name, value in chain(_layout_rows(profile), _flops_rows(profile), _time_rows(profile)):
         yield f"{name + ':':<70}{value}"
+    for name, times in profile.uncounted_ops.items():
+        yield f"{f'not counted, for want of a formula: {name}:':<70}{times} calls"
 
 
-def summary_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
+def _layout_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
     """(name, value)"""
     layout = profile.layout
     for name, number in (
@@ -70,10 +65,6 @@ def summary_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
     kept = layout.parameters_kept or profile.root.parameters_on_rank
     if kept != profile.root.parameters:
         yield "parameters kept by this rank, with padding", format_count(kept)
-    yield from _flops_rows(profile)
-    yield from _time_rows(profile)
-    for name, times in profile.uncounted_ops.items():
-        yield f"not counted, for want of a formula: {name}", f"{times} calls"
 
 
 def _flops_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
@@ -127,7 +118,10 @@ def _format_flops_per_second(macs: int, seconds: float) -> str:
     return format_count(FLOPS_PER_MAC * macs / seconds if seconds else 0.0, "FLOPS")
 
 
-# ---- by depth ----------------------------------------------------------------------------------------------------
+_AGGREGATED: tuple[tuple[str, Callable[[ModuleRow], float], Callable[[float], str]], ...] = (
+    ("parameters", lambda row: row.parameters, format_count),
+    ("forward MACs", lambda row: row.macs.forward, lambda macs: format_count(macs, "MACs")),
+    ("forward latency", lambda row: row.seconds, format_seconds))
 
 
 def aggregated_lines(profile: ModelProfile, module_depth: int = -1, top_modules: int = 1) -> Iterator[str]:
@@ -139,21 +133,12 @@ def aggregated_lines(profile: ModelProfile, module_depth: int = -1, top_modules:
     yield f"Top {top_modules} modules in terms of parameters, MACs and forward latency at each depth"
     for depth in range(last + 1):
         yield f"depth {depth}:"
-        yield f"    parameters      - {_top(levels[depth], top_modules, lambda row: row.parameters, format_count)}"
-        yield (f"    forward MACs    - "
-               f"{_top(levels[depth], top_modules, lambda row: row.macs.forward, lambda n: format_count(n, 'MACs'))}")
-        yield f"    forward latency - {_top(levels[depth], top_modules, lambda row: row.seconds, format_seconds)}"
-
-
-def _top(rows: list[ModuleRow], count: int, key: Callable[[ModuleRow], float], shown: Callable[[float], str]) -> str:
-    sums: dict[str, float] = {}
-    for row in rows:
-        sums[row.class_name] = sums.get(row.class_name, 0) + key(row)
-    best = sorted(sums.items(), key=lambda item: -item[1])[:count]
-    return ", ".join(f"{kind}: {shown(total)}" for kind, total in best)
-
-
-# ---- the tree ----------------------------------------------------------------------------------------------------
+        for title, value_of, shown in _AGGREGATED:
+            sums = defaultdict[str, float](float)
+            for row in levels[depth]:
+                sums[row.class_name] += value_of(row)
+            best = sorted(sums.items(), key=lambda item: -item[1])[:top_modules]
+            yield f"    {title:<15} - " + ", ".join(f"{kind}: {shown(total)}" for kind, total in best)
 
 
 def tree_lines(profile: ModelProfile) -> Iterator[str]:
@@ -179,113 +164,23 @@ def _branch(row: ModuleRow, root: ModuleRow, indent: str, row_name: str) -> Iter
     yield f"{indent})"
 
 
-_NARROWEST = 0.0005
-"""Minimum share of the width for a module to be drawn."""
-_ROW_HEIGHT = 1.35
-_OWN_WORK_NOTE = "A hatched bar is what a module does itself, outside of the modules in it, as GPT2 does the loss."
-
-
-@dataclass(frozen=True)
-class FlameBar:
-    """A module in a flame graph, or (`is_own`) its own work; `left` and `width` are shares of the width."""
-
-    row: ModuleRow
-    depth: int
-    left: float
-    width: float
-    is_own: bool = False
-
-
-def profile_page(profile: ModelProfile) -> str:
-    title = "Profile" if profile.step is None else f"Profile of step {profile.step}"
-    pictures = [_flame_picture(profile.root, "FLOPs", "Forward, backward and recomputation of the model.", _flops,
-                               lambda value: format_count(value, "FLOPs"))]
-    if profile.root.seconds:
-        pictures.append(_flame_picture(profile.root, "Forward latency", "What this rank took, with the profiler at "
-                                       "work.", lambda row: row.seconds, format_seconds))
-    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(f"{title}: {profile.root.class_name}"), pictures="\n".join(pictures), facts="\n".join(
-            f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in summary_rows(profile)),
-        modules="\n".join(_table_row(depth, row, profile.root) for depth, row in walk_rows(profile.root)))
-
-
-def flame_bars(root: ModuleRow, size: Callable[[ModuleRow], float]) -> Iterator[FlameBar]:
-    """From the top, children side by side in the order of the model."""
-    total = size(root)
-
-    def place(row: ModuleRow, depth: int, left: float) -> Iterator[FlameBar]:
-        width = size(row) / total
-        if width >= _NARROWEST:
-            yield FlameBar(row, depth, left, width)
-            for inner in row.children:
-                yield from place(inner, depth + 1, left)
-                left += size(inner) / total
-            own = (size(row) - sum(map(size, row.children))) / total
-            if row.children and own >= _NARROWEST:
-                yield FlameBar(row, depth + 1, left, own, is_own=True)
-
-    if total:
-        yield from place(root, 0, 0.0)
-
-
-def _flops(row: ModuleRow) -> float:
-    return FLOPS_PER_MAC * row.macs.all
-
-
-def _flame_picture(root: ModuleRow, title: str, about: str, size: Callable[[ModuleRow], float],
-                   shown: Callable[[float], str]) -> str:
-    bars = list(flame_bars(root, size))
-    height = _ROW_HEIGHT * (1 + max((bar.depth for bar in bars), default=0))
-    lines = [f"<h2>{escape(title)}</h2>", f"<p>{escape(about)} {_OWN_WORK_NOTE}</p>",
-             f'<div class="flame" style="height:{height:.2f}rem">']
-    for bar in bars:
-        class_name = bar.row.class_name
-        name = (bar.row.name or class_name) + (" itself" if bar.is_own else "")
-        tooltip = (f"{bar.row.path or class_name} ({class_name}){' itself, outside of the modules in it' * bar.is_own}:"
-                   f" {shown(bar.width * size(root))}, {format_share(bar.width, 1)}")
-        hue = crc32(class_name.encode()) % 360  # a colour for each class
-        style = (f"left:{bar.left:.4%};width:{bar.width:.4%};top:{bar.depth * _ROW_HEIGHT:.2f}rem;"
-                 f"background-color:hsl({hue} 65% 74%)")
-        lines.append(f'<div{" class=own" * bar.is_own} style="{style}" title="{escape(tooltip, quote=True)}">'
-                     f'{escape(name)}</div>')
-    return "\n".join([*lines, "</div>"])
-
-
-def _table_row(depth: int, row: ModuleRow, root: ModuleRow) -> str:
-    cells = (row.class_name, format_count(row.parameters), format_count(FLOPS_PER_MAC * row.macs.forward),
-             format_count(FLOPS_PER_MAC * row.macs.backward), format_count(FLOPS_PER_MAC * row.macs.recomputation),
-             format_share(row.macs.all, root.macs.all), str(row.calls), format_seconds(row.seconds),
-             format_share(row.seconds, root.seconds), format_count(row.flops_per_second, "FLOPS"))
-    inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return (f'<tr><td style="padding-left:{depth * 1.2 + 0.3:.1f}rem">{escape(row.name or row.class_name)}</td>{inside}'
-            "</tr>")
-
-
-_JSON, _PAGE = ".json", (".html", ".htm")
-
-
 def check_output_path(path: str, flag: str) -> None:
-    """Raise if the file cannot be created, as far as that shows beforehand."""
+    """Raise if the file's folder is missing."""
     folder = Path(path).absolute().parent
-    if not folder.is_dir() or Path(path).is_dir():
-        raise StorageError(f"{flag} {path} cannot be written: {folder if not folder.is_dir() else path} is "
-                           f"{'no' if not folder.is_dir() else 'a'} folder; name a file in a folder that is there")
+    if not folder.is_dir():
+        raise StorageError(f"{flag} {path} cannot be written: {folder} is no folder; name a file in a folder that is "
+                           "there")
 
 
-def includes_modules(path: str, detailed: bool) -> bool:
-    """Whether the file will contain every module; text does only if `detailed`."""
-    return detailed or Path(path).suffix.lower() in (_JSON, *_PAGE)
+def is_json(path: str) -> bool:
+    return Path(path).suffix.lower() == ".json"
 
 
 def write_profile(profile: ModelProfile, path: str, module_depth: int = -1, top_modules: int = 1,
                   detailed: bool = True) -> None:
-    ending = Path(path).suffix.lower()
-    if ending == _JSON:
-        text = json.dumps(profile.as_dict(), indent=1)
-    elif ending in _PAGE:
-        text = profile_page(profile)
-    else:
-        text = format_profile(profile, module_depth, top_modules, detailed)
+    """Write JSON, which has every module, or text, by the extension of the file."""
+    text = (json.dumps(profile.as_dict(), indent=1) if is_json(path)
+            else format_profile(profile, module_depth, top_modules, detailed))
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:

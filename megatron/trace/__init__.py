@@ -1,5 +1,4 @@
-"""Traces of a few training steps for ui.perfetto.dev, with a one-line breakdown of where the time went.
+"""Traces of a few training steps by torch.profiler, with a line that says where the time went.
 
-trace_window.py starts and stops torch.profiler, recorder.py records the engine's status, export.py writes the
-files.
+trace_window.py profiles the steps and writes the files; time_breakdown.py computes the line.
 """

@@ -8,13 +8,17 @@ differentiates.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.distributed.rank_status import ACTIVITY, OPTIMIZER_STEP, PHASE, READING, TRAINING
-from megatron.trace.recorder import Interval, TimeRange, TraceRecorder, time_by_kind
+from megatron.distributed.rank_status import OPTIMIZER_STEP, READING, TRAINING
 
-PRODUCTS, ATTENTION, LOSS, EXCHANGE, COPIES, OTHER = "products", "attention", "loss", "exchange", "copies", ""
+PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE = "products", "attention", "loss", "optimizer", "exchange not hidden"
+COPIES, OTHER = "copies", ""
+CPU_KINDS = PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE, "data", "evaluation and saves", "other"
+GPU_KINDS = COPIES, "idle"
+"""Additional kinds on an accelerator."""
 
 KINDS = {
     LOSS: re.compile(r"^(_LinearCrossEntropyMean|_LinearCrossEntropyPerToken|_VocabParallelCrossEntropy)(Backward)?$"
@@ -25,103 +29,97 @@ KINDS = {
 """Patterns of operation names. Those of mpu/cross_entropy.py come first, because they contain the output layer."""
 KERNELS = {
     ATTENTION: re.compile(r"flash|fmha|sdpa", re.IGNORECASE),
-    PRODUCTS: re.compile(r"gemm|cutlass|nvjet|xmma|cublas", re.IGNORECASE),
-}
-LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
-DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Event categories of kernel launches on the host, and of work on the device."""
+    PRODUCTS: re.compile(r"gemm|cutlass|nvjet|xmma|cublas", re.IGNORECASE)}
 TraceEvent = Mapping[str, Any]
 
 
-def operation_kind(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
+class Interval(NamedTuple):
+    start: float
+    stop: float
+    name: str = ""
+
+
+def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: tuple[float, float]) -> dict[str, float]:
+    """The time of each kind; a moment counts for the first kind that has it, or for ""."""
+    times, intervals, before = dict[str, float](), list[Interval](), 0.0
+    for kind, added in kinds.items():
+        intervals += added
+        total, end = 0.0, within[0]
+        for start, stop, _ in sorted(intervals):  # their union
+            total += max(0.0, min(stop, within[1]) - max(start, end))
+            end = max(end, stop)
+        times[kind], before = total - before, total
+    return times | {"": within[1] - within[0] - before}
 
 
 def operations_with_kinds(events: Iterable[TraceEvent], thread: int | None = None) -> Iterator[tuple[TraceEvent, str]]:
     """The host's operations of a thread, or of all, with the kind of the outermost enclosing one that has a kind."""
-    # enclosing operations come before those inside them
-    ordered = sorted((event for event in events if event.get("cat") == "cpu_op" and thread in (None, event["tid"])),
-                     key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    # autograd sequence number -> kind of the forward operation; the last one with a number created the backward node
-    of_forward: dict[int, str] = {}
-    for event, kind in _with_kinds(ordered, {}):
+    operations = [event for event in events if event.get("cat") == "cpu_op" and thread in (None, event["tid"])]
+    kind_of_forward: dict[int, str] = {}  # by autograd sequence number; the last operation with one made its node
+    outermost: dict[int, tuple[str, float]] = {}  # thread -> kind of the enclosing operation, and its end
+    for event in sorted(operations, key=lambda event: (event["ts"], -event["dur"])):  # enclosing ones come first
         args = event.get("args", {})
-        if not args.get("Fwd thread id") and args.get("Sequence number", 0) > 0:
-            of_forward[args["Sequence number"]] = kind
-    yield from _with_kinds(ordered, of_forward)
-
-
-def _with_kinds(ordered: Sequence[TraceEvent], of_forward: Mapping[int, str]) -> Iterator[tuple[TraceEvent, str]]:
-    kind, until, thread = OTHER, 0.0, None
-    for event in ordered:
-        if thread != event["tid"] or event["ts"] >= until:
-            args = event.get("args", {})
-            backward_of = args.get("Sequence number", 0) if args.get("Fwd thread id") else 0
-            thread, kind = event["tid"], operation_kind(event["name"]) or of_forward.get(backward_of, OTHER)
-            until = 0.0 if kind == OTHER else event["ts"] + event["dur"]  # without one, operations inside may have it
+        number, is_backward = args.get("Sequence number", 0), bool(args.get("Fwd thread id"))
+        kind, until = outermost.get(event["tid"], (OTHER, 0.0))
+        if event["ts"] >= until:
+            inherited = kind_of_forward.get(number, OTHER) if is_backward else OTHER
+            kind = next((kind for kind, pattern in KINDS.items() if pattern.search(event["name"])), inherited)
+            # without a kind, operations inside may have one
+            outermost[event["tid"]] = kind, 0.0 if kind == OTHER else event["ts"] + event["dur"]
+        if number > 0 and not is_backward:
+            kind_of_forward[number] = kind
         yield event, kind
 
 
-def device_intervals(events: Sequence[TraceEvent]) -> Iterator[tuple[Interval, str, float]]:
-    """The accelerator's work: (interval, kind, time of its launch on the host)."""
+def device_work(events: Sequence[TraceEvent], steps: Sequence[Interval]) -> dict[str, list[Interval]]:
+    """The accelerator's work by kind. `steps`: the optimizer steps on the host, where their kernels are launched."""
+    work: dict[str, list[Interval]] = {
+        kind: [] for kind in (LOSS, ATTENTION, PRODUCTS, OPTIMIZER, "other", COPIES, EXCHANGE)}
     kinds = {event["args"]["External id"]: kind for event, kind in operations_with_kinds(events)
              if "External id" in event.get("args", {})}
     launches = {event["args"]["correlation"]: float(event["ts"]) for event in events
-                if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})}
+                if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})}
     for event in events:
-        if event.get("cat") in DEVICE_CATEGORIES:
-            args = event.get("args", {})
-            interval = Interval(event["ts"], event["ts"] + event["dur"], event["name"])
-            kind = _kernel_kind(event, kinds.get(args.get("External id"), OTHER))
-            yield interval, kind, launches.get(args.get("correlation", -1), interval.start)
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        args, name = event.get("args", {}), event["name"]
+        kind = kinds.get(args.get("External id"), OTHER)
+        launched_at = launches.get(args.get("correlation", -1), float(event["ts"]))
+        if "nccl" in name.lower():
+            kind = EXCHANGE
+        elif kind == OTHER and event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+            kind = COPIES
+        elif any(step.start <= launched_at < step.stop for step in steps):
+            kind = OPTIMIZER
+        elif kind == OTHER and event["cat"] == "kernel":  # replayed from a graph, or launched by Python
+            kind = next((of_name for of_name, pattern in KERNELS.items() if pattern.search(name)), OTHER)
+        work[kind or "other"].append(Interval(event["ts"], event["ts"] + event["dur"]))
+    return work
 
 
-def _kernel_kind(event: TraceEvent, kind: str) -> str:
-    """`kind` is the operation's. A kernel replayed from a graph or launched by Python has none: its name tells more."""
-    name = event["name"]
-    if "nccl" in name.lower():
-        return EXCHANGE
-    if kind == OTHER and event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
-        return COPIES
-    if kind == OTHER and event["cat"] == "kernel":
-        return next((of_name for of_name, pattern in KERNELS.items() if pattern.search(name)), OTHER)
-    return kind
-
-
-CPU_KINDS = PRODUCTS, ATTENTION, LOSS, "optimizer", "exchange not hidden", "data", "evaluation and saves", "other"
-GPU_KINDS = COPIES, "idle"
-"""Additional kinds on an accelerator."""
-
-
-def time_breakdown(events: Sequence[TraceEvent], recorder: TraceRecorder, thread: int, within: TimeRange, *,
+def time_breakdown(events: Sequence[TraceEvent], thread: int, within: tuple[float, float], *,
                    on_host: bool) -> dict[str, float]:
-    """Microseconds of each kind; empty if the profiler has recorded nothing on the device."""
-    end = within[1]
-    activities = recorder.timelines[ACTIVITY].intervals(end)
-    interrupted = {"data": [one for one in activities if one.name == READING],
-                   "evaluation and saves": [one for one in activities if one.name not in (READING, TRAINING)]}
-    steps = [one for one in recorder.timelines[PHASE].intervals(end) if one.name == OPTIMIZER_STEP]
-    work: dict[str, list[Interval]] = {kind: [] for kind in (LOSS, ATTENTION, PRODUCTS)}
+    """Microseconds of each kind; empty if the profiler has recorded nothing on the device. `thread` trains."""
+    ranges: defaultdict[str, list[Interval]] = defaultdict(list)  # of the engine (trace_window.py)
+    for event in events:
+        if event.get("cat") == "user_annotation":
+            place, _, name = event["name"].partition(": ")
+            ranges[place].append(Interval(event["ts"], event["ts"] + event["dur"], name))
+    interrupted = {"data": [one for one in ranges["activity"] if one.name == READING],
+                   "evaluation and saves": [one for one in ranges["activity"] if one.name not in (READING, TRAINING)]}
+    steps = [one for one in ranges["phase"] if one.name == OPTIMIZER_STEP]
     if on_host:
+        work = {EXCHANGE: ranges["exchange"], OPTIMIZER: steps, **{kind: [] for kind in KINDS}}
         for event, kind in operations_with_kinds(events, thread):
             if kind != OTHER:
                 work[kind].append(Interval(event["ts"], event["ts"] + event["dur"]))
-        times = time_by_kind({**interrupted, "exchange not hidden": recorder.exchange_intervals(end),
-                              "optimizer": steps, **work}, within)
+        times = time_by_kind(interrupted | work, within)
         times["other"] = times.pop("")
         return {kind: times[kind] for kind in CPU_KINDS}
-    if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
-        return {}
-    work |= {"optimizer": [], "other": [], COPIES: [], "exchange not hidden": []}
-    for interval, kind, launched_at in device_intervals(events):
-        if kind == EXCHANGE:
-            kind = "exchange not hidden"
-        elif kind != COPIES and any(step.start <= launched_at < step.stop for step in steps):
-            kind = "optimizer"
-        work[kind or "other"].append(interval)
+    work = device_work(events, steps)
     times = time_by_kind(work | interrupted, within)
     times["idle"] = times.pop("")
-    return {kind: times[kind] for kind in (*CPU_KINDS, *GPU_KINDS)}
+    return {kind: times[kind] for kind in (*CPU_KINDS, *GPU_KINDS)} if any(work.values()) else {}
 
 
 def format_breakdown(times: dict[str, float]) -> str:

@@ -232,8 +232,8 @@ class Trainer:
         profile, core = self.config.profile, self.engine.core
         if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
             return nullcontext(lambda done: None)
-        from megatron.trace.trace_window import trace_steps
-        return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
+        from megatron.trace.trace_window import TraceWindow
+        return TraceWindow(profile, self.device, core.log, done, self.config.train.train_iters)
 
     # ---- evaluation and stop requests -----------------------------------------------------------------------------
 

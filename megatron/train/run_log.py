@@ -1,4 +1,4 @@
-"""The log of a run: console, metrics file (JSONL), and the optional TensorBoard, CSV and Weights & Biases loggers. Rank
+"""The log of a run: console, metrics file (JSONL), and the optional TensorBoard, CSV and Weights & Biases sinks. Rank
 0 only.
 
 The metrics file has one JSON object per line. After each start or resume comes the configuration (`"config": true`,
@@ -9,10 +9,8 @@ may differ between two equal runs.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,90 +19,81 @@ from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, LogConfig
 from megatron.errors import StorageError
 from megatron.metrics.console import Console
-from megatron.metrics.run_loggers import CsvLogger, TensorboardLogger, WandbLogger
-from megatron.metrics.scalar_writers import AppendOnlyFile, WandbProject
+from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsRecord, MetricsSink, RunConfigRecord, TensorboardSink,
+                                    WandbProject, WandbSink, open_sinks)
 from megatron.metrics.step_metrics import StepMetrics
 from megatron.train.evaluation import perplexity
 
 
-RunLogger = TensorboardLogger | CsvLogger | WandbLogger
-
-
 class RunLog:
-    """Writes console, metrics file and loggers; `close` it at the end. `extra_line` supplies text after each console
-    line."""
+    """Writes console, metrics file and the other sinks; `close` it at the end. `extra_line` supplies text after each
+    console line."""
 
     def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
                  extra_line: Callable[[], str] = str, survives_closed_stdout: bool = False) -> None:
-        self._start, self._seq_length, self._samples = start, 0, 0
-        self._write_header: Callable[[], None] | None = None
+        self._start, self._seq_length, self._tokens = start, 0, 0
+        self._unwritten_config: RunConfigRecord | None = None
         self.console = Console(config.log_interval, train_iters, start, writes=writes, extra_line=extra_line,
                                survives_closed_stdout=survives_closed_stdout)
         self.print_line = self.console.print_line
 
+        self._sinks: list[MetricsSink] = []
+        if writes:
+            with ExitStack() as opened:
+                opened.callback(self.console.close)
+                self._sinks = open_sinks(self._configured_sinks(config))
+                opened.pop_all()
+
+    def _configured_sinks(self, config: LogConfig) -> Iterator[MetricsSink]:
         def warn(text: str) -> None:
             self.print_line(f" {text}")
 
-        self._file: AppendOnlyFile | None = None
-        self._loggers: list[RunLogger] = []
-        if writes:
-            with ExitStack() as opened:
-                opened.push(self)  # closes the open ones if a later one fails to open
-                if config.metrics_file:
-                    self._file = AppendOnlyFile("--metrics-file", config.metrics_file, warn)
-                if config.tensorboard_dir:
-                    self._loggers.append(TensorboardLogger(config.tensorboard_dir))
-                if config.csv_dir:
-                    self._loggers.append(CsvLogger(config.csv_dir, warn))
-                if config.wandb_project is not None:
-                    self._loggers.append(WandbLogger(WandbProject(config.wandb_project, config.wandb_group,
-                                                                  config.wandb_team)))
-                opened.pop_all()
+        if config.metrics_file:
+            yield JsonlSink("--metrics-file", config.metrics_file, warn)
+        if config.tensorboard_dir:
+            yield TensorboardSink("--tensorboard-dir", config.tensorboard_dir)
+        if config.csv_dir:
+            yield CsvSink("--csv-dir", config.csv_dir, warn)
+        if config.wandb_project is not None:
+            project = WandbProject(config.wandb_project, config.wandb_group, config.wandb_team)
+            yield WandbSink("--wandb-project", project, step_metric="iteration")
 
     def start_run(self, config: Config, run_header: Mapping[str, Any], lines: list[str]) -> None:
         """Print `lines`; write `run_header` and the configuration to the files before their first number, so that a run
         with nothing to do leaves them unchanged."""
         self._seq_length = config.seq_length
-        sections = config.as_dict()
-
-        def write_header() -> None:
-            self._append({"config": True, "start": self._start, **run_header, "values": sections})
-            for sink in self._loggers:
-                sink.log_config(sections, "\n\n".join(lines), self._start)
-
-        self._write_header = write_header
+        self._unwritten_config = RunConfigRecord(self._start, config.as_dict(), run_header, "\n\n".join(lines))
         for line in lines:
             self.print_line(line)
 
-    def _write_header_once(self) -> None:
-        if self._write_header is not None:
-            self._write_header()
-            self._write_header = None
+    def _write(self, record: MetricsRecord) -> None:
+        config, self._unwritten_config = self._unwritten_config, None
+        for sink in self._sinks:
+            if config is not None:
+                sink.write_config(config)
+            sink.write(record)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._write_header_once()
-        self._samples = metrics.consumed_samples
-        self._append(metrics.to_json())
-        for sink in self._loggers:
-            sink.log_step(metrics, self._samples * self._seq_length)
+        self._tokens = metrics.consumed_samples * self._seq_length
+        self._write(MetricsRecord(metrics.to_json(), "steps", metrics.to_scalars(),
+                                  {"iteration": metrics.iteration, "tokens": self._tokens}))
         self.console.log_step(metrics)
 
     def evaluation(self, name: str, iteration: int, loss: float, bits_per_byte: float | None = None) -> None:
-        self._write_header_once()
         text_metrics = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
-        self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss),
-                      **text_metrics})
-        for sink in self._loggers:
-            sink.log_evaluation(name, iteration, loss, self._samples * self._seq_length, text_metrics)
+        self._write(MetricsRecord(
+            {"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss),
+             **text_metrics},
+            "evaluations", {f"{name}/{key}": value for key, value in {"lm_loss": loss, **text_metrics}.items()},
+            {"iteration": iteration, "tokens": self._tokens}))
         self.print_line(
             f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
             + "".join(f" | bits per byte: {value:.3E}" for value in text_metrics.values()))
 
     def saved(self, report: SaveReport, step: int, folder: str) -> None:
         """Log that the checkpoint of `step` is complete; training may have advanced since."""
-        self._write_header_once()
-        self._append({"save": True, "step": step, "tag": report.tag, "bytes": report.bytes,
-                      "seconds": report.seconds})
+        self._write(MetricsRecord({"save": True, "step": step, "tag": report.tag, "bytes": report.bytes,
+                                   "seconds": report.seconds}))
         self.print_line(f" saved {report.tag} to {folder} ({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
 
     def check_console(self, saved: str) -> None:
@@ -123,15 +112,8 @@ class RunLog:
     def close(self, *, failed: bool = False) -> None:
         self.console.close()
         with ExitStack() as closing:
-            for sink in self._loggers:
+            for sink in self._sinks:
                 closing.callback(sink.close, failed=failed)
-            if self._file is not None:
-                closing.callback(self._file.close)
-
-    def _append(self, record: dict[str, Any]) -> None:
-        if self._file is not None:  # JSON has no inf or nan: they become null
-            self._file.append(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                                          for key, value in record.items()}) + "\n")
 
 
 def check_log_paths(config: LogConfig) -> None:
@@ -141,10 +123,8 @@ def check_log_paths(config: LogConfig) -> None:
         raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {parent} is no "
                            "folder; name a file in a writable folder")
     for flag, folder in (("--tensorboard-dir", config.tensorboard_dir), ("--csv-dir", config.csv_dir)):
-        if not folder:
-            continue
-        path = Path(folder).absolute()
-        there = next(place for place in (path, *path.parents) if place.exists() or place == place.parent)
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise StorageError(f"{flag} {folder} cannot be written: {there} is not a folder that can be written; name "
-                               "one that is")
+        path = Path(folder or ".").absolute()
+        existing = next(place for place in (path, *path.parents) if place.exists() or place == place.parent)
+        if folder and not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise StorageError(f"{flag} {folder} cannot be written: {existing} is not a folder that can be written; "
+                               "name one that is")

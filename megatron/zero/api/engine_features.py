@@ -29,7 +29,6 @@ from mpu.random import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from megatron.profiler import FlopsProfiler
-    from megatron.profiler.flops_profiler import ProfiledEngine
 
 
 class EigenvalueEstimator:
@@ -117,7 +116,7 @@ def check_forward_signature(module: nn.Module) -> bool:
 
 
 class ProfiledStep:
-    def __init__(self, config: Config, core: ZeroEngine, engine: ProfiledEngine) -> None:
+    def __init__(self, config: Config, core: ZeroEngine, engine: Any) -> None:
         self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
@@ -157,7 +156,7 @@ class ProfiledStep:
         self._is_due = False
         if self.profiler is None:
             return
-        from megatron.profiler.profile_report import format_profile, includes_modules, write_profile
+        from megatron.profiler.profile_report import format_profile, is_json, write_profile
 
         profile, path = self.profiler.profile(step, self._previous_step_seconds), config.flops_profiler_output_file
         depth, top, detailed = (config.flops_profiler_module_depth, config.flops_profiler_top_modules,
@@ -166,7 +165,7 @@ class ProfiledStep:
         if path is not None:
             try:
                 write_profile(profile, path, depth, top, detailed)
-                modules = ", every module" if includes_modules(path, detailed) else ""
+                modules = ", every module" if detailed or is_json(path) else ""
                 print(f" profile of step {step}{modules}: {path}", flush=True)
             except StorageError as error:  # a failed profile must not end the job
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)

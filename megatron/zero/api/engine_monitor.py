@@ -8,22 +8,20 @@ loss is on the host anyway.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import StorageError
 from megatron.host_memory import peak_resident_bytes
-from megatron.metrics.scalar_writers import (AppendOnlyFile, TensorboardWriter, WandbProject, WandbRun, format_csv_row,
-                                             storage_errors)
+from megatron.metrics.sinks import (CsvSink, MetricsRecord, MetricsSink, TensorboardSink, WandbProject, WandbSink,
+                                    open_sinks)
 from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.step_result import HostScalars
 from mpu.device import on_accelerator
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 DEFAULT_STEPS_PER_PRINT = 10
 """If a breakdown is on and `steps_per_print` is not set."""
 TAG_PREFIX = "Train/Samples/"
-MAX_OPEN_FILES = 64
-"""CSV files that are open at a time."""
 
 ScalarEvent = tuple[str, float, int]
 """(name, value, samples seen)."""
@@ -75,21 +71,22 @@ class EngineMonitor:
         self._bytes: dict[str, int] = {}  # maximum after each phase, since the last console line
         self._nvme_stats: NvmeStats | None = None  # since the last console line
         self._steps_since_line = 0
-        self._writers: list[TensorboardEventWriter | CsvEventWriter | WandbEventWriter] = []
+        self._sinks: list[MetricsSink] = []
         self._pending_scalars: tuple[HostScalars, int, list[ScalarEvent]] | None = None
         """The loss on its way to the host; the samples seen and the other events of its step."""
 
     def open(self) -> None:
         """Call before the first step. Output errors are raised here, and close the outputs opened so far."""
-        with ExitStack() as opened:
-            opened.callback(self.close)
-            if self._active_config.tensorboard_dir is not None:
-                self._writers.append(TensorboardEventWriter(self._active_config.tensorboard_dir))
-            if self._active_config.csv_dir is not None:
-                self._writers.append(CsvEventWriter(self._active_config.csv_dir))
-            if self._active_config.wandb is not None:
-                self._writers.append(WandbEventWriter(self._active_config.wandb))
-            opened.pop_all()
+        self._sinks = open_sinks(self._configured_sinks())
+
+    def _configured_sinks(self) -> Iterator[MetricsSink]:
+        config = self._active_config
+        if config.tensorboard_dir is not None:
+            yield TensorboardSink("tensorboard.output_path:", config.tensorboard_dir)
+        if config.csv_dir is not None:
+            yield CsvSink("csv_monitor.output_path:", config.csv_dir, _warn, by_scalar=True)
+        if config.wandb is not None:
+            yield WandbSink("wandb.enabled", config.wandb, step_metric="samples")
 
     @property
     def enabled(self) -> bool:
@@ -98,11 +95,12 @@ class EngineMonitor:
 
     def write_events(self, events: Sequence[ScalarEvent]) -> None:
         """Write further scalars, on rank 0: (name, value, samples seen)."""
-        for sink in list(self._writers):
+        for sink in list(self._sinks):
             try:
-                sink.write(events)
+                for name, value, samples in events:
+                    sink.write(MetricsRecord(scalars={name: value}, axes={"samples": samples}))
             except (OSError, StorageError) as error:  # a failed log must not end the job
-                self._writers.remove(sink)
+                self._sinks.remove(sink)
                 _warn(f"warning: {error}; training goes on without these scalars")
 
     @contextmanager
@@ -132,7 +130,7 @@ class EngineMonitor:
 
     def add_loss(self, part: Tensor) -> None:
         """Add a micro-batch's share of the step's loss; it stays on the device."""
-        if self._active_config.print_interval or self._writers:
+        if self._active_config.print_interval or self._sinks:
             part = part.detach()
             self._loss = part if self._loss is None else self._loss + part
 
@@ -142,9 +140,9 @@ class EngineMonitor:
         due = self._active_config.print_interval > 0 and engine.global_steps % self._active_config.print_interval == 0
         self._write_pending_scalars()
         loss: float | None = None
-        if self._loss is not None and (due or self._writers and not on_accelerator(self._loss)):
+        if self._loss is not None and (due or self._sinks and not on_accelerator(self._loss)):
             loss = float(self._loss.item())
-        if self._writers:
+        if self._sinks:
             samples = engine.global_samples
             events = [(f"{TAG_PREFIX}lr", engine.get_lr()[0], samples)]
             if engine.fp16_enabled():
@@ -177,7 +175,8 @@ class EngineMonitor:
     def close(self) -> None:
         """Warns about errors but raises none: the ranks are about to exit together."""
         self._write_pending_scalars()
-        for sink in self._writers:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
             try:
                 sink.close()
             except (OSError, StorageError) as error:
@@ -198,65 +197,6 @@ class EngineMonitor:
                 yield self._nvme_stats.format_per_step(self._steps_since_line)
         if self._bytes:
             yield "memory (GiB) | " + " | ".join(f"{name}: {value / 2**30:.3f}" for name, value in self._bytes.items())
-
-
-class TensorboardEventWriter:
-    def __init__(self, folder: str) -> None:
-        try:
-            self._writer = TensorboardWriter("tensorboard.output_path:", folder)
-        except ImportError as error:
-            raise ConfigError(f"tensorboard.enabled needs the package tensorboard ({error}); install it, or use "
-                              "csv_monitor") from None
-        atexit.register(self._writer.writer.close)  # else the writer thread drops the last scalars
-
-    def write(self, events: Sequence[ScalarEvent]) -> None:
-        with self._writer.storage_errors():
-            for name, value, samples in events:
-                self._writer.writer.add_scalar(name, value, samples)
-
-    def close(self) -> None:
-        atexit.unregister(self._writer.writer.close)
-        self._writer.close()
-
-
-class CsvEventWriter:
-    """One file per scalar, `/` in its name replaced by `_`; a later run appends to it."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._files: dict[str, AppendOnlyFile] = {}
-        with storage_errors("csv_monitor.output_path:", folder):
-            os.makedirs(folder, exist_ok=True)
-
-    def write(self, events: Sequence[ScalarEvent]) -> None:
-        for name, value, samples in events:
-            path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-            file = self._files.pop(path, None)
-            if file is None:
-                if len(self._files) == MAX_OPEN_FILES:
-                    self._files.pop(next(iter(self._files))).close_without_sync()
-                file = AppendOnlyFile("csv_monitor.output_path:", path, _warn,
-                                      header=format_csv_row(("step", name.rpartition("/")[2])), drops_partial_line=True)
-            self._files[path] = file  # the most recently used one is last
-            file.append(format_csv_row((samples, value)))
-
-    def close(self) -> None:
-        files, self._files = self._files, {}
-        with ExitStack() as closing:
-            for file in files.values():
-                closing.callback(file.close)
-
-
-class WandbEventWriter:
-    def __init__(self, project: WandbProject) -> None:
-        self._run = WandbRun("wandb.enabled", project, step_metric="samples")
-
-    def write(self, events: Sequence[ScalarEvent]) -> None:
-        for name, value, samples in events:
-            self._run.log({name: value, "samples": samples})
-
-    def close(self) -> None:
-        self._run.close()
 
 
 def _warn(text: str) -> None:

@@ -36,7 +36,7 @@ from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.metrics.scalar_writers import WandbProject
+from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon

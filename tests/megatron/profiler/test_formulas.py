@@ -149,14 +149,6 @@ def test_what_goes_element_by_element_is_not_told_as_unknown() -> None:
     assert not counting.uncounted_ops
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
-def test_a_linear_of_mkldnn_is_counted_forward_and_backward() -> None:
-    x, weight = zeros(6, 5).to_mkldnn().requires_grad_(), zeros(7, 5).requires_grad_()
-    made: list[Tensor] = []
-    assert macs(lambda: made.append(torch._C._nn.mkldnn_linear(x, weight, None).to_dense())) == 6 * 5 * 7
-    assert macs(lambda: made[0].sum().backward()) == 2 * 6 * 5 * 7
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_sequences_of_several_lengths_are_counted_by_what_they_hold_or_told() -> None:
     rows = [torch.ones(3, 5), torch.ones(4, 5)]

@@ -1,20 +1,16 @@
-"""A profile as people and programs read it: text, JSON, and a page."""
+"""A profile as people and programs read it: text and JSON."""
 
 from __future__ import annotations
 
 import json
-import re
-from html.parser import HTMLParser
-from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from megatron.errors import StorageError
 from megatron.profiler.profile import Macs, ModelProfile, ModuleRow, ProfiledJob
-from megatron.profiler.profile_report import (aggregated_lines, flame_bars, format_count, format_profile,
-                                              format_seconds, format_share, profile_page, summary, tree_lines,
-                                              write_profile)
+from megatron.profiler.profile_report import (aggregated_lines, format_count, format_profile, format_seconds,
+                                              format_share, summary, tree_lines, write_profile)
 from tests.megatron.profiler.models import gpt2, recorded, tokens
 
 
@@ -83,66 +79,12 @@ def test_every_module_of_a_model_has_one_line_and_brackets_close() -> None:
 
 
 def test_the_files_ending_decides(tmp_path: Path) -> None:
-    for name in ("p.json", "p.html", "p.txt", "profile"):
+    for name in ("p.json", "p.txt", "profile"):
         write_profile(example(), str(tmp_path / name))
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["flops"] == {"forward": 100, "backward": 200, "recomputation": 60}
     assert found["modules"]["modules"][0]["macs"] == {"forward": 30, "backward": 60, "recomputation": 30}
     assert (found["step"], found["layout"]["dp"], found["seconds"]["backward"]) == (7, 2, 1.0)
-    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "p.txt").read_text() == (tmp_path / "profile").read_text() == format_profile(example()) + "\n"
     with pytest.raises(StorageError, match="the profile cannot be written to"):
         write_profile(example(), str(tmp_path / "nowhere" / "p.json"))
-
-
-class Page(HTMLParser):
-    """Tags that are open, and what a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.titles: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        self.loads += [name for name, _ in attrs if name in ("src", "href")]
-        self.titles += [value or "" for name, value in attrs if name == "title"]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_well_formed_loads_nothing_and_escapes_names() -> None:
-    text = profile_page(example())
-    parsed = Page()
-    parsed.feed(text)
-    assert not parsed.open and not parsed.loads and "<script" not in text and "url(" not in text
-    assert "<Norm>" not in text and "&lt;Norm&gt;" in text
-    assert "a (Linear): 240 FLOPs, 66.67%" in parsed.titles and "c (<Norm>): 25.00 ms, 5.00%" in parsed.titles
-    assert "Net (Net) itself, outside of the modules in it: 100.00 ms, 20.00%" in parsed.titles
-    assert len(re.findall(r"<tr>", text)) == 4 + 1 + text[:text.index("FLOPs</h2>")].count("<tr>")
-
-
-def test_bars_lie_under_their_module_side_by_side_as_wide_as_their_share() -> None:
-    model = gpt2()
-    profile = recorded(model, tokens(model), tokens(model))
-    drawn = list(flame_bars(profile.root, lambda row: row.macs.all))
-    place = {bar.row.path: bar for bar in drawn if not bar.is_own}
-    assert (place[""].left, place[""].width, place[""].depth) == (0.0, 1.0, 0)
-    for bar in drawn[1:]:
-        above = place[bar.row.path if bar.is_own else bar.row.path.rpartition(".")[0]]
-        assert bar.depth == above.depth + 1
-        assert above.left - 1e-9 <= bar.left and bar.left + bar.width <= above.left + above.width + 1e-9
-        own = bar.row.macs.all - bar.is_own * sum(inner.macs.all for inner in bar.row.children)
-        assert bar.width == pytest.approx(own / profile.root.macs.all)
-    for one, other in permutations(drawn, 2):
-        apart = one.left + one.width <= other.left + 1e-9 or other.left + other.width <= one.left + 1e-9
-        assert apart or one.depth != other.depth
-    for bar in drawn:  # under a module no gap is left
-        inside = (bar.row, *bar.row.children)
-        below = [under.width for under in drawn if under.depth == bar.depth + 1 and under.row in inside]
-        assert bar.is_own or not bar.row.children or sum(below) == pytest.approx(bar.width)
-    assert [bar.row.path for bar in drawn if bar.is_own] == ["blocks.0.attn", "blocks.1.attn", ""]
-    assert not list(flame_bars(example().root, lambda row: 0.0))

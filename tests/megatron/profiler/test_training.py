@@ -34,12 +34,10 @@ def flops(macs: Macs) -> dict[str, int]:
 
 
 def test_a_run_prints_and_writes_the_step_that_was_asked_for(tmp_path: Path) -> None:
-    for name in ("p.json", "p.html"):
-        said = train([*RUN, *PROFILE, "--flops-profiler-output-file", tmp_path / name])
-        assert "Profile summary of step 3\n" in said and f" profile of step 3, every module: {tmp_path / name}" in said
-        assert "iteration latency of the step before, without the profiler:" in said
-        assert "(blocks): ModuleList(" not in said
-    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    said = train([*RUN, *PROFILE, "--flops-profiler-output-file", tmp_path / "p.json"])
+    assert "Profile summary of step 3\n" in said and f" profile of step 3, every module: {tmp_path / 'p.json'}" in said
+    assert "iteration latency of the step before, without the profiler:" in said
+    assert "(blocks): ModuleList(" not in said
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["flops"] == flops(step_macs(tiny_model(), 4, 16, causal=True))  # two micro-batches of 2
     assert found["modules"]["calls"] == 2 and set(found["seconds"]) == {"forward", "backward", "step"}
@@ -139,7 +137,8 @@ def test_a_file_that_cannot_be_written_is_told_before_and_costs_no_step(
 
 @pytest.mark.parametrize("flag, value, message", [
     ("--flops-profiler-step", "0", "--flops-profiler-step"), ("--flops-profiler-top-modules", "0", "top-modules"),
-    ("--flops-profiler-module-depth", "-2", "module-depth")])
+    ("--flops-profiler-module-depth", "-2", "module-depth"),
+    ("--flops-profiler-output-file", "p.html", "p.html: a profile is JSON or text, no page; name a .json or .txt")])
 def test_impossible_settings_are_refused(flag: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_args(["--preset", "tiny", flag, value])
@@ -165,29 +164,6 @@ def engine_by_keys(rank: int, world: int) -> None:
     assert (engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()) == (0, False)
 
 
-def engine_that_gives_a_forward_up(rank: int, world: int) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.inner(x)
-            if x.sum() < 0:
-                raise ValueError("a bad batch")
-            return y
-
-    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "flops_profiler": {"enabled": True}}
-    with redirect_stdout(io.StringIO()):
-        engine = zero.initialize(model=Model(), config=config)[0]
-        with pytest.raises(ValueError, match="a bad batch"):
-            engine(-torch.ones(2, 4))
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
-    found = engine.flops_profiler.profile()
-    assert found.macs == Macs(2 * 16, 2 * 16) and found.root.calls == 1
-
-
 def engine_without(rank: int, world: int) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
     engine = zero.initialize(model=nn.Linear(4, 4), config=config)[0]
@@ -195,7 +171,6 @@ def engine_without(rank: int, world: int) -> None:
     assert engine.parameters_kept >= 20
 
 
-@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_that_gives_a_forward_up,
-                                         engine_without])
+@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_without])
 def test_an_engine_profiles_by_deepspeeds_keys(engine_test: Callable[[int, int], None]) -> None:
     run_ranks(engine_test, 1)

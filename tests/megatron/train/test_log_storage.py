@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from megatron.config.tree import LogConfig
 from megatron.distributed import exit_codes
 from megatron.errors import NumericsError, StorageError
-from megatron.metrics import scalar_writers as lines_module
-from megatron.metrics.run_loggers import TensorboardLogger
-from megatron.metrics.scalar_writers import AppendOnlyFile
+from megatron.metrics import append_only_file
+from megatron.metrics.append_only_file import AppendOnlyFile
+from megatron.metrics.sinks import TensorboardSink
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 
@@ -68,8 +67,8 @@ class Broken:
 def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
         call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.jsonl"
-    monkeypatch.setattr(lines_module, "open", lambda path, mode, **more: Broken(open(path, mode, **more), call, number)
-                        if mode == "ab" else open(path, mode, **more), raising=False)
+    monkeypatch.setattr(append_only_file, "open", lambda path, mode, **more: Broken(
+        open(path, mode, **more), call, number) if mode == "ab" else open(path, mode, **more), raising=False)
     file = AppendOnlyFile("--metrics-file", str(path), print)
     file.append('{"iteration": 1}\n')
     if call == "fsync":
@@ -97,38 +96,6 @@ def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str
     assert path.read_text() == found + "{}\n{}\n"
 
 
-def test_a_file_that_is_deleted_or_moved_away_meanwhile_begins_again(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "m"
-    path.parent.mkdir()
-    file = AppendOnlyFile("--metrics-file", str(path), print, header="head\n", drops_partial_line=True)
-    file.append("1\n")
-    path.unlink()
-    file.append("2\n")
-    assert path.read_text() == "head\n2\n"
-    path.rename(tmp_path / "kept")
-    file.append("3\n")
-    shutil.rmtree(path.parent)
-    file.append("4\n")
-    assert (tmp_path / "kept").read_text() == "head\n2\n" and path.read_text() == "head\n4\n"
-    path.unlink()
-    path.write_text("head\n5\n6 and a ha")  # by another program
-    file.append("7\n")
-    assert path.read_text() == "head\n5\n7\n"
-    file.close()
-    file.close()
-
-
-def test_one_that_cannot_begin_again_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "m"
-    path.parent.mkdir()
-    file = AppendOnlyFile("--metrics-file", str(path), print)
-    shutil.rmtree(path.parent)
-    path.parent.write_text("a file")
-    with pytest.raises(StorageError, match=f"--metrics-file {path} "):
-        file.append("3\n")
-    file.close()
-
-
 def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"step,lr\r1,0.5\r")
     file = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), print, header="step,lr\r\n", drops_partial_line=True)
@@ -137,13 +104,11 @@ def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
     assert (tmp_path / "m").read_bytes() == b"step,lr\r1,0.5\r\n2,0.5\r\n"
 
 
-@pytest.mark.parametrize("end", [AppendOnlyFile.close, AppendOnlyFile.close_without_sync])
-def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(end: Callable[[AppendOnlyFile], None],
-                                                              tmp_path: Path) -> None:
+def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(tmp_path: Path) -> None:
     told: list[str] = []
     file = AppendOnlyFile("--metrics-file", str(tmp_path / "m"), told.append)
     other = os.dup(file._file.fileno())  # as a forked worker has it
-    end(file)
+    file.close()
     AppendOnlyFile("--metrics-file", str(tmp_path / "m"), told.append).close()
     os.close(other)
     assert not told
@@ -165,12 +130,6 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
         file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n"
-    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        file = AppendOnlyFile("--metrics-file", str(tmp_path / "pipe"), print)
-        (tmp_path / "pipe").unlink()  # both ends are open
-        file.append("{}\n")
-        file.close()
-        assert reader.communicate()[0] == "{}\n" and not (tmp_path / "pipe").exists()
     null = AppendOnlyFile("--metrics-file", os.devnull, print)
     null.append("{}\n")
     null.close()
@@ -178,7 +137,7 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
 
 HOLDING = """
 import sys
-from megatron.metrics.scalar_writers import AppendOnlyFile
+from megatron.metrics.append_only_file import AppendOnlyFile
 held = AppendOnlyFile("--metrics-file", sys.argv[1], print)
 print("held", flush=True)
 sys.stdin.read()
@@ -267,10 +226,10 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
 def test_the_error_of_the_last_event_is_not_lost(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensorboard's thread counts an event as written before it says that it could not write it."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 3, 0, writes=True)
-    (board,) = log._loggers
-    assert isinstance(board, TensorboardLogger)
-    worker = board._writer.events.event_writer._async_writer._worker
-    monkeypatch.setattr(board._writer.writer, "flush", lambda: None)
+    (board,) = log._sinks
+    assert isinstance(board, TensorboardSink)
+    worker = board.events.event_writer._async_writer._worker
+    monkeypatch.setattr(board.writer, "flush", lambda: None)
     stop = worker.stop
 
     def late() -> None:

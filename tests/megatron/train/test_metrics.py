@@ -25,8 +25,8 @@ from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
 from megatron.errors import format_bytes
 from megatron.metrics.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
-from megatron.metrics.run_loggers import STEP_SCALARS, TensorboardLogger
-from megatron.metrics.step_metrics import StepMetrics, Throughput
+from megatron.metrics.sinks import TensorboardSink
+from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics, Throughput
 from megatron.train.evaluation import printable
 from megatron.train.run_log import RunLog
 from megatron.zero.offload.direct_io import DirectIoFile
@@ -308,9 +308,9 @@ def test_tensorboard_shows_the_configuration_as_text_and_as_hyper_parameters(tmp
 def test_tensorboard_costs_a_step_two_events_and_no_file_operation(tmp_path: Path) -> None:
     """All scalars of a step are one event, handed to the thread that writes."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 1, 0, writes=True)
-    (board,) = log._loggers
-    assert isinstance(board, TensorboardLogger)
-    with patch.object(board._writer, "events") as events:
+    (board,) = log._sinks
+    assert isinstance(board, TensorboardSink)
+    with patch.object(board, "events") as events:
         log.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert events.add_summary.call_count == 2 == len(events.method_calls)
     log.close()

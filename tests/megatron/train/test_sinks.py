@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError, NumericsError, StorageError
-from megatron.metrics.run_loggers import STEP_COLUMNS
+from megatron.metrics.sinks import TABLES
 from megatron.metrics.step_metrics import StepMetrics
 from megatron.train.run_log import RunLog, check_log_paths
 from tests.megatron.helpers import ROOT, TINY, records, train
@@ -103,13 +103,13 @@ def test_a_row_is_there_when_its_step_is_over_and_has_every_bit(tmp_path: Path) 
     log = log_of(csv_dir=str(tmp_path / "new" / "csv"))
     log.step(STEP)
     (row,) = rows(tmp_path / "new" / "csv" / "steps.csv")
-    assert tuple(row) == STEP_COLUMNS and float(row["lm_loss"]) == STEP.lm_loss
+    assert tuple(row) == TABLES["steps"] and float(row["lm_loss"]) == STEP.lm_loss
     assert (row["grad_norm"], row["mfu"], row["skipped"], row["pld_theta"]) == ("", "", "1", "")
     log.close()
 
 
 def test_every_number_of_a_step_has_a_column() -> None:
-    assert set(STEP.to_json()) - {"samples_digest"} <= set(STEP_COLUMNS)
+    assert set(STEP.to_json()) - {"samples_digest"} <= set(TABLES["steps"])
 
 
 def test_a_table_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -174,7 +174,8 @@ def test_of_a_row_that_does_not_fit_nothing_stays(tmp_path: Path) -> None:
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 7 and "--csv-dir" in done.stderr and "start the same command again" in done.stderr
     written = (tmp_path / "steps.csv").read_bytes()
-    assert written.endswith(b"\r\n") and {line.count(b",") for line in written.splitlines()} == {len(STEP_COLUMNS) - 1}
+    commas = {line.count(b",") for line in written.splitlines()}
+    assert written.endswith(b"\r\n") and commas == {len(TABLES["steps"]) - 1}
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_built(tmp_path: Path) -> None:

@@ -1,0 +1,275 @@
+"""Sinks of metrics, for the trainer (train/run_log.py) and for the engine's monitor (zero/api/engine_monitor.py).
+
+A sink takes records: JSON lines, CSV tables, a CSV file for each scalar, TensorBoard events, Weights & Biases runs.
+Errors name the flag or key of the sink. A resumed run appends to the files; of a repeated step the later row counts. To
+continue a W&B run after a resume set WANDB_RUN_ID and WANDB_RESUME=allow; WANDB_MODE=offline writes to ./wandb.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import io
+import json
+import math
+import os
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from data.storage import escape_to_one_line
+from megatron.config.run_config import check_wandb
+from megatron.errors import ConfigError, StorageError
+from megatron.metrics.append_only_file import AppendOnlyFile, storage_errors
+
+Warn = Callable[[str], object]
+
+
+class RunConfigRecord(NamedTuple):
+    """The configuration of a run that starts after step `start`."""
+
+    start: int
+    sections: Mapping[str, Mapping[str, Any]]
+    run_header: Mapping[str, Any]
+    text: str
+    """The run header for people."""
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """A step, an evaluation, a save, or scalars of the engine."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """For JSON and tables."""
+    table: str | None = None
+    """The CSV table that has it."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """For dashboards, by their names there."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """The x of the scalars: iteration and tokens, or samples. The first is the main one."""
+
+
+class MetricsSink(ABC):
+    def write_config(self, config: RunConfigRecord) -> None:
+        """Not all sinks have a place for it."""
+
+    @abstractmethod
+    def write(self, record: MetricsRecord) -> None: ...
+
+    @abstractmethod
+    def close(self, *, failed: bool = False) -> None: ...
+
+
+def open_sinks(sinks: Iterable[MetricsSink]) -> list[MetricsSink]:
+    """The sinks of an iterator that opens them; after an error none stays open."""
+    with ExitStack() as opened:
+        found = []
+        for sink in sinks:
+            opened.callback(sink.close)
+            found.append(sink)
+        opened.pop_all()
+    return found
+
+
+class JsonlSink(MetricsSink):
+    def __init__(self, flag: str, path: str, warn: Warn) -> None:
+        self._file = AppendOnlyFile(flag, path, warn)
+
+    def write_config(self, config: RunConfigRecord) -> None:
+        self.write(MetricsRecord({"config": True, "start": config.start, **config.run_header,
+                                  "values": config.sections}))
+
+    def write(self, record: MetricsRecord) -> None:
+        self._file.append(json.dumps({  # JSON has no inf or nan: they become null
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.values.items()}) + "\n")
+
+    def close(self, *, failed: bool = False) -> None:
+        self._file.close()
+
+
+TABLES = {
+    "steps": ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
+              "step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
+              "drive_written_bytes", "pld_theta", "pld_blocks"),
+    "evaluations": ("iteration", "split", "lm_loss", "bits_per_byte")}
+"""Columns by table; the file of a table is NAME.csv."""
+MAX_HEADER_CHARS = 4096
+"""Limit for the first line of an existing table."""
+
+
+class CsvSink(MetricsSink):
+    """CSV files in a folder: TABLES, or with `by_scalar` one for each scalar, with `_` for `/` and spaces in its name.
+    """
+
+    def __init__(self, flag: str, folder: str, warn: Warn, *, by_scalar: bool = False) -> None:
+        self._flag, self._folder, self._warn, self._by_scalar = flag, folder, warn, by_scalar
+        self._files: dict[str, AppendOnlyFile] = {}
+        with storage_errors(flag, folder):
+            os.makedirs(folder, exist_ok=True)
+        if not by_scalar:
+            with ExitStack() as opened:
+                opened.callback(self.close)
+                for name, columns in TABLES.items():
+                    self._open(name, columns)
+                opened.pop_all()
+
+    def _open(self, name: str, columns: Sequence[str]) -> AppendOnlyFile:
+        """The file, whose header is written with the first row."""
+        path, header = os.path.join(self._folder, f"{name}.csv"), _csv_row(columns)
+        with storage_errors(self._flag, path):
+            if not self._by_scalar and os.path.exists(path) and not _has_header(header, path):
+                raise StorageError(f"{self._flag}: {path} is another table, whose first line is not {header.strip()}; "
+                                   "name another folder")
+        self._files[name] = AppendOnlyFile(self._flag, path, self._warn, header=header, drops_partial_line=True)
+        return self._files[name]
+
+    def write(self, record: MetricsRecord) -> None:
+        if self._by_scalar:
+            for tag, value in record.scalars.items():
+                name = tag.replace("/", "_").replace(" ", "_")
+                file = self._files.get(name) or self._open(name, ("step", tag.rpartition("/")[2]))
+                file.append(_csv_row((next(iter(record.axes.values())), value)))
+        elif record.table is not None:  # bool as 0 or 1, unknown values and NaN, which differs from itself, as empty
+            row = [record.values.get(column) for column in TABLES[record.table]]
+            self._files[record.table].append(_csv_row([
+                int(value) if isinstance(value, bool) else None if value != value else value for value in row]))
+
+    def close(self, *, failed: bool = False) -> None:
+        with ExitStack() as closing:
+            for file in self._files.values():
+                closing.callback(file.close)
+        self._files.clear()
+
+
+def _csv_row(values: Iterable[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerow(values)
+    return text.getvalue()
+
+
+def _has_header(header: str, path: str) -> bool:
+    """Whether the file starts with the header or, after a kill, a part of it. A spreadsheet may have changed line ends
+    and quotes."""
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        first_line = file.readline(MAX_HEADER_CHARS)
+    if not first_line.endswith("\n"):
+        return header.startswith(first_line)
+    return next(csv.reader([first_line])) == next(csv.reader([header]))
+
+
+class TensorboardSink(MetricsSink):
+    """A folder of event files. The scalars of a record are one event, written by TensorBoard's thread, whose errors are
+    raised by the next call or by `close`."""
+
+    def __init__(self, flag: str, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # slow import
+        except ImportError as error:
+            raise ConfigError(f"{flag} needs the package tensorboard ({error}); install it, or use CSV") from None
+        self._flag, self._folder = flag, folder
+        _silence_writer_thread()
+        with storage_errors(flag, folder):
+            self.writer: Any = SummaryWriter(folder)
+            self.events: Any = self.writer.file_writer
+        atexit.register(self.writer.close)  # else the thread drops the last scalars of an engine that is never closed
+
+    def write_config(self, config: RunConfigRecord) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        values = {f"{section}.{key}": value for section, fields in config.sections.items()
+                  for key, value in fields.items()}
+        rows = "\n".join(f"| {name} | {escape_to_one_line(value).replace('|', '&#124;')} |"
+                         for name, value in values.items())
+        settings = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+                    for name, value in values.items() if value is not None}
+        with storage_errors(self._flag, self._folder):
+            self.writer.add_text("configuration", f"{config.text}\n\n| | |\n|---|---|\n{rows}",
+                                 config.start)
+            for summary in hparams(settings, {"train/lm_loss": 0, "validation/lm_loss": 0}):
+                self.events.add_summary(summary)
+
+    def write(self, record: MetricsRecord) -> None:
+        """Losses also over tokens, if the record has them."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        by_tokens = {f"{tag}_by_tokens": value for tag, value in record.scalars.items() if tag.endswith("/lm_loss")}
+        with storage_errors(self._flag, self._folder):
+            for axis, x in record.axes.items():
+                scalars = by_tokens if axis == "tokens" else record.scalars
+                self.events.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=value)
+                                                       for tag, value in scalars.items()]), x)
+
+    def close(self, *, failed: bool = False) -> None:
+        atexit.unregister(self.writer.close)
+        with storage_errors(self._flag, self._folder):
+            self.writer.flush()  # raises the thread's error
+            thread = self.events.event_writer._async_writer._worker
+            self.writer.close()
+            if thread.exception is not None:  # raised after flush had counted the last event
+                raise thread.exception
+
+
+def _silence_writer_thread() -> None:
+    """TensorBoard's writer thread prints no traceback from now on."""
+    if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
+        threading.excepthook = partial(_thread_excepthook, threading.excepthook)
+
+
+def _thread_excepthook(previous_hook: Callable[..., object], args: Any) -> None:
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        previous_hook(args)
+
+
+class WandbProject(NamedTuple):
+    """The project, group and team of a run."""
+
+    name: str
+    group: str | None = None
+    team: str | None = None
+
+
+class WandbSink(MetricsSink):
+    """A run of Weights & Biases. A lost connection is a warning, not an error."""
+
+    def __init__(self, flag: str, project: WandbProject, step_metric: str) -> None:
+        """`step_metric`: the axis of the charts."""
+        check_wandb(flag)
+        import wandb
+
+        try:
+            self._run = wandb.init(project=project.name, group=project.group, entity=project.team)
+        except (wandb.errors.Error, OSError) as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"{flag} {project.name}: wandb cannot start: {why}; log in with `wandb login`, or set "
+                              "WANDB_MODE=offline to write to a folder") from error
+        self._has_failed = False
+        self._run.define_metric("*", step_metric=step_metric)
+
+    def write_config(self, config: RunConfigRecord) -> None:
+        self._warn_on_failure(lambda: self._run.config.update(dict(config.sections), allow_val_change=True))
+
+    def write(self, record: MetricsRecord) -> None:
+        if record.scalars:
+            self._warn_on_failure(lambda: self._run.log({**record.axes, **record.scalars}))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Block until all scalars are uploaded (if a server is used)."""
+        self._warn_on_failure(lambda: self._run.finish(exit_code=int(failed)))
+
+    def _warn_on_failure(self, action: Callable[[], Any]) -> None:
+        """wandb's service may die before the run does; that must not end the job."""
+        if self._has_failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._has_failed = True
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"warning: wandb takes no more scalars ({why}); training goes on without it", file=sys.stderr,
+                  flush=True)
