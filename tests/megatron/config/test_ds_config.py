@@ -240,7 +240,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     FLOPS + "module_depth": (2, {"flops_profiler_module_depth": 2}, {}),
     FLOPS + "top_modules": (3, {"flops_profiler_top_modules": 3}, {}),
     FLOPS + "detailed": (False, {"flops_profiler_detailed": False}, {}),
-    FLOPS + "output_file": ("p.html", {"flops_profiler_output_file": "p.html"}, {}),
+    FLOPS + "output_file": ("p.json", {"flops_profiler_output_file": "p.json"}, {}),
     BITS + "enabled": (True, {"quantize_training": True}, {}),
     BITS + "quantize_bits.start_bits": (12, {"quantize_start_bits": 12}, {}),
     BITS + "quantize_bits.target_bits": (4, {"quantize_target_bits": 4}, {}),
