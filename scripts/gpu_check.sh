@@ -59,8 +59,8 @@ check "pytest -m gpu" "$PYTHON" -m pytest -q "${TESTS[@]}" tests/gpu
 report syncs 124M ours
 quick_start "quick start, left" --exit-interval 30
 quick_start "quick start, resumed"
-check "predicted step" "$PYTHON" -m megatron.plan --probe --preset "$MODEL" "${PREDICT[@]}" --attention-dropout 0 \
-    --hidden-dropout 0 --metrics-file "$RUNS/pretrain_gpt2/$MODEL/metrics.jsonl"
+check "predicted step" "$PYTHON" -m megatron.plan --time --preset "$MODEL" "${PREDICT[@]}" --attention-dropout 0 \
+    --hidden-dropout 0
 RUNS="$RUNS/other" quick_start "fp16, stage 3, offload" --mock-data --fp16 --zero-stage 3 --offload-optimizer-device cpu
 report speed 124M ours --kernels
 report speed 124M plain

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, w
 from megatron.config.schema import flag_name
 from megatron.config.tree import AutotuningConfig, LogConfig, SaveConfig
 from megatron.errors import ConfigError
+from megatron.package import __version__
+from megatron.plan.activations import Device
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.rate_cache import rates_key
 from megatron.tune.search import TrialResult
-from megatron.tune.space import TuningChoice, samples_per_step
+from megatron.tune.space import TuningChoice, query_gpus, samples_per_step
 
 
 def trial_key(requested: PlannedRun) -> dict[str, Any]:
@@ -38,7 +41,20 @@ def trial_key(requested: PlannedRun) -> dict[str, Any]:
     settings = {flag_name(name): value for section in untuned.as_dict().values() for name, value in section.items()}
     return {"settings": json.loads(json.dumps(settings)), "samples": samples,
             "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
-            **rates_key(requested, requested.ranks)}
+            "machine": f"{platform.node()}, {_processor(requested.device)}", "torch": version("torch"),
+            "device": requested.device, "ranks": requested.ranks, "precision": config.precision.name,
+            "cores": len(os.sched_getaffinity(0)), "threads": os.environ.get("OMP_NUM_THREADS", ""),
+            "version": __version__}
+
+
+def _processor(device: Device) -> str:
+    if device == "cuda":
+        return " and ".join(sorted(set(query_gpus("name"))))
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 TRIALS_FILE = "trials.jsonl"
