@@ -40,7 +40,7 @@ check() {  # NAME COMMAND...: run it while there is time, remember how it ended 
     log="$(mktemp)"
     say "== $name"
     if timeout "$left" "$@" 2>&1 | tee -- "$log"; then result=passed; else result=FAILED status=1; fi
-    rows+=("$(printf '%-22s %-7s %s' "$name" "$result" "$(grep -E '^(ours|plain):|^measured|^ saved|passed|failed|Error|^error' -- "$log" | tail -n 1)")")
+    rows+=("$(printf '%-22s %-7s %s' "$name" "$result" "$(grep -E '^(ours|plain):|^\* |^ saved|passed|failed|Error|^error' -- "$log" | tail -n 1)")")
     rm -f -- "$log"
 }
 report() {  # CHECK MODEL CONTENDER OPTIONS...
