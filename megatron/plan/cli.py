@@ -121,7 +121,7 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
     if options.time == THIS_MACHINE:
         rates = measured_rates(requested, on_node)
     elif options.time:
-        rates = known_rates(options.time, requested.config.precision.name)
+        rates = known_rates(options.time, requested.config)
     machine = TargetMachine(options.card_gb, on_node, options.tflops, rates)
     report = build_report(requested, machine)
     if options.json:

@@ -4,7 +4,7 @@ The rates of this machine are measured in about 10 seconds by as many ranks as s
 table. Two latencies complete them: the seconds of an operation and of a collective, however small. Not predicted: NVMe
 drives, optimizers other than Adam, `--compile` and networks between nodes.
 
-`python -m megatron.plan.roofline FILE PRECISION DEVICE`, run by every rank of a job, measures and writes the rates.
+`python -m megatron.plan.roofline FILE PRECISION MATMUL_PRECISION`, as every rank of a job, measures the rates.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.config.schema import require
+from megatron.config.tree import Config, require
 from megatron.distributed.exit_codes import run
 from megatron.errors import PeerError
 from megatron.launch.supervisor import die_with_parent
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import PlannedRun
-from megatron.train.flops import FP32_TFLOPS, PEAK_TFLOPS
+from megatron.plan.memory import CPU_BLOCK_ROWS
+from megatron.train.flops import peak_tflops
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,6 @@ class MachineRates:
     collective_seconds: float
     """Latency of a collective."""
 
-
-# ---- the step ------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class ElementPasses:
@@ -165,8 +164,9 @@ def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
         data_parallel = sum(astuple(planned.traffic())) / rates.exchange + count * rates.collective_seconds
     if planned.tp > 1:  # two sums of a block in each direction; those of the embedding
         sums = 2 * planned.mean_active_blocks * (2 if acts.chunk is None else 3) + 2
-        sent = 2 * acts.residual_bytes * (planned.tp - 1) / planned.tp
-        tensor_parallel = planned.accumulation * sums * (sent / rates.exchange + rates.collective_seconds)
+        sent = sums * 2 * acts.residual_bytes * (planned.tp - 1) / planned.tp
+        losses = 2 * acts.tokens / CPU_BLOCK_ROWS if planned.device == "cpu" else 1  # collectives of few bytes
+        tensor_parallel = planned.accumulation * (sent / rates.exchange + (sums + losses) * rates.collective_seconds)
     return data_parallel, tensor_parallel
 
 
@@ -182,22 +182,24 @@ PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75
 GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 3e-5
 
 
-def known_rates(gpu: str, precision: str) -> MachineRates:
+def known_rates(gpu: str, config: Config) -> MachineRates:
     """Rates of a GPU by its data sheet; ConfigError if its name is not in the table."""
+    import torch
+
+    from megatron.train.compile import arithmetic_precision
+
     require(gpu in KNOWN_GPUS, f"--time {gpu}: expected one of {', '.join(KNOWN_GPUS)}, or no value for this machine")
     memory, links = KNOWN_GPUS[gpu]
-    peak = (FP32_TFLOPS if precision == "fp32" else PEAK_TFLOPS)[gpu] * 1e12
-    return MachineRates(gpu, "cuda", 0, PRODUCTS_SHARE * peak, MEMORY_SHARE * memory * 1e9,
+    peak = peak_tflops(gpu, arithmetic_precision(config, torch.device("cuda"))) or 0.0
+    return MachineRates(gpu, "cuda", 0, PRODUCTS_SHARE * peak * 1e12, MEMORY_SHARE * memory * 1e9,
                         EXCHANGE_SHARE * links * 1e9, GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS)
-
-
-MEASURE_TIMEOUT = 300
-"""Seconds; generous, for a busy machine."""
 
 
 def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> MachineRates:
     """The rates of this machine with as many ranks as a node of the run has and as this machine serves."""
     import torch
+
+    from megatron.train.compile import matmul_precision
 
     here = torch.cuda.device_count() if planned.device == "cuda" else len(os.sched_getaffinity(0))
     require(here > 0, "the run is planned for GPUs, and this machine has none that may be used: give --time and the "
@@ -210,22 +212,17 @@ def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> Ma
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rates.json"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
-                   "--nproc-per-node", str(ranks), "-m", "megatron.plan.roofline", str(file), precision, planned.device]
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if planned.device == "cpu" else {}
-        try:
-            ended = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, check=False,
-                                   capture_output=True, text=True, errors="replace", timeout=MEASURE_TIMEOUT,
-                                   preexec_fn=die_with_parent())
-        except subprocess.TimeoutExpired as error:
-            raise PeerError(f"measuring this machine took more than {MEASURE_TIMEOUT} s: try again when it is less "
-                            "busy") from error
+                   "--nproc-per-node", str(ranks), "-m", "megatron.plan.roofline", str(file), precision,
+                   matmul_precision(planned.config, torch.device(planned.device))]
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if planned.device == "cpu" else {})
+        ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False, capture_output=True,
+                               text=True, errors="replace", preexec_fn=die_with_parent())
         if ended.returncode or not file.exists():
             raise PeerError(f"measuring this machine ended with {ended.returncode}: {ended.stderr.strip()[-300:]}")
         return MachineRates(**json.loads(file.read_text(encoding="utf-8")))
 
 
-SECONDS = 1.2
-"""Of one measurement."""
+SECONDS = 1.2  # of one measurement
 
 
 def measure(precision: str) -> MachineRates:
@@ -272,25 +269,26 @@ def measure(precision: str) -> MachineRates:
     one, other, total = (torch.ones(1 << 26 if on_gpu else 1 << 24, device=device) for _ in range(3))
     memory = seconds(lambda: torch.add(one, other, out=total))
     operation = seconds(small_operations, 100) / 4  # two forward, two backward
-    exchange, collective = 0.0, 0.0
+    exchange = collective = 0.0
     if not world.is_solo:
         small, large = tensor(256), tensor((1 << 28 if on_gpu else 1 << 24) // dtype.itemsize)
         collective = seconds(lambda: all_reduce_into(small, world).wait(), 10)
         sent = 2 * large.nbytes * (world.size - 1) / world.size
         exchange = sent / seconds(lambda: all_reduce_into(large, world).wait())
-    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    return MachineRates(name, device.type, world.size, 6 * rows * width**2 / products,
-                        3 * total.nbytes / memory, exchange, operation, collective)
+    return MachineRates(torch.cuda.get_device_name(device) if on_gpu else "CPU", device.type, world.size,
+                        6 * rows * width**2 / products, 3 * total.nbytes / memory, exchange, operation, collective)
 
 
-def main(path: str, precision: str, device: str) -> int:
+def main(path: str, precision: str, matmul_precision: str) -> int:
+    import torch
+
     from megatron.distributed import process_group
     from megatron.train.processor import keep_freed_memory
 
     env = process_group.init()
-    require(process_group.device_for(env).type == device, f"torch finds no {device} here: plan with another --device")
-    if device == "cpu":
+    if not torch.cuda.is_available():
         keep_freed_memory()
+    torch.set_float32_matmul_precision(matmul_precision)
     rates = measure(precision)
     if env.rank == 0:
         Path(path).write_text(json.dumps(asdict(rates)), encoding="utf-8")

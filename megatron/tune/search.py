@@ -19,7 +19,7 @@ from megatron.config.run_config import AutotuningConfig
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
 from megatron.tune.space import MemoryBudget, TuningChoice
 
-TrialState = Literal["done", "memory", "crash", "hang", "unclear"]
+TrialState = Literal["done", "memory", "crash", "hang"]
 
 MEASURED_SHARE, MIN_MEASURED = 0.28, 8
 """A search measures at most this share of the choices, but at least MIN_MEASURED."""

@@ -1,7 +1,7 @@
 """The trials of a search as JSON lines on disk, so that a killed search continues with the next trial.
 
-The first line is the key (all untuned settings, the machine, its torch); trials under another key are refused. The file is
-replaced as a whole, so that no kill leaves half a line.
+The first line is the key (all untuned settings, the machine, its torch); trials under another key are refused. The
+file is replaced as a whole, so that no kill leaves half a line.
 """
 
 from __future__ import annotations
