@@ -98,8 +98,7 @@ def model_slots(config: ModelConfig, tp: int) -> list[Slot]:
 
     with torch.device("meta"):
         model = GPT2(replace(config, num_layers=1), Group(0, tp, tuple(range(tp))), deferred=True)
-    return [Slot(name, tuple(parameter.shape), group=int(parameter.ndim == 1))
-            for name, parameter in model.named_parameters()]
+    return [Slot(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 @dataclass(frozen=True)
