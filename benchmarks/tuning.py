@@ -20,14 +20,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
+os.environ["PYTHONPATH"] = str(ROOT)  # of the ranks that measure, and of trials
 
 from megatron.plan.footprint import PlannedRun  # noqa: E402
-from megatron.plan.rate_cache import cached_or_measured_rates  # noqa: E402
+from megatron.plan.roofline import measured_rates  # noqa: E402
 from megatron.tune import cli  # noqa: E402
 from megatron.tune.cli import plan_choices  # noqa: E402
-from megatron.tune.search import (FINALISTS, REPEATS, TrialResult, fastest_choice, next_trial,  # noqa: E402
-                                  select_candidates)
+from megatron.tune.search import (FINALISTS, REPEATS, TrialOption, TrialResult, fastest_choice,  # noqa: E402
+                                  next_trial)
 from megatron.tune.space import available_memory  # noqa: E402
 from megatron.tune.space import TuningChoice, samples_per_step  # noqa: E402
 from megatron.tune.trial import TrialRunner  # noqa: E402
@@ -57,47 +57,43 @@ def main() -> None:
 
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
-    asked_for, asked = cli.parse(flags)
-    tuning, samples = asked.config.autotuning, samples_per_step(asked)
-    options = plan_choices(asked, cached_or_measured_rates(asked, path=asked_for.rates))
-    capacity = available_memory(asked, asked_for.card_gb)
+    options, requested = cli.parse(flags)
+    tuning, samples = requested.config.autotuning, samples_per_step(requested)
+    planned = plan_choices(requested, measured_rates(requested))
+    capacity = available_memory(requested, options.card_gb)
     trials = TrialRunner(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
-    own = list(options)
-    everything = {choice: option for choice, option in options.items() if capacity.can_hold(option.memory_needed)}
-    everything = {other: everything[choice] for choice in everything for other in left_out(choice, asked)} | everything
+    own = {option.choice: option.predicted for option in planned if capacity.can_hold(option.memory_needed)}
+    grid = {other: seconds for choice, seconds in own.items() for other in left_out(choice, requested)} | own
     outcomes, begin = dict[TuningChoice, TrialResult](), time.monotonic()
 
     def measure(choices: Sequence[TuningChoice]) -> None:
         for number, choice in enumerate(choices):
-            predicted = everything[choice].candidate.predicted.total
-            outcome = trials.run(number, choice.apply_to(asked, samples), predicted)
+            outcome = trials.run(number, choice.apply_to(requested, samples), grid[choice])
             before = outcomes.get(choice)
             if before is None or outcome.seconds is not None:
                 outcomes[choice] = outcome if before is None else before.merge_repeat(outcome)
             words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(asked, samples))} | predicted "
-                  f"{1e3 * predicted:.4g} ms | {outcome.state} {words}", flush=True)
+            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(requested, samples))} | predicted "
+                  f"{1e3 * grid[choice]:.4g} ms | {outcome.state} {words}", flush=True)
 
     for _ in range(rounds):
-        measure([*everything])
+        measure([*grid])
     seconds = time.monotonic() - begin
-    searched, values = dict[int, TrialResult](), list(options.values())
-    few = tuning.autotuning_num_tuning_micro_batch_sizes
-    while (following := next_trial(
-            values, select_candidates(values, capacity, few, searched), searched, tuning)) is not None:
-        searched[following] = outcomes[own[following]]
+    searched = dict[TuningChoice, TrialResult]()
+    while isinstance(option := next_trial(planned, capacity, searched, tuning), TrialOption):
+        searched[option.choice] = outcomes[option.choice]
     ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
     pick = fastest_choice(searched)
     if pick is None:
         sys.exit("no choice ran")
     print(f"the best {FINALISTS} and the pick again, in turn: a machine is not as fast all the time")
     for _ in range(REPEATS):
-        measure([*dict.fromkeys([*ordered[:FINALISTS], own[pick]])])
+        measure([*dict.fromkeys([*ordered[:FINALISTS], pick])])
     first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
-    limit, found = seconds_of(outcomes, first), seconds_of(outcomes, own[pick])
-    print(f"best of {len(outcomes)} choices, {len(own)} that differ ({seconds:.0f} s): "
-          f"{' '.join(first.flags(asked, samples))}, "
-          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(own[pick].flags(asked, samples))}, "
+    limit, found = seconds_of(outcomes, first), seconds_of(outcomes, pick)
+    print(f"best of {len(outcomes)} choices, {len(planned)} that differ ({seconds:.0f} s): "
+          f"{' '.join(first.flags(requested, samples))}, "
+          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(pick.flags(requested, samples))}, "
           f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
           "trials")
 
@@ -106,9 +102,9 @@ def seconds_of(outcomes: Mapping[TuningChoice, TrialResult], choice: TuningChoic
     return outcomes[choice].seconds or inf
 
 
-def left_out(choice: TuningChoice, asked: PlannedRun) -> Iterator[TuningChoice]:
+def left_out(choice: TuningChoice, requested: PlannedRun) -> Iterator[TuningChoice]:
     """What the tuner takes for the same as a choice of its own: the other stages where one rank has all the data."""
-    if asked.ranks == choice.tp:
+    if requested.ranks == choice.tp:
         yield from (replace(choice, stage=stage) for stage in range(choice.placement.min_stage, 4)
                     if stage != choice.stage)
 

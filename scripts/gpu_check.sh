@@ -40,7 +40,7 @@ check() {  # NAME COMMAND...: run it while there is time, remember how it ended 
     log="$(mktemp)"
     say "== $name"
     if timeout "$left" "$@" 2>&1 | tee -- "$log"; then result=passed; else result=FAILED status=1; fi
-    rows+=("$(printf '%-22s %-7s %s' "$name" "$result" "$(grep -E '^(ours|plain):|^measured|^ saved|passed|failed|Error|^error' -- "$log" | tail -n 1)")")
+    rows+=("$(printf '%-22s %-7s %s' "$name" "$result" "$(grep -E '^(ours|plain):|^\* |^ saved|passed|failed|Error|^error' -- "$log" | tail -n 1)")")
     rm -f -- "$log"
 }
 report() {  # CHECK MODEL CONTENDER OPTIONS...
@@ -59,8 +59,8 @@ check "pytest -m gpu" "$PYTHON" -m pytest -q "${TESTS[@]}" tests/gpu
 report syncs 124M ours
 quick_start "quick start, left" --exit-interval 30
 quick_start "quick start, resumed"
-check "predicted step" "$PYTHON" -m megatron.plan --probe --preset "$MODEL" "${PREDICT[@]}" --attention-dropout 0 \
-    --hidden-dropout 0 --metrics-file "$RUNS/pretrain_gpt2/$MODEL/metrics.jsonl"
+check "predicted step" "$PYTHON" -m megatron.plan --time --preset "$MODEL" "${PREDICT[@]}" --attention-dropout 0 \
+    --hidden-dropout 0
 RUNS="$RUNS/other" quick_start "fp16, stage 3, offload" --mock-data --fp16 --zero-stage 3 --offload-optimizer-device cpu
 report speed 124M ours --kernels
 report speed 124M plain

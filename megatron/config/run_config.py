@@ -187,10 +187,10 @@ class AutotuningConfig:
     autotuning_end_profile_step: int = setting(5, "the last one, after which the trial ends",
                                                json=_AUTOTUNING + "end_profile_step")
     autotuning_tuner_type: Literal["model_based", "gridsearch", "random"] = setting(
-        "model_based", "what is tried next: what looks fastest by prediction and trials; the predicted order; any",
+        "model_based", "the order of a round of trials: that of the predicted time; that of the grid; any",
         json=JsonKey(_AUTOTUNING + "tuner_type", help="DeepSpeed's default is gridsearch"))
     autotuning_tuner_early_stopping: int = setting(
-        12, "end after this many trials that were no faster; 0: do not",
+        12, "end a round of trials after this many that were no faster; 0: do not",
         json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"), ge=0)
     autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials", ge=1)
     autotuning_num_tuning_micro_batch_sizes: int = setting(

@@ -1,6 +1,5 @@
 """Memory, traffic and time of a run from its configuration alone; nothing is built and no rank is started.
 
 Start at footprint.py (persistent memory, traffic) and memory.py (the peak); alternatives.py lists cheaper
-configurations, plan_report.py prints, cli.py is `python -m megatron.plan`. Times: step_time.py, from rates that
-probe.py measures.
+configurations, roofline.py predicts the time of a step, plan_report.py prints, cli.py is `python -m megatron.plan`.
 """

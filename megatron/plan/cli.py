@@ -1,7 +1,7 @@
 """`python -m megatron.plan FLAGS...` and `pretrain_gpt2.py --dry-run`: memory, traffic and time of a run before it
 starts.
 
-Nothing is built; torch is imported only to read a tokenizer whose vocabulary size is not known.
+Nothing is built; torch is imported when the flags are right, for the shapes of the model's parameters.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from data.cli import normalize_flag_names
 from megatron.config.cli import parse_args
 from megatron.config.cli_help import CommandArgumentParser
 from megatron.config.tree import Config, require
 from megatron.plan.footprint import PlannedRun, configured_placement
-from megatron.plan.gpus import visible_gpus
-from megatron.plan.plan_report import TargetMachine, build_report, describe_requirements, format_table
-from megatron.plan.rate_cache import cached_or_measured_rates
-from megatron.plan.time_forecast import forecast_notes, format_forecast, read_measured_run
-from megatron.report.history import MetricsFileReader
+from megatron.plan.plan_report import TargetMachine, build_report, describe_requirements, format_forecast, format_table
+from megatron.plan.roofline import KNOWN_GPUS, known_rates, measured_rates
 
 CARD_SIZES_GB = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
@@ -38,16 +34,32 @@ EXAMPLES = """examples:
       --checkpoint-activations --partition-activations --ranks-per-node 16 --tflops 38
   python -m megatron.plan --deepspeed_config ds_config.json --preset 10B --ranks 1 --card-gb 32 --json
   python -m megatron.plan --preset small --device cpu --ranks 2 --vocab-size 8192 --time
+  python -m megatron.plan --preset 1.5B --bf16 --ranks 8 --zero-stage 2 --time H100
 
-Every flag of pretrain_gpt2.py is a training flag; its --help lists them. One of them, --metrics-file FILE, does as
---time, and adds what the run of that file has measured. docs/plan.md explains the columns."""
+Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
 
 MODULE = "python -m megatron.plan"
+THIS_MACHINE = "here"
+RETIRED = {"--probe": "--time measures this machine each time, in about 10 s",
+           "--rates": f"--time measures this machine, and --time GPU reads a table of known ones "
+                      f"({', '.join(KNOWN_GPUS)})"}
 
 
-def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, PlannedRun]:
-    parser = _parser(ranks)
-    options, flags = parser.parse_known_args(normalize_flag_names(argv))
+def refuse_retired(argv: Sequence[str], answers: Mapping[str, str]) -> None:
+    for name in (word.partition("=")[0] for word in argv):
+        require(name not in answers, f"{name} was retired: {answers.get(name)}")
+
+
+def num_visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, PlannedRun]:
+    parser, argv = _parser(ranks), normalize_flag_names(argv)
+    refuse_retired(argv, RETIRED)
+    options, flags = parser.parse_known_args(argv)
     for name in ("ranks", "ranks_per_node"):
         count = getattr(options, name)
         require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
@@ -55,8 +67,10 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
     require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
     config = parse_args(flags, options.ranks, other_options=parser.flag_names())
     config.check_world(options.ranks)
-    is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
-    options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
+    if options.device is None:
+        options.device = "cpu" if options.time == THIS_MACHINE and not num_visible_gpus() else "cuda"
+    require(options.time in (None, THIS_MACHINE) or options.device == "cuda",
+            f"--time {options.time} is a GPU, and --device is cpu: give --time alone, which measures this machine")
     placement = configured_placement(config)
     require(config.zero.zero_stage >= placement.min_stage,
             f"{placement.flags()} needs --zero-stage {placement.min_stage} or higher, not {config.zero.zero_stage}")
@@ -78,10 +92,9 @@ def _parser(ranks: int) -> CommandArgumentParser:
                         help="where the run is to be (cuda; where it is timed, cpu if there is no GPU here)")
     parser.add_argument("--tflops", type=float, metavar="X",
                         help="TFLOP/s of a rank, as training reports them: adds the time of a step and of the run")
-    parser.add_argument("--time", action="store_true",
-                        help="predict the time of a step from measured rates of this machine; they are measured once")
-    parser.add_argument("--probe", action="store_true", help="the same, and measure the rates again")
-    parser.add_argument("--rates", metavar="FILE", help="the same from rates that were measured elsewhere")
+    parser.add_argument("--time", nargs="?", const=THIS_MACHINE, metavar="GPU",
+                        help="predict the time of a step, from rates of this machine, which are measured in about 10 "
+                             f"s, or of a known GPU: {', '.join(KNOWN_GPUS)}")
     parser.add_argument("--json", action="store_true", help="print the same numbers and more as JSON, in bytes")
     return parser
 
@@ -101,29 +114,22 @@ def with_vocabulary(config: Config) -> Config:
 def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *,
                summary: bool = False) -> int:
     """Print the plan of these flags; options among them take precedence over the other arguments. `summary` starts with
-    the needs of the requested run, and ignores its metrics file, which does not exist yet."""
-    options, requested = parse(argv, ranks, summary=summary)
+    the needs of the requested run."""
+    options, requested = parse(argv, ranks)
     on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
-    metrics, rates = None if summary else requested.config.log.metrics_file, None
-    if metrics:
-        next(iter(MetricsFileReader(Path(metrics))), None)  # raises if it cannot be read, before a minute of measuring
-    if options.time or options.probe or options.rates or metrics:
-        rates = cached_or_measured_rates(requested, ranks_per_node=on_node, remeasure=options.probe, path=options.rates)
+    rates = None
+    if options.time == THIS_MACHINE:
+        rates = measured_rates(requested, on_node)
+    elif options.time:
+        rates = known_rates(options.time, requested.config)
     machine = TargetMachine(options.card_gb, on_node, options.tflops, rates)
     report = build_report(requested, machine)
-    measured_run = read_measured_run(metrics, requested, rates) if metrics and rates else None
     if options.json:
-        if rates:
-            report["notes"] = forecast_notes(requested, rates, measured_run)
-        if measured_run:
-            report["measured"] = asdict(measured_run)
         print(json.dumps(report, indent=1))
         return 0
     lines = [*(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, report)]
     if rates:
-        lines += format_forecast(requested, rates, report["rows"], measured_run)
-    if metrics and measured_run is None:
-        lines.append(f"note: {metrics} has no step yet")
+        lines += format_forecast(requested, rates, report["rows"])
     print("\n".join(lines))
     return 0
 

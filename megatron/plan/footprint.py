@@ -8,13 +8,13 @@ with its padding) and precisions. Transient memory of a step is in memory.py, ac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from shlex import quote
 from typing import Literal
 
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
-from megatron.config.tree import Config, OffloadConfig, data_parallel_size
+from megatron.config.tree import Config, ModelConfig, OffloadConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.layout import FlatLayout, Slot, align
@@ -22,7 +22,6 @@ from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SET
                                                param_buffer_sets, param_chunk_numel, split_into_chunks,
                                                step_chunk_numel)
 from megatron.zero.stages import StagePolicy, stage_policy
-from mpu.split import pad_vocab
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
@@ -83,6 +82,23 @@ class TrafficBytes:
     parameters: int
     matrices: int = 0
     """Matrices gathered for the optimizer (Muon)."""
+
+
+BLOCK = "blocks.0."
+"""Path of the first block in the model; all blocks have the same shape."""
+
+
+@cache
+def model_slots(config: ModelConfig, tp: int) -> list[Slot]:
+    """The parameters of the real model with one block, on one tensor parallel rank; nothing is allocated."""
+    import torch  # here: flags are parsed, and wrong ones refused, without it
+
+    from megatron.model import GPT2
+    from mpu.groups import Group
+
+    with torch.device("meta"):
+        model = GPT2(replace(config, num_layers=1), Group(0, tp, tuple(range(tp))), deferred=True)
+    return [Slot(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 @dataclass(frozen=True)
@@ -163,9 +179,8 @@ class PlannedRun:
 
     @cached_property
     def vocab_columns(self) -> int:
-        """Columns of the logits on one rank."""
-        model = self.config.model
-        return pad_vocab(model.known_vocab_size, model.make_vocab_size_divisible_by, self.tp) // self.tp
+        """Columns of the logits on one rank: the rows of the token embedding."""
+        return next(slot.shape[0] for slot in self.root_parameters if slot.name == EMBEDDING_NAMES[0])
 
     @cached_property
     def root(self) -> FlatLayout:
@@ -194,21 +209,14 @@ class PlannedRun:
 
     @cached_property
     def root_parameters(self) -> list[Slot]:
-        """The parameters outside the blocks (megatron/model/gpt2.py)."""
-        model, h = self.config.model, self.config.model.hidden_size
-        return [Slot("wte.weight", (self.vocab_columns, h)), Slot("wpe.weight", (model.max_position_embeddings, h)),
-                Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
+        """The parameters outside the blocks."""
+        return [slot for slot in model_slots(self.config.model, self.tp) if not slot.name.startswith(BLOCK)]
 
     @cached_property
     def block_parameters(self) -> list[Slot]:
-        """The parameters of one transformer block on one tensor parallel rank (megatron/model/transformer.py)."""
-        h, ffn, tp = self.config.model.hidden_size, self.config.model.ffn_size, self.tp
-        matrices = {"attn.qkv.weight": (3 * h // tp, h), "attn.proj.weight": (h, h // tp),
-                    "mlp.fc.weight": (ffn // tp, h), "mlp.proj.weight": (h, ffn // tp)}
-        vectors = {"ln_1.weight": h, "ln_1.bias": h, "attn.qkv.bias": 3 * h // tp, "attn.proj.bias": h,
-                   "ln_2.weight": h, "ln_2.bias": h, "mlp.fc.bias": ffn // tp, "mlp.proj.bias": h}
-        return [*(Slot(name, shape) for name, shape in matrices.items()),
-                *(Slot(name, (size,), group=1) for name, size in vectors.items())]
+        """The parameters of one transformer block on one tensor parallel rank."""
+        return [replace(slot, name=slot.name.removeprefix(BLOCK)) for slot in model_slots(self.config.model, self.tp)
+                if slot.name.startswith(BLOCK)]
 
     @cached_property
     def activations(self) -> Activations:

@@ -18,9 +18,8 @@ from megatron.config.zero_config import unused_offload_settings
 from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, forbidden_rows,
                                         format_bytes, largest_micro_batches, plan_rows)
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.machine_rates import MachineRates
 from megatron.plan.memory import peak_memory, persistent_memory
-from megatron.plan.step_time import step_time
+from megatron.plan.roofline import MachineRates, step_time
 from megatron.train.flops import flops_per_token
 
 USABLE_FRACTION = 0.92
@@ -38,7 +37,7 @@ class TargetMachine:
     tflops: float | None = None
     """TFLOP/s of a rank, as training reports it; None: unknown."""
     rates: MachineRates | None = None
-    """Measured rates: every row then has the time of a step."""
+    """Every row then has the time of a step."""
 
     def usable_bytes(self) -> list[float]:
         return [card * 2**30 * USABLE_FRACTION for card in self.cards]
@@ -158,6 +157,31 @@ def _describe_run(requested: PlannedRun, machine: TargetMachine, report: dict[st
         yield (f"at {machine.tflops:g} TFLOP/s per rank: {time['seconds_per_step']:.3g} s per step, "
                f"{time['tokens_per_second']:,.0f} tokens/s, {time['days']:.3g} days for "
                f"{config.train.train_iters} steps")
+
+
+PARTS = ("products", "memory", "latency", "optimizer", "exchange", "hidden", "total")
+
+
+def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """`rows`: of build_report."""
+    yield from ("", f"predicted ms of a step, by the rates of {rates.machine}"
+                + (f", measured with {rates.ranks} rank{'s' * (rates.ranks > 1)}" if rates.ranks else ""))
+    tokens = requested.config.global_batch_size(requested.dp) * requested.config.seq_length
+    cells = [[*row_label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
+              f"{tokens / row['step']['total']:,.0f}"] for row in rows]
+    yield from align_columns([[*CARDS_HEAD, *PARTS, "tokens/s"], *cells], left=(0, 1))
+    config = requested.config
+    not_predicted = [what for what, is_used in (
+        (f"what --optimizer {config.optim.optimizer} does otherwise than Adam",
+         config.optim.optimizer not in ("adam", "adamw")),
+        ("the drive", "nvme" in (requested.placement.optimizer, requested.placement.params)),
+        ("--compile", config.train.compile), ("--quantize-training", config.quantize.quantize_training),
+        ("--memory-centric-tiled-linear", config.model.memory_centric_tiled_linear)) if is_used]
+    if not_predicted:
+        yield f"note: not in the predicted time: {', '.join(not_predicted)}"
+    if 0 < rates.ranks < requested.ranks:
+        yield (f"note: {requested.ranks} ranks are predicted to work and to exchange as fast as the {rates.ranks} that "
+               "were measured on one machine")
 
 
 def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from data.cli import normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
@@ -13,18 +12,14 @@ from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import CommandArgumentParser
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
-from megatron.plan.cli import with_vocabulary
+from megatron.plan.cli import num_visible_gpus, refuse_retired, with_vocabulary
 from megatron.plan.footprint import PlannedRun, configured_placement
-from megatron.plan.gpus import visible_gpus
-from megatron.plan.machine_rates import MachineRates
 from megatron.plan.memory import peak_memory
-from megatron.plan.rate_cache import cached_or_measured_rates, num_local_ranks
-from megatron.plan.step_time import step_time
-from megatron.plan.time_forecast import forecast_notes
+from megatron.plan.roofline import MachineRates, measured_rates, step_time
 from megatron.train.input_checks import check_inputs
-from megatron.tune.search import (Candidate, TrialOption, common_error, fastest_choice, next_repeat, next_trial,
-                                  select_candidates, stop_reason)
-from megatron.tune.space import MemoryBudget, TuningChoice, available_memory, legal_choices, samples_per_step
+from megatron.tune.search import (TrialOption, candidate_families, common_error, fastest_choice, next_repeat,
+                                  next_trial)
+from megatron.tune.space import MemoryBudget, available_memory, legal_choices, samples_per_step
 from megatron.tune.trial import TRIALS_FOLDER_FLAG as EXPS_FLAG, TrialRunner
 from megatron.tune.trial_records import TrialRecords, open_trial_records, trial_key
 from megatron.tune.tune_report import counted, format_metric, summarize_best, trials_table, tuning_page
@@ -39,53 +34,52 @@ MAX_FAILED_REPEATS = 2
 """Failed repeats in a row that end the search: the machine fails then, not the choices."""
 
 
-def plan_choices(requested: PlannedRun, rates: MachineRates) -> dict[TuningChoice, TrialOption]:
+def plan_choices(requested: PlannedRun, rates: MachineRates) -> list[TrialOption]:
     size = requested.config.autotuning.autotuning_mp_size
     require(size is None or requested.ranks % size == 0,
             f"--autotuning-mp-size {size} does not divide --ranks {requested.ranks}: give one that does")
-    options = {choice: TrialOption(Candidate(asdict(choice), step_time(run, rates)),
-                                   MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host))
-               for choice, run in legal_choices(requested).items()}
+    options = [TrialOption(choice, step_time(run, rates).total,
+                           MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host))
+               for choice, run in legal_choices(requested).items()]
     require(bool(options), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
             "choice: samples have to be divisible by the data parallel size")
     return options
 
 
-def print_dry_run(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget) -> None:
+def describe_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> str:
+    families = candidate_families(options, capacity, {}, requested.config.autotuning)
+    return (f"{counted(len(options), 'choice')}, {sum(map(len, families))} to try; a rank has {capacity}")
+
+
+def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> None:
     """Print the first choices of a search without trying them."""
-    choices, values = list(options), list(options.values())
-    kept = select_candidates(values, capacity, requested.config.autotuning.autotuning_num_tuning_micro_batch_sizes, {})
-    print(f"{counted(len(choices), 'choice')}, {len(kept)} to try; a rank has {capacity}; nothing is tried (--dry-run)."
-          " The fastest by prediction:")
-    for number in kept[:DRY_RUN_CHOICES]:
-        print(f"  {format_metric(requested, values[number].candidate.predicted.total)} | "
-              f"{' '.join(choices[number].flags(requested, samples_per_step(requested)))}")
+    print(f"{describe_search(requested, options, capacity)}; nothing is tried (--dry-run). The fastest by prediction:")
+    families = candidate_families(options, capacity, {}, requested.config.autotuning)
+    fastest = sorted((option for family in families for option in family), key=lambda option: option.predicted)
+    for option in fastest[:DRY_RUN_CHOICES]:
+        print(f"  {format_metric(requested, option.predicted)} | "
+              f"{' '.join(option.choice.flags(requested, samples_per_step(requested)))}")
 
 
-def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
-               trials: TrialRunner, results: TrialRecords) -> None:
-    """Run trials until no more gain is expected, and print a line for each."""
-    tuning, samples = requested.config.autotuning, samples_per_step(requested)
-    choices, values = list(options), list(options.values())
-    few, failed = tuning.autotuning_num_tuning_micro_batch_sizes, 0
-    kept = select_candidates(values, capacity, few, {})
-    print(f"{counted(len(choices), 'choice')}, {len(kept)} to try; a rank has {capacity}"
+def run_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget, trials: TrialRunner,
+               results: TrialRecords) -> None:
+    """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
+    samples, failed = samples_per_step(requested), 0
+    by_choice = {option.choice: option for option in options}
+    print(describe_search(requested, options, capacity)
           + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
-        known = {choices.index(choice): result for choice, result in results.trials.items() if choice in options}
+        known = {choice: result for choice, result in results.trials.items() if choice in by_choice}
         if error := common_error(known):
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
                                             f"this; what they wrote is in {trials.folder})")
-        kept = select_candidates(values, capacity, few, known)
-        number = next_trial(values, kept, known, tuning)
-        if number is None:
-            number = next_repeat(known)
-        if number is None:
-            print(f"over: {stop_reason(values, kept, known, tuning)}", flush=True)
+        following = next_trial(options, capacity, known, requested.config.autotuning)
+        choice = next_repeat(known) if isinstance(following, str) else following.choice
+        if choice is None:
+            print(f"over: {following}", flush=True)
             return
-        choice, predicted = choices[number], values[number].candidate.predicted.total
-        before = results.trials.get(choice)
+        predicted, before = by_choice[choice].predicted, results.trials.get(choice)
         trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
         result = trials.run(trial, choice.apply_to(requested, samples), predicted)
         results.add(choice, result if before is None else before.merge_repeat(result), predicted)
@@ -120,7 +114,6 @@ def _parser() -> CommandArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
                         help="memory of a GPU, or on a CPU of a rank (default: what is free)")
-    parser.add_argument("--rates", metavar="FILE", help="measured rates (default: as in megatron.plan --time)")
     parser.add_argument("--trial-seconds", type=float, metavar="S",
                         help="the longest that a trial may take (default: --startup-timeout-seconds until it has "
                              "taken a step, then by the predicted time)")
@@ -128,13 +121,14 @@ def _parser() -> CommandArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
-    parser = _parser()
-    options, flags = parser.parse_known_args(normalize_flag_names(argv))
+    parser, argv = _parser(), normalize_flag_names(argv)
+    refuse_retired(argv, {"--rates": "a search measures this machine itself, in about 10 s"})
+    options, flags = parser.parse_known_args(argv)
     require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
     for name in ("card_gb", "trial_seconds"):
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
-    options.device = options.device or ("cuda" if visible_gpus() else "cpu")
+    options.device = options.device or ("cuda" if num_visible_gpus() else "cpu")
     config = parse_args(flags, options.ranks,
                         other_options=parser.flag_names())  # its micro-batch need not fit: others are tried
     with config.key_names.translate_errors():
@@ -147,12 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args, requested = parse(argv)
     tuning = requested.config.autotuning
-    require(requested.device == "cpu" or num_local_ranks("cuda") > 0,
-            "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
-    require(args.ranks <= num_local_ranks(requested.device) or requested.device == "cpu", f"--ranks {args.ranks} is "
-            f"more than the {num_local_ranks(requested.device)} GPUs of this machine: trials run here")
+    if requested.device == "cuda":
+        gpus = num_visible_gpus()
+        require(gpus > 0, "--device cuda needs a GPU that may be used: trials run here, and there is none; add "
+                "--device cpu")
+        require(args.ranks <= gpus, f"--ranks {args.ranks} is more than the {gpus} GPUs of this machine: trials run "
+                "here")
     if is_dry_run(_parser().parse_known_args(list(argv))[1]):
-        print_dry_run(requested, plan_choices(requested, _rates_with_notes(requested, args.rates)),
+        print_dry_run(requested, plan_choices(requested, measured_rates(requested)),
                       available_memory(requested, args.card_gb))
         return 0
     with open_trial_records(tuning.autotuning_results_dir, trial_key(requested),
@@ -161,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                              args.trial_seconds)
-        options = plan_choices(requested, _rates_with_notes(requested, args.rates))
+        options = plan_choices(requested, measured_rates(requested))
         capacity = available_memory(requested, args.card_gb)
         try:
             run_search(requested, options, capacity, trials, results)
@@ -172,30 +168,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_results(requested, options, results, capacity)
 
 
-def _rates_with_notes(requested: PlannedRun, path: str | None) -> MachineRates:
-    """The rates to predict with; prints the limits of the prediction."""
-    rates = cached_or_measured_rates(requested, path=path)
-    for sentence in forecast_notes(requested, rates, None):
-        print(f"note: {sentence}", flush=True)
-    return rates
-
-
-def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], results: TrialRecords,
+def _report_results(requested: PlannedRun, options: Sequence[TrialOption], results: TrialRecords,
                     capacity: MemoryBudget) -> int:
-    trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
+    by_choice = {option.choice: option for option in options}
+    trials = {choice: outcome for choice, outcome in results.trials.items() if choice in by_choice}
     if not trials:
-        least = min((option.memory_needed for option in options.values()), key=lambda need: need.usage_of(capacity))
+        least = min((option.memory_needed for option in options), key=lambda need: need.usage_of(capacity))
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
-    print("", *trials_table(trials, options), "", sep="\n", flush=True)
-    names, fastest = list(trials), fastest_choice(dict(enumerate(trials.values())))
+    print("", *trials_table(trials, by_choice), "", sep="\n", flush=True)
+    fastest = fastest_choice(trials)
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
                         f"what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
-    summary = summarize_best(requested, trials, options, names[fastest])
+    summary = summarize_best(requested, trials, by_choice, fastest)
     print(*summary, sep="\n", flush=True)
     with prefix_storage_errors("--autotuning-results-dir"):
-        for name, text in ((PAGE_FILE, tuning_page(requested, trials, options, summary)),
+        for name, text in ((PAGE_FILE, tuning_page(requested, trials, by_choice, summary)),
                            (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)

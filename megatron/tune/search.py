@@ -1,104 +1,47 @@
-"""Which choice is tried next, and when the search stops: pure functions of the choices and the trials so far.
+"""Which choice is tried next, by successive halving: pure functions of the choices and of the trials so far.
 
-A Gaussian process models log(measured / predicted) with a correction for the machine, each part of a step, each
-setting and each pair of settings. An out-of-memory trial rules out all choices that need at least as much memory on
-device and host; other failures rule out only their own choice.
+Choices that differ in micro-batch and bucket size alone are a *family*. In the first round each family has a trial of
+its choice of the best predicted time; the faster half of the families goes on to the next round, with a trial of the
+next best choice, until one family is left, whose choices are all tried. An out-of-memory trial rules out all choices
+that need at least as much memory on device and host; other failures rule out only their own choice.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, inf, log
-from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from itertools import count
+from math import inf
+from typing import Literal
 
 from megatron.config.run_config import AutotuningConfig
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
-from megatron.plan.step_time import StepTime
-from megatron.tune.space import MemoryBudget
+from megatron.tune.space import MemoryBudget, TuningChoice
 
-MACHINE_STD, PART_STD, SETTING_STD, PAIR_STD, NOISE_STD = 0.4, 0.4, 0.1, 0.03, 0.03
-"""Standard deviations of the logarithm: of the machine's correction, of a step's part, of a setting's value, of a pair
-of settings, and of a measurement. They nearly maximize the likelihood of four fully measured grids (docs/benchmarks.md)
-and allow for larger errors on other machines."""
+TrialState = Literal["done", "memory", "crash", "hang"]
 
-
-class StepEstimate(NamedTuple):
-    seconds: float
-    log_std: float
-    """Standard deviation of the logarithm of `seconds`."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The features of a choice that the model uses."""
-
-    settings: Mapping[str, Any]
-    predicted: StepTime
-
-    @property
-    def shares(self) -> list[float]:
-        step = self.predicted
-        parts = (step.products, step.attention, step.rest, step.optimizer, step.exchange - step.hidden)
-        return [part / step.total for part in parts]
-
-
-def estimate_steps(candidates: Sequence[Candidate], measured: Mapping[int, float]) -> list[StepEstimate]:
-    """Estimates for all candidates, from the measured seconds of some, by their index."""
-    predicted = np.log([candidate.predicted.total for candidate in candidates])
-    covariance = _covariance(candidates)
-    tried = sorted(measured)
-    if not tried:
-        return [StepEstimate(float(np.exp(mean)), float(np.sqrt(own)))
-                for mean, own in zip(predicted, covariance.diagonal(), strict=True)]
-    wrong = np.log([measured[number] for number in tried]) - predicted[tried]
-    known = covariance[np.ix_(tried, tried)] + NOISE_STD**2 * np.eye(len(tried))
-    across = covariance[tried]
-    solved = np.linalg.solve(known, across)
-    means = predicted + wrong @ solved
-    log_stds = np.sqrt(np.maximum(covariance.diagonal() - (across * solved).sum(axis=0), 0.0))
-    return [StepEstimate(float(np.exp(mean)), float(doubt)) for mean, doubt in zip(means, log_stds, strict=True)]
-
-
-def _covariance(candidates: Sequence[Candidate]) -> Any:
-    """[candidate, candidate]: of the prediction errors."""
-    shares = np.array([candidate.shares for candidate in candidates])
-    values = np.array([list(candidate.settings.values()) for candidate in candidates], dtype=object)
-    equal = (values[:, None, :] == values[None, :, :]).astype(float).sum(axis=2)
-    pairs = equal * (equal - 1) / 2
-    return MACHINE_STD**2 + PART_STD**2 * shares @ shares.T + SETTING_STD**2 * equal + PAIR_STD**2 * pairs
-
-
-TrialState = Literal["done", "memory", "crash", "hang", "unclear"]
-
+MEASURED_SHARE, MIN_MEASURED = 0.28, 8
+"""A search measures at most this share of the choices, but at least MIN_MEASURED."""
 FINALISTS, REPEATS = 3, 2
 """The number of best choices that are measured again, and the maximum number of repeats."""
-WORTHWHILE = 0.005
-"""Minimum expected gain of a trial, as a share of a step."""
 MIN_PROGRESS = 0.01
 """A smaller gain counts as none for early stopping."""
-CHOICES_PER_TRIAL, MIN_MODELLED_TRIALS = 4, 8
-"""The model measures at most one choice in CHOICES_PER_TRIAL, as many are nearly the same, but at least
-MIN_MODELLED_TRIALS."""
-NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class TrialOption:
     """A choice as the planner predicts it."""
 
-    candidate: Candidate
+    choice: TuningChoice
+    predicted: float
+    """Seconds of a step."""
     memory_needed: MemoryBudget
 
     @property
-    def family(self) -> tuple[Any, ...]:
-        """All settings but the micro-batch."""
-        return tuple(value for name, value in self.candidate.settings.items() if name != "batch")
+    def family(self) -> TuningChoice:
+        """All settings but the micro-batch and the bucket size."""
+        return replace(self.choice, batch=0, bucket=0)
 
 
 @dataclass(frozen=True)
@@ -115,6 +58,11 @@ class TrialResult:
     times: tuple[float, ...] = ()
     """Seconds of each measurement of a repeated choice; infinite if it failed."""
 
+    @property
+    def first_seconds(self) -> float:
+        """The first measurement: rounds do not change when a choice is measured again."""
+        return inf if self.seconds is None else (self.times or (self.seconds,))[0]
+
     def merge_repeat(self, other: TrialResult) -> TrialResult:
         """The result including `other`, a repeat. One failed repeat is tolerated; after a second the choice failed."""
         if self.seconds is None:
@@ -125,106 +73,78 @@ class TrialResult:
         return replace(self, seconds=min(times), times=times)
 
 
-def select_candidates(options: Sequence[TrialOption], capacity: MemoryBudget, micro_batches: int,
-                      trials: Mapping[int, TrialResult]) -> list[int]:
-    """Indices of the options that fit, the fastest by prediction first, with at most `micro_batches` per family."""
-    order = sorted((number for number, option in enumerate(options)
-                    if capacity.can_hold(option.memory_needed) and not _exceeds_known_oom(option, options, trials)),
-                   key=lambda number: options[number].candidate.predicted.total)
-    kept, seen = list[int](), Counter[tuple[Any, ...]]()
-    for number in order:
-        seen[options[number].family] += 1
-        if seen[options[number].family] <= micro_batches:
-            kept.append(number)
-    return kept
+Trials = Mapping[TuningChoice, TrialResult]
+"""In the order of their first measurement."""
 
 
-def next_trial(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapping[int, TrialResult],
-               tuning: AutotuningConfig) -> int | None:
-    """The index of the option to try; None: the search is over."""
-    left = _untried(options, kept, trials)
-    if (not left or len(trials) >= tuning.autotuning_tuner_num_trials
-            or _has_stalled(trials, tuning.autotuning_tuner_early_stopping)):
-        return None
-    if tuning.autotuning_tuner_type == "gridsearch":
-        return left[0]
+def candidate_families(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,
+                       tuning: AutotuningConfig) -> list[list[TrialOption]]:
+    """The options that fit, by family; --autotuning-tuner-type says in which order. A family has its micro-batches of
+    the best predicted time, at most --autotuning-num-tuning-micro-batch-sizes."""
+    too_much = [option.memory_needed for option in options
+                if option.choice in trials and trials[option.choice].state == "memory"]
+    order = [option for option in options if capacity.can_hold(option.memory_needed)
+             and not any(option.memory_needed.can_hold(needed) for needed in too_much)]
     if tuning.autotuning_tuner_type == "random":
-        return random.Random(len(trials)).choice(left)
-    measured = _measured_seconds(trials)
-    estimates = estimate_steps([option.candidate for option in options], measured)
-    if not measured:
-        return min(left, key=lambda number: estimates[number].seconds)
-    gains = {number: expected_gain(estimates[number], min(measured.values())) for number in left}
-    number = max(left, key=lambda number: gains[number])
-    return number if gains[number] >= WORTHWHILE and len(measured) < _max_modelled_trials(options) else None
+        random.Random(len(options)).shuffle(order)
+    elif tuning.autotuning_tuner_type == "model_based":
+        order.sort(key=lambda option: option.predicted)
+    families, batches = dict[TuningChoice, list[TrialOption]](), dict[TuningChoice, set[int]]()
+    for option in order:
+        sizes = batches.setdefault(option.family, set())
+        if option.choice.batch in sizes or len(sizes) < tuning.autotuning_num_tuning_micro_batch_sizes:
+            sizes.add(option.choice.batch)
+            families.setdefault(option.family, []).append(option)
+    return list(families.values())
 
 
-def _measured_seconds(trials: Mapping[int, TrialResult]) -> dict[int, float]:
-    return {number: trial.seconds for number, trial in trials.items() if trial.seconds is not None}
+def next_trial(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,
+               tuning: AutotuningConfig) -> TrialOption | str:
+    """The option to try, or why the search is over. Replays the rounds so far, so that a killed search goes on."""
+    most = max(MIN_MEASURED, int(MEASURED_SHARE * len(options)))
+    families = candidate_families(options, capacity, trials, tuning)[:most * 2 // 3]
+    for round_number in count():
+        fastest, without_gain, finished, is_exhausted = inf, 0, list[tuple[float, list[TrialOption]]](), True
+        for family in families:
+            if 0 < tuning.autotuning_tuner_early_stopping <= without_gain:
+                break  # the others are predicted to be slower still
+            measured = [trials[option.choice].first_seconds for option in family if option.choice in trials
+                        and trials[option.choice].seconds is not None][:round_number + 1]
+            untried = [option for option in family if option.choice not in trials]
+            if len(measured) <= round_number and untried:
+                if len(trials) >= tuning.autotuning_tuner_num_trials:
+                    return f"--autotuning-tuner-num-trials is {tuning.autotuning_tuner_num_trials}"
+                if sum(trial.seconds is not None for trial in trials.values()) >= most:
+                    return f"{most} of {len(options)} choices were measured"
+                return untried[0]
+            is_exhausted &= len(measured) <= round_number
+            without_gain += 1
+            if measured:
+                if min(measured) < (1 - MIN_PROGRESS) * fastest:
+                    fastest, without_gain = min(measured), 0
+                finished.append((min(measured), family))
+        if is_exhausted:
+            return "nothing is left to try"
+        finished.sort(key=lambda one: one[0])
+        families = [family for _, family in finished[:(len(finished) + 1) // 2]]
+    raise AssertionError("rounds end")
 
 
-def _max_modelled_trials(options: Sequence[TrialOption]) -> int:
-    return max(MIN_MODELLED_TRIALS, len(options) // CHOICES_PER_TRIAL)
-
-
-def expected_gain(estimate: StepEstimate, fastest: float) -> float:
-    """Expected improvement of the best time by a trial, as a share; a slower result counts as 0."""
-    ratio, doubt = estimate.seconds / fastest, max(estimate.log_std, 1e-9)
-    ahead = -log(ratio) / doubt
-    return NORMAL.cdf(ahead) - ratio * exp(doubt**2 / 2) * NORMAL.cdf(ahead - doubt)
-
-
-def stop_reason(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapping[int, TrialResult],
-                tuning: AutotuningConfig) -> str:
-    """Why there is no next trial."""
-    if not _untried(options, kept, trials):
-        return "nothing is left to try"
-    if len(trials) >= tuning.autotuning_tuner_num_trials:
-        return f"--autotuning-tuner-num-trials is {tuning.autotuning_tuner_num_trials}"
-    if _has_stalled(trials, tuning.autotuning_tuner_early_stopping):
-        return (f"the last {tuning.autotuning_tuner_early_stopping} trials were no faster "
-                "(--autotuning-tuner-early-stopping)")
-    if len(_measured_seconds(trials)) >= _max_modelled_trials(options):
-        return f"{_max_modelled_trials(options)} of {len(options)} choices were measured, and no other one stands out"
-    return f"no other choice is expected to save {WORTHWHILE:.1%} of a step"
-
-
-def _untried(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapping[int, TrialResult]) -> list[int]:
-    return [number for number in kept
-            if number not in trials and not _exceeds_known_oom(options[number], options, trials)]
-
-
-def _exceeds_known_oom(option: TrialOption, options: Sequence[TrialOption], trials: Mapping[int, TrialResult]) -> bool:
-    """It needs at least as much memory as an option that ran out of it."""
-    return any(trial.state == "memory" and option.memory_needed.can_hold(options[number].memory_needed)
-               for number, trial in trials.items())
-
-
-def _has_stalled(trials: Mapping[int, TrialResult], max_trials_without_gain: int) -> bool:
-    """The last trials were no faster than an earlier one."""
-    fastest, since = inf, 0
-    for trial in trials.values():
-        since += 1
-        if trial.seconds is not None and trial.seconds < (1 - MIN_PROGRESS) * fastest:
-            fastest, since = trial.seconds, 0
-    return 0 < max_trials_without_gain <= since and fastest < inf
-
-
-def next_repeat(trials: Mapping[int, TrialResult]) -> int | None:
+def next_repeat(trials: Trials) -> TuningChoice | None:
     """The finalist to measure again; None if one was faster than the others in every measurement, or after REPEATS."""
-    times = {number: trials[number].times or (seconds,) for number, seconds in _measured_seconds(trials).items()}
-    first = sorted(times, key=lambda number: times[number][0])[:FINALISTS]
+    times = {choice: trial.times or (trial.seconds,) for choice, trial in trials.items() if trial.seconds is not None}
+    first = sorted(times, key=lambda choice: times[choice][0])[:FINALISTS]
     if len(first) < 2:
         return None
-    fewest = min(len(times[number]) for number in first)
-    lagging = [number for number in first if len(times[number]) == fewest]
-    pick = min(first, key=lambda number: min(times[number]))
-    is_plain = all(max(times[pick]) < min(times[number]) for number in first if number != pick)
+    fewest = min(len(times[choice]) for choice in first)
+    lagging = [choice for choice in first if len(times[choice]) == fewest]
+    pick = min(first, key=lambda choice: min(times[choice]))
+    is_plain = all(max(times[pick]) < min(times[choice]) for choice in first if choice != pick)
     is_enough = fewest > REPEATS or (fewest > 1 and is_plain)
     return None if lagging == first and is_enough else lagging[0]
 
 
-def common_error(trials: Mapping[Any, TrialResult]) -> TrialResult | None:
+def common_error(trials: Trials) -> TrialResult | None:
     """The error of the last two trials, if every choice would have it: settings that no trial has run with, data that
     cannot be read, a disk that cannot be written."""
     if len(trials) < 2:
@@ -235,6 +155,6 @@ def common_error(trials: Mapping[Any, TrialResult]) -> TrialResult | None:
     return other if is_common and one.code == other.code else None
 
 
-def fastest_choice(trials: Mapping[int, TrialResult]) -> int | None:
-    measured = _measured_seconds(trials)
-    return min(measured, key=lambda number: measured[number]) if measured else None
+def fastest_choice(trials: Trials) -> TuningChoice | None:
+    measured = {choice: trial.seconds for choice, trial in trials.items() if trial.seconds is not None}
+    return min(measured, key=lambda choice: measured[choice]) if measured else None

@@ -17,7 +17,6 @@ from megatron import host_memory
 from megatron.errors import ConfigError
 from megatron.plan.alternatives import PLACEMENTS, format_bytes
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
-from megatron.plan.gpus import DRIVER_SECONDS
 from megatron.plan.plan_report import USABLE_FRACTION
 
 
@@ -42,6 +41,8 @@ class MemoryBudget:
         return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
 
 
+DRIVER_SECONDS = 60.0
+"""Timeout of nvidia-smi, which takes some seconds a GPU if no process keeps the driver loaded."""
 LIBRARY_BYTES = 300 << 20
 """Host memory of a rank beside its tensors."""
 
@@ -64,14 +65,22 @@ def _host_bytes_per_rank(ranks: int) -> float:
 
 def _free_gpu_bytes(ranks: int) -> float:
     """Of the fullest of the GPUs that the ranks use, the first visible ones."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits",
-             *([] if visible is None else [f"--id={visible}"])]
     try:
-        output = subprocess.run(query, text=True, capture_output=True, check=True, timeout=DRIVER_SECONDS).stdout
-        return min(map(float, output.split()[:ranks])) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return min(map(float, query_gpus("memory.free")[:ranks])) * 2**20
+    except ValueError as error:
         raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
+
+
+def query_gpus(field: str) -> list[str]:
+    """A field of the visible GPUs, by the driver's tool, which takes no memory of them; [] where it does not answer."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits",
+               *([] if visible is None else [f"--id={visible}"])]
+    try:
+        return subprocess.run(command, text=True, capture_output=True, check=True,
+                              timeout=DRIVER_SECONDS).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 BUCKET_SIZES = (5_000_000, 50_000_000)

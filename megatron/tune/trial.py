@@ -3,8 +3,7 @@
     done      the median time of the measured steps is the result
     memory    out of memory, or killed by the system for it
     hang      no first step, or no end, within the timeout; all its processes are killed
-    unclear   exit code 0 without the times of all steps, twice
-    crash     any other end
+    crash     any other end, also exit code 0 without the times of all steps
 
 Each attempt has its own folder. Killing the tuner also kills its running trial.
 """
@@ -110,10 +109,6 @@ class TrialRunner:
     trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
-        result = self._attempt(number, run, predicted)
-        return result if result.state != "unclear" else self._attempt(number, run, predicted)
-
-    def _attempt(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
             for attempt in count(1):
                 place = self.folder / (f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}")
@@ -133,9 +128,11 @@ class TrialRunner:
         if isinstance(end, str):
             return TrialResult("hang", words=end)
         seconds = _median_step_seconds(metrics, self.first_step, self.last_step)
+        if end == 0 and seconds is not None:
+            return TrialResult("done", seconds)
         if end == 0:
-            missing = f"ended well without the times of steps {self.first_step} to {self.last_step}"
-            return TrialResult("unclear", words=missing) if seconds is None else TrialResult("done", seconds)
+            return TrialResult("crash", words="ended well without the times of steps "
+                                              f"{self.first_step} to {self.last_step}")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]
         is_out_of_memory = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(OOM_PATTERN.search, errors))

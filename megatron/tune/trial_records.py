@@ -1,26 +1,30 @@
 """The trials of a search as JSON lines on disk, so that a killed search continues with the next trial.
 
-The first line is the key (all untuned settings, the machine, its torch); trials under another key are refused.
+The first line is the key (all untuned settings, the machine, its torch); trials under another key are refused. The
+file is replaced as a whole, so that no kill leaves half a line.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, write_errors_for
+from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, staged_file
 from megatron.config.schema import flag_name
 from megatron.config.tree import AutotuningConfig, LogConfig, SaveConfig
 from megatron.errors import ConfigError
+from megatron.package import __version__
+from megatron.plan.activations import Device
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.rate_cache import rates_key
 from megatron.tune.search import TrialResult
-from megatron.tune.space import TuningChoice, samples_per_step
+from megatron.tune.space import TuningChoice, query_gpus, samples_per_step
 
 
 def trial_key(requested: PlannedRun) -> dict[str, Any]:
@@ -38,7 +42,20 @@ def trial_key(requested: PlannedRun) -> dict[str, Any]:
     settings = {flag_name(name): value for section in untuned.as_dict().values() for name, value in section.items()}
     return {"settings": json.loads(json.dumps(settings)), "samples": samples,
             "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
-            **rates_key(requested, requested.ranks)}
+            "machine": f"{platform.node()}, {_processor(requested.device)}", "torch": version("torch"),
+            "device": requested.device, "ranks": requested.ranks, "precision": config.precision.name,
+            "cores": len(os.sched_getaffinity(0)), "threads": os.environ.get("OMP_NUM_THREADS", ""),
+            "version": __version__}
+
+
+def _processor(device: Device) -> str:
+    if device == "cuda":
+        return " and ".join(sorted(set(query_gpus("name"))))
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 TRIALS_FILE = "trials.jsonl"
@@ -59,70 +76,50 @@ def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) 
 
 
 class TrialRecords:
-    """The trials under `key`."""
+    """The trials under `key`: a line each, replaced as a whole when a trial is repeated or removed."""
 
     def __init__(self, folder: str, key: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.folder, self._path = Path(folder), Path(folder) / TRIALS_FILE
+        self.folder, self._path, self._key = Path(folder), Path(folder) / TRIALS_FILE, dict(key)
         self.trials: dict[TuningChoice, TrialResult] = {}
         """In order of the first measurement."""
-        lines = [] if overwrite or not self._path.exists() else self._read_complete_lines()
-        if not lines:
-            self._write({"subject": dict(key)}, mode="w")
-            return
-        head, *rest = [json.loads(line) for line in lines]
-        if not isinstance(head.get("subject", {}), dict):
-            raise self._bad_line_error()
-        if others := [*_differences(head.get("subject", {}), key)]:
-            more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
-            raise ConfigError(f"{RESULTS_FLAG} {folder} has trials of another run or machine "
-                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or start "
-                              "again with --autotuning-overwrite")
-        for record in rest:
-            try:
-                result = TrialResult(**record["outcome"])
-                self.trials[TuningChoice(**record["choice"])] = replace(result, times=tuple(result.times))
-            except (KeyError, TypeError) as error:
-                raise self._bad_line_error() from error
+        self._predicted = dict[TuningChoice, float]()
+        if not overwrite and self._path.exists():
+            self._read()
+        self._write()
 
     def add(self, choice: TuningChoice, result: TrialResult, predicted: float) -> None:
         """Add the result, or replace an earlier one of the choice."""
-        self.trials[choice] = result
-        self._write({"trial": list(self.trials).index(choice) + 1, "choice": asdict(choice), "predicted": predicted,
-                     "outcome": asdict(result)}, mode="a")
+        self.trials[choice], self._predicted[choice] = result, predicted
+        self._write()
 
     def remove(self, choices: Sequence[TuningChoice]) -> None:
         for choice in choices:
             del self.trials[choice]
-        removed = [asdict(choice) for choice in choices]
-        self._replace([line for line in self._read_complete_lines() if json.loads(line).get("choice") not in removed])
+        self._write()
 
-    def _read_complete_lines(self) -> list[str]:
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        lines = text[:text.rfind("\n") + 1].splitlines()
+    def _read(self) -> None:
         try:
-            are_records = all(isinstance(json.loads(line), dict) for line in lines)
-        except ValueError as error:
-            raise self._bad_line_error() from error
-        if not are_records:
-            raise self._bad_line_error()
-        if not text.endswith("\n"):  # remove the partial line of a killed search
-            self._replace(lines)
-        return lines
+            head, *records = map(json.loads, self._path.read_text(encoding="utf-8", errors="replace").splitlines())
+            others = [*_differences(head["subject"], self._key)]
+            for record in records:
+                choice, result = TuningChoice(**record["choice"]), TrialResult(**record["outcome"])
+                self.trials[choice] = replace(result, times=tuple(result.times))
+                self._predicted[choice] = record["predicted"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self._path} holds a line that is no record of a trial: start again with "
+                              "--autotuning-overwrite") from error
+        if others:
+            more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
+            raise ConfigError(f"{RESULTS_FLAG} {self.folder} has trials of another run or machine "
+                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or start "
+                              "again with --autotuning-overwrite")
 
-    def _bad_line_error(self) -> ConfigError:
-        return ConfigError(f"{self._path} holds a line that is no record of a trial: start again with "
-                           "--autotuning-overwrite")
-
-    def _replace(self, lines: Sequence[str]) -> None:
-        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path):
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(fresh, self._path)
-
-    def _write(self, record: Mapping[str, Any], mode: str) -> None:
-        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path), \
-                open(self._path, mode, encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def _write(self) -> None:
+        records: list[dict[str, Any]] = [{"subject": self._key}]
+        records += [{"trial": number, "choice": asdict(choice), "predicted": self._predicted[choice],
+                     "outcome": asdict(result)} for number, (choice, result) in enumerate(self.trials.items(), 1)]
+        with prefix_storage_errors(RESULTS_FLAG), staged_file(self._path, "w") as file:
+            file.write("".join(f"{json.dumps(record)}\n" for record in records))
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

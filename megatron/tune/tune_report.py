@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from statistics import median
 
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.plan.alternatives import format_bytes
@@ -20,8 +19,6 @@ from megatron.tune.space import TuningChoice, samples_per_step
 COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
            "measured", "")
 BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
-MISPREDICTION_RATIO = 1.4
-"""A larger ratio of measured to predicted time, or its inverse, gets a note: twice the planner's target."""
 METRIC_UNITS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -41,11 +38,11 @@ def trial_rows(trials: Mapping[TuningChoice, TrialResult],
     """The fastest first, failed ones last."""
     rows = [(number, choice, result) for number, (choice, result) in enumerate(trials.items(), 1)]
     for number, choice, result in sorted(rows, key=lambda row: row[2].seconds or float("inf")):
-        predicted, needed = options[choice].candidate.predicted, options[choice].memory_needed
+        predicted, needed = options[choice].predicted, options[choice].memory_needed
         yield (str(number), str(choice.batch), str(choice.stage), str(choice.placement),
                "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
                format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
-               f"{1e3 * predicted.total:.4g} ms",
+               f"{1e3 * predicted:.4g} ms",
                UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
                "" if result.state == "done" else f"{result.state}: {result.words}")
 
@@ -89,11 +86,6 @@ def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialRes
     if ties:
         lines.append(f"note: {counted(ties, 'other choice')} cannot be told apart from it by these times; where they "
                      "are far apart, tune while the machine is idle")
-    factor = median(trial.seconds / options[choice].candidate.predicted.total
-                    for choice, trial in trials.items() if trial.seconds is not None)
-    if not 1 / MISPREDICTION_RATIO < factor < MISPREDICTION_RATIO:
-        lines.append(f"note: steps took {factor:.3g} x the predicted time (median), so choices that were not tried may "
-                     "be misjudged: python -m megatron.plan --probe measures the rates of this machine again")
     return lines + recommended_flags(requested, best)
 
 

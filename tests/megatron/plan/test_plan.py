@@ -282,13 +282,15 @@ def test_a_node_holds_its_ranks(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert row["node_host"] == 8 * row["device"], "on a CPU the host is the device"
 
 
-def test_a_plan_needs_no_torch() -> None:
-    program = ("import sys; from megatron.plan.cli import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
-               "sys.exit('torch' in sys.modules)")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env=environ,
-                            capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
+@pytest.mark.parametrize("flags, code", [(["--help"], 0), (["--preset", "tiny", "--zero-stagee", "1"], 2)])
+def test_help_and_refusals_do_not_wait_for_torch(flags: list[str], code: int) -> None:
+    program = ("import sys; from megatron.distributed.exit_codes import run; from megatron.plan.cli import main; "
+               f"sys.argv = ['plan', *{flags!r}]; code = run(main) if {code} else 0\n"
+               "try: code or main()\nexcept SystemExit as ended: code = ended.code or 0\n"
+               "sys.exit('torch' in sys.modules or code)")
+    result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert result.returncode == code, result.stderr
 
 
 def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

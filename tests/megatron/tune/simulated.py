@@ -1,53 +1,61 @@
-"""Machines that are made up: what a step of any choice takes there, and which choices find no memory."""
+"""Synthetic cost surfaces: the seconds of a step of any choice, and which choices run out of memory."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cache
 
 from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
+from megatron.plan.roofline import MachineRates, step_time
 from megatron.tune import cli
 from megatron.tune.search import TrialOption, TrialResult
-from megatron.tune.space import TuningChoice
-from tests.megatron.plan.machines import machine, proportional
+from megatron.tune.space import TuningChoice, legal_choices
 
 FLAGS = ["--preset", "small", "--vocab-size", "8192", "--device", "cpu", "--ranks", "4", "--batch-size", "8",
          "--global-batch-size", "64", "--attention-dropout", "0", "--hidden-dropout", "0"]
+RATES = MachineRates("made up", "cpu", 4, flops=1e11, memory=2e10, exchange=1e9, operation_seconds=1e-5,
+                     collective_seconds=3e-4)
 
 
 def planned(*flags: str) -> PlannedRun:
     return plan.parse([*FLAGS, *flags])[1]
 
 
-def options_of(asked: PlannedRun) -> dict[TuningChoice, TrialOption]:
-    rates = machine(asked.ranks, attention_forward=proportional(2e-6), attention_backward=proportional(4e-6),
-                    block_forward=proportional(6e-9), block_backward=proportional(1e-8), replay=0.0,
-                    loss=proportional(3e-9),
-                    update=proportional(1e-9), a_pass=2e-3, a_step=1e-3, split_unit=2e-4, hides=0.4)
-    return cli.plan_choices(asked, rates)
+@cache
+def options_of(*flags: str) -> list[TrialOption]:
+    return cli.plan_choices(planned(*flags), RATES)
+
+
+@cache
+def steps_of(*flags: str) -> dict[TuningChoice, dict[str, float]]:
+    return {choice: asdict(step_time(run, RATES)) for choice, run in legal_choices(planned(*flags)).items()}
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """The planner is wrong here: by a factor for each part, for each value of each setting and for each choice; and by
-    a factor of memory."""
+class CostSurface:
+    """The planner is wrong here: by a factor for each part of a step, for each value of each setting and for each
+    choice; and by a factor of memory."""
 
     seed: int
     memory: float
     """Bytes of a device."""
+    flags: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(seed: int, flags: tuple[str, ...] = ()) -> CostSurface:
+        """One with room for a share of the choices."""
+        needs = sorted(option.memory_needed.device for option in options_of(*flags))
+        return CostSurface(seed, needs[int(len(needs) * random.Random(seed).uniform(0.3, 0.99))], flags)
 
     def outcome(self, option: TrialOption) -> TrialResult:
-        rng = random.Random(self.seed)
-        parts = {name: rng.lognormvariate(0.0, 0.4) for name in asdict(option.candidate.predicted)}
-        memory = rng.uniform(0.97, 1.03)
-        if option.memory_needed.device * memory > self.memory:
+        rng, step = random.Random(self.seed), steps_of(*self.flags)[option.choice]
+        parts = {name: rng.lognormvariate(0.0, 0.4) for name in step}
+        if option.memory_needed.device * rng.uniform(0.97, 1.03) > self.memory:
             return TrialResult("memory")
-        step = option.candidate.predicted
-        true = replace(step, **{name: value * parts[name] for name, value in asdict(step).items()})
-        true = replace(true, hidden=min(true.hidden, true.exchange))
-        seconds = true.total
-        for setting in option.candidate.settings.items():
+        seconds = sum(parts[name] * value for name, value in step.items() if name != "hidden")
+        for setting in asdict(option.choice).items():
             seconds *= random.Random(f"{self.seed} {setting}").lognormvariate(0.0, 0.08)
-        seconds *= random.Random(f"{self.seed} {sorted(option.candidate.settings.items())}").lognormvariate(0.0, 0.01)
+        seconds *= random.Random(f"{self.seed} {option.choice}").lognormvariate(0.0, 0.01)
         return TrialResult("done", seconds)

@@ -1,229 +1,167 @@
-"""The search, on machines that are made up, beside the slow way: every choice tried."""
+"""The search, on synthetic cost surfaces, beside the slow way: every choice tried."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
-import numpy as np
 import pytest
 
 from megatron.config.run_config import AutotuningConfig
 from megatron.errors import ConfigError
 from megatron.plan.memory import peak_memory
-from megatron.plan.step_time import StepTime
-from megatron.tune import search
-from megatron.tune.search import (Candidate, TrialOption, TrialResult, estimate_steps, expected_gain, fastest_choice,
-                                  next_trial, select_candidates, stop_reason)
-from megatron.tune.space import MemoryBudget, legal_choices, samples_per_step
-from tests.megatron.tune.simulated import Simulated, options_of, planned
+from megatron.tune.search import (MEASURED_SHARE, MIN_MEASURED, TrialOption, TrialResult, candidate_families,
+                                  fastest_choice, next_trial)
+from megatron.tune.space import MemoryBudget, TuningChoice, legal_choices, samples_per_step
+from tests.megatron.tune.simulated import CostSurface, options_of, planned
 
 TUNING = AutotuningConfig()
+UNLIMITED = MemoryBudget(math.inf, math.inf)
 
 
-@cache
-def options(*flags: str) -> list[TrialOption]:
-    return list(options_of(planned(*flags)).values())
-
-
-def searched(found: Sequence[TrialOption],
-             machine: Simulated,
-             tuning: AutotuningConfig = TUNING) -> dict[int, TrialResult]:
-    trials: dict[int, TrialResult] = {}
-    few = tuning.autotuning_num_tuning_micro_batch_sizes
-    while (number := next_trial(
-            found, select_candidates(found, MemoryBudget(machine.memory), few, trials), trials, tuning)) is not None:
-        assert number not in trials
-        trials[number] = machine.outcome(found[number])
+def searched(surface: CostSurface, tuning: AutotuningConfig = TUNING) -> dict[TuningChoice, TrialResult]:
+    options, trials = options_of(*surface.flags), dict[TuningChoice, TrialResult]()
+    while isinstance(option := next_trial(options, MemoryBudget(surface.memory), trials, tuning), TrialOption):
+        assert option.choice not in trials
+        trials[option.choice] = surface.outcome(option)
     return trials
 
 
-def simulated(seed: int, found: Sequence[TrialOption]) -> Simulated:
-    """One with room for a share of the choices."""
-    needs = sorted(option.memory_needed.device for option in found)
-    return Simulated(seed, needs[int(len(needs) * random.Random(seed).uniform(0.3, 0.99))])
+def share_of_best(surface: CostSurface, trials: dict[TuningChoice, TrialResult]) -> float:
+    """The speed of the pick, as a share of that of the best of all choices."""
+    outcomes = map(surface.outcome, options_of(*surface.flags))
+    fastest = min(outcome.seconds for outcome in outcomes if outcome.seconds is not None)
+    chosen = fastest_choice(trials)
+    return 0.0 if chosen is None else fastest / (trials[chosen].seconds or math.inf)
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("flags", [(), ("--no-autotuning-fast",)], ids=["fast", "with buckets"])
-def test_the_pick_is_near_the_best_of_all_choices_after_a_quarter_of_their_trials(flags: tuple[str, ...],
-                                                                                  seeds: range) -> None:
-    found = options(*flags)
+def test_the_pick_has_95_percent_of_the_best_after_a_third_of_the_trials(seeds: range) -> None:
     for seed in seeds:
-        machine = simulated(seed, found)
-        trials = searched(found, machine)
-        chosen = fastest_choice(trials)
-        assert chosen is not None and len(trials) <= len(found) / 4
-        fastest = min(outcome.seconds for outcome in map(machine.outcome, found) if outcome.seconds is not None)
-        assert fastest / (trials[chosen].seconds or math.inf) >= 0.95, seed
+        surface = CostSurface.of(seed)
+        trials = searched(surface)
+        assert len(trials) <= len(options_of()) / 3 and share_of_best(surface, trials) >= 0.95, seed
 
 
-def test_fewer_trials_than_the_predicted_order_needs_for_as_much() -> None:
-    """Negative control: the order of the prediction alone misses more often, and so does any order."""
-    found, missed = options(), dict[str, int]()
-    for kind in ("model_based", "gridsearch", "random"):
+def test_with_bucket_sizes_it_is_as_near_on_nearly_all_surfaces_after_a_fifth_of_the_trials() -> None:
+    flags, shares = ("--no-autotuning-fast",), list[float]()
+    for seed in range(20):
+        surface = CostSurface.of(seed, flags)
+        trials = searched(surface)
+        assert len(trials) <= len(options_of(*flags)) / 5
+        shares.append(share_of_best(surface, trials))
+    assert sum(share < 0.95 for share in shares) <= 1 and min(shares) > 0.85
+
+
+def test_the_order_of_the_prediction_misses_less_often_than_any_order() -> None:
+    missed = dict[str, int]()
+    for kind in ("model_based", "random"):
+        surfaces = [CostSurface.of(seed) for seed in range(30)]
         tuning = replace(TUNING, autotuning_tuner_type=kind)
-        missed[kind] = 0
-        for seed in range(40):
-            machine = simulated(seed, found)
-            trials = searched(found, machine, tuning)
-            fastest = min(outcome.seconds for outcome in map(machine.outcome, found) if outcome.seconds is not None)
-            missed[kind] += fastest / min(one.seconds or math.inf for one in trials.values()) < 0.95
-    assert missed["model_based"] < missed["gridsearch"] < missed["random"]
+        missed[kind] = sum(share_of_best(surface, searched(surface, tuning)) < 0.95 for surface in surfaces)
+    assert missed["model_based"] < missed["random"]
+
+
+def test_a_search_that_was_killed_goes_on_as_it_would_have() -> None:
+    surface = CostSurface.of(3)
+    whole = list(searched(surface).items())
+    for number in range(len(whole)):
+        option = next_trial(options_of(), MemoryBudget(surface.memory), dict(whole[:number]), TUNING)
+        assert isinstance(option, TrialOption) and option.choice == whole[number][0]
+
+
+def test_rounds_halve_the_families_and_try_the_next_choice_of_each() -> None:
+    """Where the prediction is right, the first round has one trial for each family, in their order."""
+    options, trials, families = options_of(), dict[TuningChoice, TrialResult](), list[TuningChoice]()
+    tuning = replace(TUNING, autotuning_tuner_early_stopping=0)
+    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+        trials[option.choice] = TrialResult("done", option.predicted)
+        families.append(option.family)
+    first = candidate_families(options, UNLIMITED, {}, tuning)
+    count = len(first)
+    assert families[:count] == [family[0].family for family in first]
+    assert families[count:count + count // 2] == families[:count // 2]
+    assert len(trials) == int(MEASURED_SHARE * len(options))
 
 
 def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> None:
-    found = options()
-    capacity = sorted(option.memory_needed.device for option in found)[len(found) // 2]
-    kept = select_candidates(found, MemoryBudget(capacity), 2, {})
-    assert [found[number].candidate.predicted.total for number in kept] == sorted(
-        found[number].candidate.predicted.total for number in kept)
-    for number, option in enumerate(found):
-        alike = [one for one in found if one.family == option.family and one.memory_needed.device <= capacity]
-        faster = sum(one.candidate.predicted.total < option.candidate.predicted.total for one in alike)
-        assert (number in kept) == (option.memory_needed.device <= capacity and faster < 2)
-
-
-def test_smaller_micro_batches_take_the_place_of_those_that_found_no_memory() -> None:
-    found, few, capacity = options(), 2, MemoryBudget(math.inf)
-    before = select_candidates(found, capacity, few, {})
-    kind = found[before[0]].family
-    alike = [number for number in before if found[number].family == kind]
-    failed = min(alike, key=lambda number: found[number].memory_needed.device)
-    after = select_candidates(found, capacity, few, {failed: TrialResult("memory")})
-    fresh = {number for number in after if found[number].family == kind}
-    assert fresh and not fresh & set(alike)
-    assert all(found[number].memory_needed.device < found[failed].memory_needed.device for number in fresh)
+    options = options_of("--no-autotuning-fast")
+    capacity = sorted(option.memory_needed.device for option in options)[len(options) // 2]
+    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=2)
+    families = candidate_families(options, MemoryBudget(capacity), {}, tuning)
+    for family in families:
+        alike = [option for option in options
+                 if option.family == family[0].family and option.memory_needed.device <= capacity]
+        best = sorted({option.choice.batch: option.predicted for option in alike}.items(), key=lambda one: one[1])[:2]
+        assert {option.choice.batch for option in family} == {batch for batch, _ in best}
+        assert [option.predicted for option in family] == sorted(option.predicted for option in family)
+    first = [family[0].predicted for family in families]
+    assert first == sorted(first)
 
 
 def test_what_the_host_has_no_room_for_is_left_out_as_well() -> None:
-    found = options("--device", "cuda")
-    host = sorted(option.memory_needed.host for option in found if option.memory_needed.host)[3]
-    kept = select_candidates(found, MemoryBudget(math.inf, host), len(found), {})
-    assert sorted(kept) == [number for number, option in enumerate(found) if option.memory_needed.host <= host]
-    assert 0 < len(kept) < len(found)
-    assert not any(found[number].memory_needed.host
-                   for number in select_candidates(found, MemoryBudget(math.inf), len(found), {}))
+    options = options_of("--device", "cuda")
+    host = sorted(option.memory_needed.host for option in options if option.memory_needed.host)[3]
+    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=100)
+    for room in (host, 0.0):
+        kept = [option for family in candidate_families(options, MemoryBudget(math.inf, room), {}, tuning)
+                for option in family]
+        assert len(kept) == sum(option.memory_needed.host <= room for option in options) < len(options)
 
 
-def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself() -> None:
-    found, tuning = options(), replace(TUNING, autotuning_tuner_type="gridsearch")
-    kept = sorted(range(len(found)), key=lambda number: -found[number].memory_needed.device)
-    middle = kept[len(kept) // 2]
-    assert next_trial(found, kept, {middle: TrialResult("crash")}, tuning) == kept[0]
-    after = next_trial(found, kept, {middle: TrialResult("memory")}, tuning)
-    assert after is not None and found[after].memory_needed.device < found[middle].memory_needed.device
-    assert next_trial(found, kept, {kept[-1]: TrialResult("memory")}, tuning) is None
+@pytest.mark.parametrize("flags", [(), ("--device", "cuda")])
+def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself(flags: tuple[str, ...]) -> None:
+    """On GPUs both of the device and of the host: the host may have killed a trial that is small on the GPU."""
+    options = options_of(*flags)
+    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=100)
+    failed = sorted(options, key=lambda option: option.memory_needed.device)[len(options) // 3]
+
+    def kept(state: str) -> set[TuningChoice]:
+        trials = {failed.choice: TrialResult(state)}  # type: ignore[arg-type]
+        return {option.choice for family in candidate_families(options, UNLIMITED, trials, tuning) for option in family}
+
+    needs = failed.memory_needed
+    smaller = {option.choice for option in options
+               if option.memory_needed.device < needs.device or option.memory_needed.host < needs.host}
+    assert kept("memory") == smaller and kept("crash") == {option.choice for option in options}
 
 
-def test_an_offloaded_choice_that_found_no_memory_says_nothing_of_those_that_keep_less_on_the_host() -> None:
-    """The host may have killed it: one that is all on the GPU needs more there, and still runs."""
-    found, tuning = options("--device", "cuda"), replace(TUNING, autotuning_tuner_type="gridsearch")
-    failed = min((number for number, option in enumerate(found) if option.memory_needed.host),
-                 key=lambda number: found[number].memory_needed.device)
-    needs = found[failed].memory_needed
-    for number, option in enumerate(found):
-        as_much = option.memory_needed.device >= needs.device and option.memory_needed.host >= needs.host
-        left = next_trial(found, [number], {failed: TrialResult("memory")}, tuning)
-        assert left == (None if as_much else number)
-    assert any(option.memory_needed.device > needs.device and not option.memory_needed.host for option in found)
+def test_smaller_micro_batches_take_the_place_of_those_that_ran_out_of_memory() -> None:
+    options, tuning = options_of(), replace(TUNING, autotuning_num_tuning_micro_batch_sizes=2)
+    first = candidate_families(options, UNLIMITED, {}, tuning)[0]
+    smallest = min(first, key=lambda option: option.memory_needed.device)
+    following = next_trial(options, UNLIMITED, {smallest.choice: TrialResult("memory")}, tuning)
+    assert isinstance(following, TrialOption) and following.memory_needed.device < smallest.memory_needed.device
 
 
 @pytest.mark.parametrize("kind", ["model_based", "gridsearch", "random"])
 def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
-    found, trials = options(), dict[int, TrialResult]()
+    options, trials = options_of(), dict[TuningChoice, TrialResult]()
     tuning = replace(TUNING, autotuning_tuner_type=kind, autotuning_tuner_num_trials=10**6)
-    while (number := next_trial(found, range(len(found)), trials, tuning)) is not None:
-        trials[number] = TrialResult("hang")
-    assert len(trials) == len(found) and fastest_choice(trials) is None
+    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+        trials[option.choice] = TrialResult("hang")
+    assert option == "nothing is left to try" and len(trials) > 16 and fastest_choice(trials) is None
 
 
-def test_it_ends_at_the_number_of_trials_and_after_some_that_were_no_faster() -> None:
-    found = options()
-    tuning = AutotuningConfig(autotuning_tuner_type="gridsearch", autotuning_tuner_num_trials=6,
-                              autotuning_tuner_early_stopping=3)
-    slower = {number: TrialResult("done", 1.0 + number) for number in range(4)}
-    assert next_trial(found, range(20), slower, tuning) is None
-    assert stop_reason(found, range(20), slower, tuning).startswith("the last ")
-    assert stop_reason(found, list(slower), slower, tuning) == "nothing is left to try"
-    assert next_trial(found, range(20), {number: slower[number] for number in range(3)}, tuning) == 3
-    faster = {number: TrialResult("done", 10.0 - number) for number in range(5)}
-    assert next_trial(found, range(20), faster, tuning) == 5
-    assert next_trial(found, range(20), faster | {5: TrialResult("done", 1.0)}, tuning) is None
+def test_it_ends_at_the_number_of_trials_and_a_round_after_some_that_were_no_faster() -> None:
+    options, trials = options_of(), dict[TuningChoice, TrialResult]()
+    tuning = AutotuningConfig(autotuning_tuner_num_trials=6, autotuning_tuner_early_stopping=3)
+    families = list[TuningChoice]()
+    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+        trials[option.choice] = TrialResult("done", 1.0)
+        families.append(option.family)
+    assert option == "--autotuning-tuner-num-trials is 6"
+    assert families == [*families[:4], *families[:2]], "the first and three that were no faster, then half of these"
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
-
-
-def candidate(rng: random.Random) -> Candidate:
-    parts = [rng.uniform(0.01, 1) for _ in range(5)]
-    return Candidate({"stage": rng.randrange(4), "batch": rng.randrange(3)}, StepTime(*parts, hidden=0.0))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_estimate_is_that_of_corrections_fitted_by_least_squares(seed: int) -> None:
-    """Reference: one unknown for the machine, each part, each value and each pair of values, all drawn to 0 by their
-    own weight: the minimum of a sum of squares, solved in the space of unknowns and not of trials."""
-    rng = random.Random(seed)
-    found = [candidate(rng) for _ in range(12)]
-    measured = {number: rng.uniform(0.1, 5) for number in range(6)}
-    values = sorted({item for one in found for item in one.settings.items()})
-    pairs = sorted({tuple(sorted(one.settings.items())) for one in found})
-    rows = np.array([[search.MACHINE_STD, *(search.PART_STD * share for share in one.shares),
-                      *(search.SETTING_STD * (value in one.settings.items()) for value in values),
-                      *(search.PAIR_STD * (pair == tuple(sorted(one.settings.items()))) for pair in pairs)]
-                     for one in found])
-    known = rows[list(measured)] / search.NOISE_STD
-    wrong = np.array([math.log(seconds / found[number].predicted.total) for number, seconds in measured.items()])
-    precision = known.T @ known + np.eye(rows.shape[1])
-    weights = np.linalg.solve(precision, known.T @ (wrong / search.NOISE_STD))
-    doubts = np.sqrt((rows * np.linalg.solve(precision, rows.T).T).sum(axis=1))
-    for one, row, doubt, estimate in zip(found, rows, doubts, estimate_steps(found, measured), strict=True):
-        assert estimate.seconds == pytest.approx(one.predicted.total * math.exp(row @ weights), rel=1e-6)
-        assert estimate.log_std == pytest.approx(doubt, rel=1e-4, abs=1e-6)
-
-
-def test_without_trials_the_estimate_is_the_prediction() -> None:
-    found = [candidate(random.Random(seed)) for seed in range(4)]
-    assert [one.seconds for one in estimate_steps(found, {})] == pytest.approx([one.predicted.total for one in found])
-
-
-def test_a_machine_that_is_twice_as_slow_at_everything_is_known_after_one_trial() -> None:
-    found = [candidate(random.Random(seed)) for seed in range(10)]
-    after = estimate_steps(found, {0: 2 * found[0].predicted.total})
-    assert all(1.5 < estimate.seconds / one.predicted.total < 2.3 for one, estimate in zip(found, after, strict=True))
-
-
-def test_doubt_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = options()
-    curious = sum(len(searched(found, simulated(seed, found))) for seed in range(5))
-    monkeypatch.setattr(search, "expected_gain", lambda estimate, fastest: 1 - estimate.seconds / fastest)
-    assert sum(len(searched(found, simulated(seed, found))) for seed in range(5)) < curious
-
-
-@pytest.mark.parametrize("seconds, doubt", [(1.0, 0.1), (0.9, 0.05), (1.2, 0.1), (1.2, 0.01), (0.5, 0.0)])
-def test_the_expected_gain_is_the_mean_of_what_is_saved(seconds: float, doubt: float) -> None:
-    """Of a trial whose logarithm is normal, beside a fastest step of 1 s."""
-    draws = np.random.default_rng(0).normal(math.log(seconds), doubt, 10**6)
-    assert expected_gain(search.StepEstimate(seconds, doubt), 1.0) == pytest.approx(
-        float(np.maximum(0.0, 1.0 - np.exp(draws)).mean()), abs=2e-4)
-
-
-def test_no_more_than_a_quarter_of_the_choices_is_measured_or_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where any choice may still be the best: each takes as long as every other one. Failures do not count."""
-    monkeypatch.setattr(search, "WORTHWHILE", 0.0)
-    for flags in ((), ("--no-autotuning-fast",), ("--model-parallel-size", "1", "--autotuning-mp-size", "1")):
-        found, trials = options(*flags), dict[int, TrialResult]()
+def test_few_choices_are_measured_whatever_their_times_and_no_fewer_than_some() -> None:
+    for flags in ((), ("--model-parallel-size", "1", "--autotuning-mp-size", "1")):
+        options, trials = options_of(*flags), dict[TuningChoice, TrialResult]()
         tuning = AutotuningConfig(autotuning_tuner_num_trials=10**6, autotuning_tuner_early_stopping=0)
-        while (number := next_trial(found, range(len(found)), trials, tuning)) is not None:
-            trials[number] = TrialResult("crash") if len(trials) % 2 else TrialResult("done", 1.0)
+        while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+            trials[option.choice] = TrialResult("crash") if len(trials) % 2 else TrialResult("done", 1.0)
         measured = sum(outcome.seconds is not None for outcome in trials.values())
-        assert measured == max(8, len(found) // 4)
-        assert stop_reason(found, range(len(found)), trials, tuning) == (
-            f"{measured} of {len(found)} choices were measured, and no other one stands out")
+        assert measured <= max(MIN_MEASURED, MEASURED_SHARE * len(options))
 
 
 # ---- what can be tried --------------------------------------------------------------------------------------------

@@ -1,0 +1,300 @@
+"""The time of a step by a roofline: matrix products, memory traffic and exchange between ranks, each at one rate.
+
+The rates of this machine are measured in about 10 seconds by as many ranks as share it; those of known GPUs are in a
+table. Two latencies complete them: the seconds of an operation and of a collective, however small. Not predicted: NVMe
+drives, optimizers other than Adam, `--compile` and networks between nodes.
+
+`python -m megatron.plan.roofline FILE PRECISION MATMUL_PRECISION`, as every rank of a job, measures the rates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from statistics import median
+
+from megatron.config.tree import Config, require
+from megatron.distributed.exit_codes import run
+from megatron.errors import PeerError
+from megatron.launch.supervisor import die_with_parent
+from megatron.plan.activations import FP32
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import CPU_BLOCK_ROWS
+from megatron.train.flops import peak_tflops
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """Rates of one rank while the other ranks work as well."""
+
+    machine: str
+    device: str
+    ranks: int
+    """Ranks that were measured at the same time; exchange is known for two or more."""
+    flops: float
+    """FLOP/s of matrix products."""
+    memory: float
+    """Bytes per second that elementwise operations read and write."""
+    exchange: float
+    """Bytes per second that a rank sends in a collective."""
+    operation_seconds: float
+    """Latency of an operation: the work of the host for it."""
+    collective_seconds: float
+    """Latency of a collective."""
+
+
+@dataclass(frozen=True)
+class ElementPasses:
+    """Reads and writes of a tensor by elementwise operations, (in the forward, in the backward). A CPU computes GELU,
+    softmax and random numbers for as long as it would take for so many reads."""
+
+    hidden: tuple[int, int]
+    """Of [T, h] in a block: LayerNorm, bias, residual sums, copies."""
+    mlp: tuple[int, int]
+    """Of [T, f/t]: GELU."""
+    dropout: tuple[int, int]
+    """Of [T, h], for one dropout."""
+    scores: tuple[int, int]
+    """Of fp32 [s, s] matrices, by attention that is not fused."""
+    logits: int
+    """Of [T, V/t], in both directions."""
+
+
+PASSES = {"cpu": ElementPasses((10, 20), (10, 12), (40, 3), (100, 15), 24),
+          "cuda": ElementPasses((12, 22), (2, 3), (3, 3), (0, 0), 6)}
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of fused attention in its backward, by those of its forward: it recomputes the scores."""
+BLOCK_OPERATIONS, RECOMPUTE_OPERATIONS = 56, 110
+"""Operations of a block in both directions, and of its recomputation."""
+PASS_OPERATIONS, UNIT_OPERATIONS, STEP_OPERATIONS = 140, 12, 60
+"""Operations of a micro-batch outside the blocks, of a unit's reduction and update, of a step."""
+UPDATE_BYTES = 28
+"""Bytes of memory traffic of an Adam update by parameter: gradient, and three fp32 states in and out."""
+HOST_MEMORY, PCIE = 20e9, 20e9
+"""Bytes per second of an update on the host of GPUs, and of copies between both."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step."""
+
+    products: float
+    memory: float
+    """Elementwise operations."""
+    latency: float
+    """The host's work for operations, as far as the device waits for it."""
+    optimizer: float
+    exchange: float
+    hidden: float
+    """The part of `exchange` that overlaps the backward."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.memory + self.latency + self.optimizer + self.exchange - self.hidden
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "total": self.total}
+
+
+def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
+    acts, model, passes = planned.activations, planned.config.model, PASSES[planned.device]
+    matrices = sum(slot.numel for slot in planned.block_parameters if len(slot.shape) == 2)
+    scores = acts.batch * acts.sequence**2 * model.num_attention_heads / planned.tp
+    is_fused = not (planned.device == "cpu" and model.attention_dropout)
+    # two products of the lower triangle of the scores; attention that is not fused computes all of it
+    attention = (2 if is_fused else 4) * scores * model.hidden_size / model.num_attention_heads
+    dropout = acts.residual_bytes if model.hidden_dropout else 0
+
+    def block(backward: bool) -> tuple[float, float]:
+        """(FLOPs, bytes of memory traffic) of a block in one direction."""
+        flops = (4 if backward else 2) * acts.tokens * matrices + attention * (ATTENTION_BACKWARD if backward else 1)
+        traffic: float = passes.hidden[backward] * acts.residual_bytes + passes.mlp[backward] * acts.mlp_bytes
+        traffic += 2 * passes.dropout[backward] * dropout
+        if not is_fused:
+            traffic += passes.scores[backward] * scores * FP32
+        if backward:
+            traffic += 3 * matrices * planned.param_bytes  # their gradients are added to the bucket
+        return flops, traffic
+
+    directions = [False, True] + [False] * (acts.chunk is not None)  # recomputation is another forward
+    flops, traffic = (planned.mean_active_blocks * sum(column) for column in zip(*map(block, directions), strict=True))
+    flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * planned.num_skipped_products
+    flops += 6 * acts.tokens * model.hidden_size * planned.vocab_columns
+    traffic += passes.logits * acts.tokens * planned.vocab_columns * planned.param_bytes + sum(passes.dropout) * dropout
+    of_block = BLOCK_OPERATIONS + (RECOMPUTE_OPERATIONS if acts.chunk is not None else 0)
+    operations = (planned.accumulation * (of_block * planned.mean_active_blocks + PASS_OPERATIONS)
+                  + UNIT_OPERATIONS * (planned.num_layers + 1) + STEP_OPERATIONS)
+    products, memory = planned.accumulation * flops / rates.flops, planned.accumulation * traffic / rates.memory
+    latency = operations * rates.operation_seconds
+    if planned.device == "cuda":  # the host runs ahead of the device
+        latency = max(0.0, latency - products - memory)
+    data_parallel, tensor_parallel = _exchange(planned, rates)
+    # collectives of a CPU take its cores from the computation
+    overlaps = planned.device == "cuda" and planned.config.zero.overlap_comm
+    hidden = min(data_parallel, (products + memory) / 2) if overlaps else 0.0
+    return StepTime(products, memory, latency, _update(planned, rates), data_parallel + tensor_parallel, hidden)
+
+
+def _update(planned: PlannedRun, rates: MachineRates) -> float:
+    """Offloaded state is updated by the host, or copied to the device and back."""
+    if planned.state_is_updated_on_device:
+        return planned.shard_numel * UPDATE_BYTES / rates.memory + 2 * planned.offloaded_optimizer_bytes / PCIE
+    seconds = (planned.shard_numel - planned.offloaded_numel) * UPDATE_BYTES / rates.memory
+    on_host = rates.memory if planned.device == "cpu" else HOST_MEMORY
+    copied = 0 if planned.device == "cpu" else planned.grad_sum_bytes + planned.param_bytes
+    return seconds + planned.offloaded_numel * (UPDATE_BYTES / on_host + copied / PCIE)
+
+
+def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
+    """Seconds of data parallel and of tensor parallel collectives."""
+    acts, data_parallel, tensor_parallel = planned.activations, 0.0, 0.0
+    if planned.dp > 1:  # each unit is reduced, and gathered from stage 1 on
+        count = (planned.num_layers + 1) * (planned.accumulation if planned.policy.grads_are_sharded else 1)
+        if planned.policy.params_are_sharded:
+            count += planned.accumulation * 2 * planned.num_sharded_units
+        elif planned.policy.optim_is_sharded:
+            count += planned.num_layers + 1
+        data_parallel = sum(astuple(planned.traffic())) / rates.exchange + count * rates.collective_seconds
+    if planned.tp > 1:  # two sums of a block in each direction; those of the embedding
+        sums = 2 * planned.mean_active_blocks * (2 if acts.chunk is None else 3) + 2
+        sent = sums * 2 * acts.residual_bytes * (planned.tp - 1) / planned.tp
+        losses = 2 * acts.tokens / CPU_BLOCK_ROWS if planned.device == "cpu" else 1  # collectives of few bytes
+        tensor_parallel = planned.accumulation * (sent / rates.exchange + (sums + losses) * rates.collective_seconds)
+    return data_parallel, tensor_parallel
+
+
+# ---- the rates -----------------------------------------------------------------------------------------------------
+
+KNOWN_GPUS = {
+    "H200": (4800, 450), "H100 PCIe": (2000, 64), "H100": (3350, 450), "B200": (8000, 900), "A100": (2039, 300),
+    "A40": (696, 64), "A10": (600, 32), "L40S": (864, 32), "L4": (300, 32), "V100": (900, 150), "T4": (320, 16),
+    "RTX 4090": (1008, 32), "RTX 3090": (936, 32)}
+"""GB/s of memory, and of a GPU's links to others in one direction, from vendors' data sheets."""
+PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75
+"""Shares of the peaks that training reaches."""
+GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 3e-5
+
+
+def known_rates(gpu: str, config: Config) -> MachineRates:
+    """Rates of a GPU by its data sheet; ConfigError if its name is not in the table."""
+    import torch
+
+    from megatron.train.compile import arithmetic_precision
+
+    require(gpu in KNOWN_GPUS, f"--time {gpu}: expected one of {', '.join(KNOWN_GPUS)}, or no value for this machine")
+    memory, links = KNOWN_GPUS[gpu]
+    peak = peak_tflops(gpu, arithmetic_precision(config, torch.device("cuda"))) or 0.0
+    return MachineRates(gpu, "cuda", 0, PRODUCTS_SHARE * peak * 1e12, MEMORY_SHARE * memory * 1e9,
+                        EXCHANGE_SHARE * links * 1e9, GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS)
+
+
+def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> MachineRates:
+    """The rates of this machine with as many ranks as a node of the run has and as this machine serves."""
+    import torch
+
+    from megatron.train.compile import matmul_precision
+
+    here = torch.cuda.device_count() if planned.device == "cuda" else len(os.sched_getaffinity(0))
+    require(here > 0, "the run is planned for GPUs, and this machine has none that may be used: give --time and the "
+            f"name of a GPU ({', '.join(KNOWN_GPUS)}), or --device cpu")
+    ranks, precision = min(ranks_per_node or planned.ranks, planned.ranks, here), planned.config.precision.name
+    require(planned.ranks == 1 or ranks > 1, f"the run has {planned.ranks} ranks, and this machine serves one, so that "
+            "no exchange can be measured: give --time and the name of a GPU, or plan on a machine with more")
+    print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {precision}, about 10 s", file=sys.stderr,
+          flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rates.json"
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
+                   "--nproc-per-node", str(ranks), "-m", "megatron.plan.roofline", str(file), precision,
+                   matmul_precision(planned.config, torch.device(planned.device))]
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if planned.device == "cpu" else {})
+        ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False, capture_output=True,
+                               text=True, errors="replace", preexec_fn=die_with_parent())
+        if ended.returncode or not file.exists():
+            raise PeerError(f"measuring this machine ended with {ended.returncode}: {ended.stderr.strip()[-300:]}")
+        return MachineRates(**json.loads(file.read_text(encoding="utf-8")))
+
+
+SECONDS = 1.2  # of one measurement
+
+
+def measure(precision: str) -> MachineRates:
+    """The rates of this rank's machine, the same on all ranks: each is the median of the slowest rank."""
+    import torch
+    import torch.nn.functional as F
+
+    from megatron.distributed import process_group
+    from mpu import groups
+    from mpu.collectives import all_gather_json, all_reduce_into, barrier
+
+    device, world = process_group.device_for(process_group.read_environment()), groups.build().world
+    on_gpu = device.type == "cuda"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def seconds(operation: Callable[[], object], calls: int = 1) -> float:
+        """Of one operation, by samples of that many calls; all ranks take as many samples."""
+        def sample() -> float:
+            begin = time.perf_counter()
+            for _ in range(calls):
+                operation()
+            if on_gpu:
+                torch.cuda.synchronize()
+            return (time.perf_counter() - begin) / calls
+
+        once = [max(all_gather_json(sample(), world)) for _ in range(2)][-1]
+        count = max(5, min(500, int(SECONDS / (once * calls))))
+        barrier(world)
+        return float(max(all_gather_json(median(sample() for _ in range(count)), world)))
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    few, gain, shift = (tensor(*shape).requires_grad_() for shape in ((4, 64), (64,), (64,)))
+    gradient = torch.ones_like(few)
+
+    def small_operations() -> object:
+        normed = F.layer_norm(few, (64,), gain, shift)
+        return torch.autograd.grad(F.gelu(normed, approximate="tanh"), (few, gain, shift), gradient)
+
+    rows, width = (8192, 4096) if on_gpu else (1024, 1024)
+    x, weight, bias = tensor(rows, width), tensor(width, width), tensor(width)
+    products = seconds(lambda: (F.linear(x, weight, bias), x @ weight, x.t() @ x[:, :width]))
+    one, other, total = (torch.ones(1 << 26 if on_gpu else 1 << 24, device=device) for _ in range(3))
+    memory = seconds(lambda: torch.add(one, other, out=total))
+    operation = seconds(small_operations, 100) / 4  # two forward, two backward
+    exchange = collective = 0.0
+    if not world.is_solo:
+        small, large = tensor(256), tensor((1 << 28 if on_gpu else 1 << 24) // dtype.itemsize)
+        collective = seconds(lambda: all_reduce_into(small, world).wait(), 10)
+        sent = 2 * large.nbytes * (world.size - 1) / world.size
+        exchange = sent / seconds(lambda: all_reduce_into(large, world).wait())
+    return MachineRates(torch.cuda.get_device_name(device) if on_gpu else "CPU", device.type, world.size,
+                        6 * rows * width**2 / products, 3 * total.nbytes / memory, exchange, operation, collective)
+
+
+def main(path: str, precision: str, matmul_precision: str) -> int:
+    import torch
+
+    from megatron.distributed import process_group
+    from megatron.train.processor import keep_freed_memory
+
+    env = process_group.init()
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+    torch.set_float32_matmul_precision(matmul_precision)
+    rates = measure(precision)
+    if env.rank == 0:
+        Path(path).write_text(json.dumps(asdict(rates)), encoding="utf-8")
+    process_group.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(lambda: main(*sys.argv[1:]), is_job=True))

@@ -1,0 +1,156 @@
+"""The time of a step: FLOPs that torch counts, bytes of the plan's traffic, and rates that are measured here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.tree import build_config
+from megatron.errors import ConfigError, PeerError
+from megatron.plan import cli
+from megatron.plan.footprint import PlannedRun, StatePlacement
+from megatron.plan.roofline import KNOWN_GPUS, MachineRates, StepTime, known_rates, measured_rates, step_time
+from megatron.train import build
+from mpu.groups import Groups
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64,
+                         "vocab_size": 1000, "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
+RATES = MachineRates("made up", "cpu", 2, flops=1e11, memory=2e10, exchange=1e9, operation_seconds=1e-5,
+                     collective_seconds=1e-4)
+
+
+def predicted(ranks: int = 1, device: Any = "cpu", placement: StatePlacement = StatePlacement(), rates: Any = RATES,
+              **values: Any) -> StepTime:
+    return step_time(PlannedRun(build_config({**SHAPE, **values}), ranks, device, placement), rates)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
+def test_products_are_those_that_torch_runs(chunk: int) -> None:
+    """Attention aside, of which a causal kernel computes the lower triangle: it vanishes for short sequences."""
+    values = {**SHAPE, "seq_length": 2, "hidden_size": 256,
+              **({"checkpoint_activations": True, "checkpoint_num_layers": chunk} if chunk else {})}
+    config = build_config(values)
+    model = build.model(config, Groups(), build.recomputation(config, Groups()))
+    engine = build.engine(config, model, Groups(), CPU)
+    tokens = torch.zeros(config.train.batch_size, 2, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        engine.backward(engine(tokens, tokens.clone()))
+    assert predicted(**values).products * RATES.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_exchange_is_the_traffic_of_the_plan(stage: int) -> None:
+    rates = replace(RATES, collective_seconds=0.0)
+    for accumulation in (1, 2):
+        config = build_config({**SHAPE, "zero_stage": stage, "global_batch_size": 16 * accumulation})
+        run = PlannedRun(config, 4)
+        sent = run.traffic()
+        assert step_time(run, rates).exchange == pytest.approx((sent.gradients + sent.parameters) / rates.exchange)
+
+
+def test_each_part_follows_from_its_own_rate() -> None:
+    step = predicted(2)
+    for rate, part in (("flops", "products"), ("exchange", "exchange"), ("operation_seconds", "latency")):
+        changed = predicted(2, rates=replace(RATES, collective_seconds=0.0, **{rate: 2 * getattr(RATES, rate)}))
+        base = predicted(2, rates=replace(RATES, collective_seconds=0.0))
+        factor = 2.0 if rate == "operation_seconds" else 0.5
+        assert getattr(changed, part) == pytest.approx(factor * getattr(base, part))
+    assert step.total == pytest.approx(sum(step.as_dict()[part] for part in
+                                           ("products", "memory", "latency", "optimizer", "exchange")) - step.hidden)
+
+
+def test_every_micro_batch_takes_the_same_and_the_optimizer_comes_once() -> None:
+    one, four = predicted(), predicted(global_batch_size=16)
+    assert (four.products, four.memory, four.optimizer) == pytest.approx((4 * one.products, 4 * one.memory,
+                                                                          one.optimizer))
+
+
+def test_tensor_parallel_ranks_share_the_products_and_exchange_activations() -> None:
+    alone, both = predicted(), predicted(2, model_parallel_size=2)
+    assert both.products == pytest.approx(alone.products / 2, rel=0.02) and both.exchange > 0 == alone.exchange
+
+
+def test_on_gpus_exchange_hides_behind_the_backward_unless_it_may_not_overlap() -> None:
+    step = predicted(2, "cuda")
+    assert 0 < step.hidden <= min(step.exchange, (step.products + step.memory) / 2)
+    assert predicted(2, "cuda", overlap_comm=False).hidden == predicted(2).hidden == 0
+
+
+def test_state_on_the_host_takes_longer_and_none_is_lost() -> None:
+    on_host = StatePlacement("cpu")
+    here, host, device = (predicted(device="cuda", zero_stage=1, **more) for more in (
+        {}, {"placement": on_host}, {"placement": on_host, "offload_update": "device"}))
+    assert here.optimizer < min(host.optimizer, device.optimizer)
+
+
+def test_dropout_costs_time_most_of_all_in_attention_on_a_cpu() -> None:
+    plain, hidden, attention = (predicted(**more).memory for more in (
+        {}, {"hidden_dropout": 0.1}, {"attention_dropout": 0.1}))
+    assert plain < hidden and plain < attention
+    assert predicted(device="cuda", attention_dropout=0.1) == predicted(device="cuda")
+
+
+def test_known_gpus_are_planned_by_their_names(capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in KNOWN_GPUS:
+        narrow, default, wide = (known_rates(gpu, build_config({**SHAPE, **more})).flops for more in (
+            {"bf16": True}, {}, {"matmul_precision": "highest"}))
+        assert narrow >= max(default, wide) > 0
+    monkeypatch.setattr(sys, "argv", ["plan", "--preset", "124M", "--bf16", "--ranks", "8", "--time", "H100"])
+    assert cli.main() == 0
+    text = capsys.readouterr().out
+    assert "predicted ms of a step, by the rates of H100\n" in text and "measuring" not in text
+    lines = text[text.index("predicted ms"):].splitlines()
+    assert lines[1].split()[-2:] == ["total", "tokens/s"] and [line[:3] for line in lines[2:]].count("* 0") == 1
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--probe"], "--probe was retired: --time measures this machine each time"),
+    (["--rates", "file.json"], "--rates was retired: --time measures this machine, and --time GPU reads a table"),
+    (["--time", "H1000"], "--time H1000: expected one of H200, H100 PCIe, H100"),
+    (["--time", "H100", "--device", "cpu"], "--time H100 is a GPU, and --device is cpu")])
+def test_flags_that_cannot_be_predicted_by_are_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cli.print_plan(["--preset", "tiny", *flags])
+
+
+def test_what_the_roofline_leaves_out_is_named_below_it(capsys: pytest.CaptureFixture[str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "measured_rates", lambda run, on_node: RATES)
+    flags = ["--preset", "tiny", "--device", "cpu", "--time", "--ranks", "4"]
+    assert cli.print_plan([*flags, "--compile", "--optimizer", "lion"]) == 0
+    text = capsys.readouterr().out
+    assert "note: not in the predicted time: what --optimizer lion does otherwise than Adam, --compile\n" in text
+    assert "note: 4 ranks are predicted to work and to exchange as fast as the 2 that were measured" in text
+    assert cli.print_plan([*flags, "--json"]) == 0
+    assert all(row["step"]["total"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
+
+
+def test_without_a_gpu_its_rates_have_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="this machine has none that may be used: give --time and the name of a GPU"):
+        measured_rates(PlannedRun(build_config(SHAPE), 1, "cuda"))
+    assert cli.parse(["--preset", "tiny", "--time"])[0].device == "cpu"
+    assert cli.parse(["--preset", "tiny"])[0].device == "cuda"
+
+
+def test_a_measurement_that_fails_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PeerError, match="measuring this machine ended with 1"):
+        measured_rates(PlannedRun(build_config(SHAPE), 1, "cpu"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_this_machine_has_rates(ranks: int) -> None:
+    rates = measured_rates(PlannedRun(build_config(SHAPE), ranks, "cpu"))
+    assert (rates.device, rates.ranks) == ("cpu", ranks)
+    assert min(rates.flops, rates.memory) > 1e8 and 0 < rates.operation_seconds < 1e-2
+    assert (rates.exchange > 1e6 and rates.collective_seconds > 0) == (ranks > 1)
