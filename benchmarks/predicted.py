@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)  # of the ranks that measure
 
