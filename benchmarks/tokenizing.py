@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np  # noqa: E402
 
-from data.gpt2_bpe import (BpeEngine, GigatokenEngine, GPT2BPETokenizer, TiktokenEngine, byte_alphabet,  # noqa: E402
+from data.gpt2_bpe import (GigatokenEngine, GPT2BPETokenizer, TiktokenEngine, byte_alphabet,  # noqa: E402
                            fastest_engine, packaged_merges, parse_merges)
 from data.indexed import IndexedCorpus  # noqa: E402
 from data.jsonl import parse_lines, read_line_chunks  # noqa: E402
@@ -46,7 +46,7 @@ def join(pieces: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.uint16), *pieces], dtype=np.uint16, casting="unsafe")
 
 
-def bare(engine: BpeEngine, texts: list[str]) -> Work:
+def bare(engine: TiktokenEngine, texts: list[str]) -> Work:
     engine.encode_to_ranks("built before the clock starts")
     return lambda: join(map(engine.encode_to_ranks, texts))
 
@@ -63,7 +63,7 @@ def hugging_face(texts: list[str]) -> Work:
     return lambda: join(np.array(encoding.ids, np.uint16) for encoding in tokenizer.encode_batch_fast(texts))
 
 
-def preprocess(paths: list[str], engine: BpeEngine, folder: str, workers: int = 1) -> Work:
+def preprocess(paths: list[str], engine: TiktokenEngine, folder: str, workers: int = 1) -> Work:
     engine.encode_to_ranks("built before the clock starts")
     tokenizer = GPT2BPETokenizer(engine=lambda _: engine)
 
@@ -123,7 +123,7 @@ def rounds(contenders: dict[str, tuple[str, Callable[[], Work]]], count: int) ->
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def two_workers(path: str, engine: BpeEngine, folder: str) -> str:
+def two_workers(path: str, engine: TiktokenEngine, folder: str) -> str:
     times = []
     paths = [path] * max(1, round(WORKERS_BYTES / os.path.getsize(path)))
     for workers in (1, 2):

@@ -70,126 +70,116 @@ class _GzipDecompressor:
         return found
 
 
-class _MultiStreamReader(io.RawIOBase):
-    """Decompresses all streams of a file. Zero padding between and after them: any number of bytes for gzip, multiples
-    of 4 for xz, none for zstd."""
+def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
+                         padding_unit: int) -> Iterator[bytes]:
+    """The content of all streams of a file in blocks; after the last block before damage `CorruptStreamError`. Zero
+    padding between and after streams: any number of bytes for gzip, multiples of 4 for xz, none for zstd."""
+    data = b""  # read, and not passed to a decompressor yet
+    block_start = position = 0  # of the last block that was read, and its end
+    found = found_earlier = 0  # bytes decompressed from this stream, and from those before
 
-    def __init__(self, file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
-                 padding_unit: int) -> None:
-        self._file, self._new_decompressor, self._padding_unit = file, new_decompressor, padding_unit
-        self._decompressor = new_decompressor()
-        self._stream_start = 0
-        """Offset of the current stream in the file."""
-        self._block_start = self._block_end = 0
-        """Offsets of the last block read from the file."""
-        self._unread_input = b""
-        """The rest of that block, not passed to the decompressor yet."""
-        self._earlier_output_bytes = self._output_bytes = 0
-        """Bytes decompressed from earlier streams, and from the current one."""
-        self._is_at_end = False
-        self._salvaged = b""
-        self._corruption: CorruptStreamError | None = None
+    def corrupt_at(offset: int, why: object) -> CorruptStreamError:
+        return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after {found_earlier + found} "
+                                  f"bytes of what is in it): {why}")
+
+    while True:
+        decompressor, stream_start = new_decompressor(), position - len(data)
+        while not decompressor.eof:
+            if not data and decompressor.needs_input:
+                data = file.read(INPUT_BYTES) or b""
+                block_start, position = position, position + len(data)
+                if not data:
+                    raise corrupt_at(position, "it ends too early")
+            try:
+                part = decompressor.decompress(data, OUTPUT_BYTES)
+            except DECOMPRESSION_ERRORS as error:
+                place, reason = position - len(data), error
+                if file.seekable():  # a pipe cannot be read again
+                    part, place, reason = _salvage(file, new_decompressor(), stream_start, block_start, found, error)
+                    yield part
+                    found += len(part)
+                raise corrupt_at(place, reason) from None
+            data = b""
+            found += len(part)
+            if part:
+                yield part
+        data = decompressor.unused_data
+        end, zeros = position - len(data), 0
+        while True:
+            if not data:
+                data = file.read(INPUT_BYTES) or b""
+                block_start, position = position, position + len(data)
+                if not data:
+                    break
+            rest = data.lstrip(b"\0") if padding_unit else data
+            zeros, data = zeros + len(data) - len(rest), rest
+            if data:
+                break
+        if padding_unit and zeros % padding_unit:
+            raise corrupt_at(end, f"{zeros} zero bytes after a stream, expected a multiple of {padding_unit}")
+        if not data:
+            return
+        found_earlier, found = found_earlier + found, 0
+
+
+def _salvage(file: io.RawIOBase, decompressor: _GzipDecompressor | lzma.LZMADecompressor, stream_start: int,
+             last_block: int, skip: int, error: Exception) -> tuple[bytes, int, Exception]:
+    """(output of the call that raised `error`, position of the damage, its reason): a new decompressor gets the stream
+    again, the last block byte by byte, so that only output of its last byte can be lost. The first `skip` bytes of the
+    stream's content are known."""
+    salvaged, found, place = bytearray(), 0, stream_start
+    file.seek(stream_start)
+    try:
+        while not decompressor.eof and (data := file.read(min(INPUT_BYTES, max(1, last_block - place)))):
+            place += len(data)
+            while data or not (decompressor.needs_input or decompressor.eof):
+                part, data = decompressor.decompress(data, max(1, min(OUTPUT_BYTES, skip - found))), b""
+                salvaged += part[max(0, skip - found):]
+                found += len(part)
+    except DECOMPRESSION_ERRORS as refusal:
+        error = refusal
+    return bytes(salvaged), place, error
+
+
+class _DecompressedFile(io.RawIOBase):
+    """A readable file of the blocks of `_decompressed_blocks`."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+        self._damage: CorruptStreamError | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        try:
+            while not self._rest and self._damage is None and (block := next(self._blocks, None)) is not None:
+                self._rest = memoryview(block)  # empty if nothing could be salvaged
+        except CorruptStreamError as damage:
+            self._damage = damage
+        if not self._rest and self._damage is not None:
+            raise self._damage
         view = memoryview(buffer).cast("B")
-        data = self._next_output(min(len(view), OUTPUT_BYTES)) if self._corruption is None else b""
-        if self._corruption is not None:
-            data, self._salvaged = self._salvaged[:len(view)], self._salvaged[len(view):]
-            if not data:
-                raise self._corruption
+        data, self._rest = self._rest[:len(view)], self._rest[len(view):]
         view[:len(data)] = data
         return len(data)
-
-    def _next_output(self, most: int) -> bytes:
-        """At least one byte; b"" at the end or at damage."""
-        while not self._is_at_end and (not self._decompressor.eof or self._next_stream()):
-            if self._decompressor.needs_input and not self._unread_input and not self._read_block():
-                self._corruption = self._corrupt_at(self._block_end, self._output_bytes, "it ends too early")
-                return b""
-            try:
-                data = self._decompressor.decompress(self._unread_input, most)
-            except DECOMPRESSION_ERRORS as error:
-                self._salvage(error)
-                return b""
-            self._unread_input = b""
-            self._output_bytes += len(data)
-            if data:
-                return data
-        return b""
-
-    def _read_block(self) -> bool:
-        self._unread_input = self._file.read(INPUT_BYTES) or b""
-        self._block_start, self._block_end = self._block_end, self._block_end + len(self._unread_input)
-        return bool(self._unread_input)
-
-    def _next_stream(self) -> bool:
-        """Start the next stream; False if there is none."""
-        self._unread_input = self._decompressor.unused_data
-        end, zeros = self._block_end - len(self._unread_input), 0
-        while self._unread_input or self._read_block():
-            rest = self._unread_input.lstrip(b"\0") if self._padding_unit else self._unread_input
-            zeros += len(self._unread_input) - len(rest)
-            self._unread_input = rest
-            if rest:
-                break
-        if self._padding_unit and zeros % self._padding_unit:
-            self._corruption = self._corrupt_at(end, self._output_bytes, f"{zeros} zero bytes after a stream, expected "
-                                                f"a multiple of {self._padding_unit}")
-            return False
-        self._is_at_end = not self._unread_input
-        if self._unread_input:
-            self._earlier_output_bytes += self._output_bytes
-            self._output_bytes, self._stream_start = 0, self._block_end - len(self._unread_input)
-            self._decompressor = self._new_decompressor()
-        return bool(self._unread_input)
-
-    def _corrupt_at(self, offset: int, given: int, why: str) -> CorruptStreamError:
-        return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after "
-                                  f"{self._earlier_output_bytes + given} bytes of what is in it): {why}")
-
-    def _salvage(self, error: Exception) -> None:
-        """Recover the output of the failed call: a new decompressor gets the stream again, the last block byte by byte,
-        so that only output of its last byte can be lost."""
-        place, found = self._block_end - len(self._unread_input), 0
-        if self._file.seekable():  # a pipe cannot be read again
-            again, salvaged = self._new_decompressor(), bytearray()
-            self._file.seek(self._stream_start)
-            place = self._stream_start
-            try:
-                while not again.eof and (data := self._file.read(min(INPUT_BYTES, max(1, self._block_start - place)))):
-                    place += len(data)
-                    while data or not (again.needs_input or again.eof):
-                        part, data = again.decompress(data, max(1, min(OUTPUT_BYTES, self._output_bytes - found))), b""
-                        salvaged += part[max(0, self._output_bytes - found):]
-                        found += len(part)
-            except DECOMPRESSION_ERRORS as refusal:
-                error = refusal
-            self._salvaged = bytes(salvaged)
-        self._corruption = self._corrupt_at(place, max(found, self._output_bytes), str(error))
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 @contextmanager
 def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
     """Open a file, decompressed according to its name."""
-    file: io.RawIOBase = open(path, "rb", buffering=0)
-    with file:
-        name = path.lower()
+    with open(path, "rb", buffering=0) as file:
+        name, readable = path.lower(), cast(io.RawIOBase, file)
         if name.endswith(".gz"):
-            file = _MultiStreamReader(file, _GzipDecompressor, 1)
+            readable = _DecompressedFile(_decompressed_blocks(file, _GzipDecompressor, 1))
         elif name.endswith(".xz"):
-            file = _MultiStreamReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4)
+            readable = _DecompressedFile(_decompressed_blocks(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4))
         elif name.endswith(".zst"):
             if ZSTD is None:
                 raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
-            file = _MultiStreamReader(file, ZSTD.ZstdDecompressor, 0)
-        with io.BufferedReader(cast(Any, file), OUTPUT_BYTES) as buffered:
+            readable = _DecompressedFile(_decompressed_blocks(file, ZSTD.ZstdDecompressor, 0))
+        with io.BufferedReader(cast(Any, readable), OUTPUT_BYTES) as buffered:
             yield buffered
 
 

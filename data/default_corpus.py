@@ -28,8 +28,8 @@ from pathlib import Path
 from data.cli import StrictArgumentParser, positive, run_command
 from data.parallel import ordered_map
 from data.preprocess import build_corpus
-from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from data.storage import DataError, make_folder, read_json_or_none, staged_file, wait_for_lock, write_json_atomic
+from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
 
 _ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"

@@ -15,11 +15,10 @@ import importlib.util
 import json
 import re
 import tempfile
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -62,23 +61,15 @@ UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word
 """BPE settings that GPT-2 does not use."""
 
 
-class BpeEngine(ABC):
-    """Maps text to ranks. The library is loaded at the first text: many users of a tokenizer never encode."""
+class TiktokenEngine:
+    """Maps text to ranks with tiktoken and GPT-2's pattern, for any vocabulary. The library is loaded at the first
+    text: many users of a tokenizer never encode."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
 
-    def __reduce__(self) -> tuple[type[BpeEngine], tuple[Sequence[bytes]]]:
+    def __reduce__(self) -> tuple[type[TiktokenEngine], tuple[Sequence[bytes]]]:
         return type(self), (self._token_bytes,)  # encoders cannot be pickled; a worker builds its own
-
-    @abstractmethod
-    def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
-        """The ranks of a text. Lone surrogates are read as U+FFFD."""
-
-
-@final
-class TiktokenEngine(BpeEngine):
-    """tiktoken with GPT-2's pattern, for any vocabulary."""
 
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
@@ -88,6 +79,7 @@ class TiktokenEngine(BpeEngine):
         return tiktoken.Encoding("data", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
+        """The ranks of a text. Lone surrogates are read as U+FFFD."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -96,24 +88,21 @@ class TiktokenEngine(BpeEngine):
 
 
 @final
-class GigatokenEngine(BpeEngine):
-    """gigatoken, for GPT-2's own vocabulary only, where it was compared with tiktoken over every character."""
+class GigatokenEngine(TiktokenEngine):
+    """gigatoken, for GPT-2's own vocabulary only, where it was compared with tiktoken over every character; tiktoken
+    for text on which they differ."""
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        super().__init__(token_bytes)
-        self._tiktoken = TiktokenEngine(token_bytes)
-        self._differing_pattern = _utf8_pattern(UNICODE_17_LETTERS)
-        self._encoded_characters = 0
+    _encoded_characters = 0
 
     def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
         if not text.isascii():
             try:
                 raw = text.encode()
             except UnicodeEncodeError:  # lone surrogates
-                return self._tiktoken.encode_to_ranks(text)
+                return super().encode_to_ranks(text)
             # Searching a byte is much faster than the pattern, and few texts contain one of these three.
-            if (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing_pattern.search(raw):
-                return self._tiktoken.encode_to_ranks(text)
+            if (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and _differing_pattern().search(raw):
+                return super().encode_to_ranks(text)
         self._encoded_characters += len(text)
         if self._encoded_characters > REBUILD_AFTER_CHARACTERS:
             self.__dict__.pop("_encoder", None)  # free the old one before the new one is built
@@ -133,11 +122,12 @@ class GigatokenEngine(BpeEngine):
             return gigatoken.Tokenizer.from_tiktoken(file.name, "gpt2", {})
 
 
-def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
-    """Matches UTF-8 with a character of the ranges, or one that shares its first three bytes."""
+@cache
+def _differing_pattern() -> re.Pattern[bytes]:
+    """Matches UTF-8 with a character of UNICODE_17_LETTERS, or one that shares its first three bytes."""
     # third bytes by first and second byte
     thirds: dict[bytes, dict[bytes, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for first, last in ranges:
+    for first, last in UNICODE_17_LETTERS:
         for character in range(first, last + 1):
             raw = chr(character).encode()
             thirds[raw[:1]][raw[1:2]].add(raw[2])
@@ -148,7 +138,7 @@ def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
         for lead, by_second in thirds.items()))
 
 
-def fastest_engine(token_bytes: Sequence[bytes], *, is_gpt2: bool) -> BpeEngine:
+def fastest_engine(token_bytes: Sequence[bytes], *, is_gpt2: bool) -> TiktokenEngine:
     """The fastest engine that is tested for this vocabulary."""
     with suppress(importlib.metadata.PackageNotFoundError):
         # Another version may know a later Unicode.
@@ -230,7 +220,7 @@ class GPT2BPETokenizer(Tokenizer):
     safe_split_characters = " \n"  # tokens contain white space only at their start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
-                 engine: Callable[[Sequence[bytes]], BpeEngine] | None = None) -> None:
+                 engine: Callable[[Sequence[bytes]], TiktokenEngine] | None = None) -> None:
         merges, vocabulary = read_merges_and_vocabulary(vocab_file, merge_file)
         tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
         alphabet = byte_alphabet()

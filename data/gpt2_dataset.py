@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from data.indexed import IndexedCorpus
 from data.sampling import Blend, epoch_permutation, index_dtype
-from data.stable_file import REBUILD_HINT, RowFile, write_row_file
+from data.stable_file import REBUILD_HINT, ROW_FILE_VERSION, RowFile, write_row_file
 from data.storage import DataError, make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock
 
 BLOCK_DOCUMENTS = 1 << 20
@@ -109,7 +109,7 @@ class EpochCache:
     def _content_name(self) -> str:
         """Digest of everything that all epochs depend on."""
         return content_digest([self._sizes.tobytes(), self._documents.tobytes(),
-                               repr((self._seq_length, self._seed)).encode()])
+                               repr((self._seq_length, self._seed, ROW_FILE_VERSION)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
         return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)

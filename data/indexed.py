@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from data.format import INDEX_HEADER, IndexHeader, parse_index_header, read_corpus_facts
 from data.sampling import index_dtype
 from data.stable_file import StableFile
-from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
+from data.storage import DataError, check_is_rereadable, crc32
 
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
@@ -28,28 +27,18 @@ SAMPLED_BYTES = 1 << 12
 BLOCK_ENTRIES = 1 << 20
 """Entries processed at a time in a full scan, to bound memory."""
 
-REREAD_LIMIT_BYTES = 1 << 35
-"""Up to this many bytes all tokens are read again (half a minute) to tell a write from a changed name or mode."""
-
 SCAN_LIMIT_TOKENS = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
 
 
 def corpus_identity(index: StableFile, tokens: StableFile) -> str:
     """8 hexadecimal digits for the index, and 8 for the tokens."""
-    crc = 0
-    for at in range(0, index.size, READ_BYTES):
-        crc = crc32(index.read(at, min(READ_BYTES, index.size - at), "u1").data, crc)
-    return f"{crc:08x}{sampled_crc32(tokens):08x}"
-
-
-def sampled_crc32(file: StableFile) -> int:
-    """CRC-32 of evenly spaced samples of a file, including both ends."""
-    length = min(SAMPLED_BYTES, file.size)
-    crc = crc32(file.size.to_bytes(8, "little"))
-    for at in sorted({(file.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
-        crc = crc32(file.read(at, length, "u1").data, crc)
-    return crc
+    # The tokens may be large: evenly spaced samples, including both ends.
+    length = min(SAMPLED_BYTES, tokens.size)
+    crc = crc32(tokens.size.to_bytes(8, "little"))
+    for at in sorted({(tokens.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
+        crc = crc32(tokens.read(at, length, "u1").data, crc)
+    return f"{index.checksum():08x}{crc:08x}"
 
 
 class IndexedCorpus:
@@ -77,18 +66,6 @@ class IndexedCorpus:
             raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
                             f"expected {identity}, found {found}): damaged, or of another corpus; copy all three files "
                             "again, or make the corpus again")
-        # weak: a reference cycle would keep the files open
-        tokens_crc, this = sampled_crc32(self._bin), weakref.ref(self)
-        self._bin.set_content_check(lambda: (corpus := this()) is None or corpus._tokens_are_unchanged(tokens_crc))
-
-    def _tokens_are_unchanged(self, expected_crc: int) -> bool:
-        """Compare all tokens if their checksum is known and the file is small enough, else samples."""
-        if self.facts is None or self._bin.size > REREAD_LIMIT_BYTES:
-            return sampled_crc32(self._bin) == expected_crc
-        crc = 0
-        for _, tokens in self.token_blocks():
-            crc = crc32(tokens.data, crc)
-        return f"{crc:08x}" == self.facts.crc32
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[str]]:
         return IndexedCorpus, (self.prefix,)  # a worker process opens the files itself

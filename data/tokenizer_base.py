@@ -1,4 +1,4 @@
-"""The tokenizer interface: text to ids and back. Implementations: `gpt2_bpe`, `sentencepiece_model`, `tokenizer`.
+"""The tokenizer interface: text to ids and back. Implementations: `gpt2_bpe`, `tokenizer`.
 
 `eod` is the id that ends a document; `encode` never returns it. `decode` accepts any ids: unknown ids and invalid UTF-8
 become U+FFFD. `fingerprint` is equal exactly if two tokenizers give equal ids for equal text; a corpus records it.

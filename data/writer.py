@@ -44,7 +44,6 @@ class AppendFile:
 
     def __init__(self, file: IO[bytes], crc: int = 0) -> None:
         self.file, self.crc = file, crc
-        self.stat_result = os.fstat(file.fileno())
 
     def write(self, raw: bytes | memoryview) -> None:
         self.crc = crc32(raw, self.crc)
@@ -152,10 +151,6 @@ class CorpusDraft:
                 os.fsync(file.fileno())
             self.bin.sync()  # a full disk fails here, while the old corpus is complete
             self.idx.sync()
-            for suffix in (".bin", ".idx"):
-                if not self._is_own_draft(suffix):
-                    raise StorageFault(f"{self._prefix}: {self._drafts[suffix]} is gone or another file: something "
-                                       "else writes or tidies up there; give every program a folder of its own")
             # Remove the old index first: beside new tokens it would be a wrong corpus after a crash between two
             # renames.
             for suffix in (".idx", ".json"):
@@ -165,14 +160,6 @@ class CorpusDraft:
                 os.replace(self._drafts[suffix], self._targets[suffix])
                 fsync_directory(self._targets[suffix].parent)
 
-    def _is_own_draft(self, suffix: str) -> bool:
-        """Whether the draft's path still names the file written here."""
-        growing = {".bin": self.bin, ".idx": self.idx}.get(suffix)
-        try:
-            return growing is None or os.path.samestat(growing.stat_result, os.lstat(self._drafts[suffix]))
-        except FileNotFoundError:
-            return False
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         with self._stack:
@@ -181,8 +168,7 @@ class CorpusDraft:
                     growing.file.close()
             if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
                     and self._resume_file.exists()):
-                drafts = [draft for suffix, draft in self._drafts.items() if self._is_own_draft(suffix)]
-                for path in (*drafts, *([self._resume_file] if self._is_resumable else [])):
+                for path in (*self._drafts.values(), *([self._resume_file] if self._is_resumable else [])):
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):

@@ -319,7 +319,7 @@ def test_nonsense_from_a_drive_or_pipe_that_fails_stays_what_was_found(tmp_path:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](b"{]\n"))
     fault = MalformedDocument(str(path), 0, 0, "not JSON")
-    with patch("data.compressed._MultiStreamReader._read_block", failing):
+    with patch("data.compressed._decompressed_blocks", failing):
         assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
     path.unlink()
     os.mkfifo(path)
@@ -355,7 +355,7 @@ def test_a_disk_that_fails_is_an_error_even_where_damage_is_skipped(tmp_path: Pa
     """It is not the file that is damaged: the same command may work tomorrow."""
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](lines(texts(13, 100))))
-    monkeypatch.setattr("data.compressed._MultiStreamReader._read_block", failing)
+    monkeypatch.setattr("data.compressed._decompressed_blocks", failing)
     with pytest.raises(DataError, match="a.jsonl.gz: cannot read: Input/output error"):
         preprocessed([path], tmp_path / "c")
 

@@ -74,21 +74,3 @@ def test_a_second_split_by_another_name_is_refused(tmp_path: Path) -> None:
         assert (tmp_path / ".real.train.jsonl.1.00000000.tmp").exists()
     split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))
     assert (tmp_path / "link.train.jsonl").is_symlink() and (tmp_path / "real.train.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "another's"])
-def test_what_is_not_what_was_written_is_not_published(tmp_path: Path, suffix: str, is_replaced: bool) -> None:
-    write(tmp_path / "c", 1)
-    draft = tmp_path / f".c{suffix}.tmp"
-    with pytest.raises(StorageFault, match=f"c: {draft} is gone or another file"):
-        with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
-            writer.add_documents([2] * 1000, [1000])
-            writer._draft.paths()
-            os.unlink(draft)
-            if is_replaced:
-                draft.write_bytes((tmp_path / f"c{suffix}").read_bytes())
-            else:
-                writer._draft.paths = lambda: (str(tmp_path / "c.idx"), str(tmp_path / "c.bin"))  # type: ignore
-    assert is_whole(IndexedCorpus(tmp_path / "c"))
-    assert draft.exists() == is_replaced, "another's is not for this one to remove"

@@ -19,9 +19,9 @@ from data.default_corpus import paragraphs
 from data.indexed import IndexedCorpus
 from data.plain_text import Separator, read_text_chunks
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
-from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, Tokenizer
+from data.tokenizer import (ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer,
+                            train_sentencepiece)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BYTE = ByteLevelTokenizer()

@@ -12,9 +12,9 @@ import regex
 
 from data import tokenizer as tokenizers
 from data.gpt2_bpe import packaged_merges, byte_alphabet, parse_merges
-from data.sentencepiece_model import train_sentencepiece
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer import (ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer,
+                            train_sentencepiece)
 
 NASTY = ["", " ", "  a  b ", "\n\n\t x\r\n", "\u2581", "a\u2581b \u2581 c", "e\u0301 \u00e9", "\u65e5\u672c\u8a9e",
          "\U0001f3f3\ufe0f\u200d\U0001f308",

@@ -218,7 +218,7 @@ def test_a_reader_that_opens_one_file_of_each_corpus_is_told(tmp_path: Path) -> 
         IndexedCorpus(tmp_path / "c")
 
 
-@pytest.mark.parametrize("step", range(11))
+@pytest.mark.parametrize("step", range(13))
 def test_a_writer_killed_at_any_step_of_publishing_leaves_no_mixture(tmp_path: Path, step: int) -> None:
     write(tmp_path / "c", 1)
     code = f"""
@@ -237,7 +237,7 @@ os.replace, Path.unlink, writer.fsync_directory = dies(os.replace), dies(Path.un
 write({str(tmp_path / 'c')!r}, 2)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert killed.returncode == (-9 if step < 10 else 0), killed.stderr
+    assert killed.returncode == (-9 if step < 12 else 0), killed.stderr
     try:
         assert is_whole(IndexedCorpus(tmp_path / "c"))
     except DataError as error:

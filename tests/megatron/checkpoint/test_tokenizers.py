@@ -12,9 +12,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from data.sentencepiece_model import train_sentencepiece  # noqa: E402
 from data.storage import UsageError  # noqa: E402
-from data.tokenizer import build  # noqa: E402
+from data.tokenizer import build, train_sentencepiece  # noqa: E402
 from megatron.checkpoint.cli import main  # noqa: E402
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, build_tokenizer_files  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
