@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, cast, final
 
@@ -121,8 +122,8 @@ class KVCache:
         self._buffer[:, row] = 0
 
 
-AttentionFn = Callable[[int, Tensor, Tensor], Tensor]
-"""layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, s, n, d]"""
+AttentionFn = Callable[[int, Tensor], Tensor]
+"""layer, [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]"""
 
 
 @final
@@ -144,10 +145,10 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Replaces the texts of `rows` by `prompts` -> [b, V] logits of the tokens after them."""
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor) -> Tensor:
             outputs = []
             for group in groups:
-                group_q, group_kv = group.select(q), group.select(kv)
+                group_q, group_kv = group.select(qkv[:, :, 0]), group.select(qkv[:, :, 1:])
                 self._cache.write_prompts(layer, group.row, group_kv)
                 k, v = group_kv.transpose(1, 3).unbind(2)
                 y = F.scaled_dot_product_attention(group_q.transpose(1, 2), k, v, is_causal=True)
@@ -183,8 +184,9 @@ class Decoder:
 
     def _decode_forward(self, tokens: Tensor, position_ids: Tensor, kv_length: int, masked: bool = True) -> Tensor:
         """[b] tokens at [b] positions -> [b, V]. Unless `masked`, all rows have `kv_length` positions."""
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            self._cache.append_tokens(layer, position_ids, kv[:, 0])
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q = qkv[:, :, 0]
+            self._cache.append_tokens(layer, position_ids, qkv[:, 0, 1:])
             keys, values = self._cache.view(layer, len(tokens), kv_length)
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
 
@@ -197,14 +199,9 @@ class Decoder:
     def _forward(self, tokens: Tensor, position_ids: Tensor, attend: AttentionFn,
                  selected: Tensor | None = None) -> Tensor:
         """[b, s] tokens -> [b, s, V], or of the `selected` positions alone."""
-        model = self.model
-        x = model.wte(tokens) + model.wpe(position_ids)
-        for layer, block in enumerate(self._blocks):
-            attention = block.attn
-            parts = attention.qkv(block.ln_1(x)).unflatten(-1, (3, attention.heads, attention.head_width))
-            x = x + attention.proj(attend(layer, parts[:, :, 0], parts[:, :, 1:]).flatten(2))
-            x = x + block.mlp(block.ln_2(x))
-        return model.logits(model.ln_f(x if selected is None else x[:, selected]))
+        blocks = [partial(block.forward, cached=partial(attend, layer)) for layer, block in enumerate(self._blocks)]
+        x = self.model.hidden_states(tokens, position_ids, blocks=blocks)  # [b, s, h]
+        return self.model.logits(x if selected is None else x[:, selected])
 
 
 @dataclass(frozen=True)

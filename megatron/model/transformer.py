@@ -7,6 +7,8 @@ multiplies both branches (progressive layer dropping).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from megatron.model.weight_init import GPT2Init
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.random import get_rng_tracker
+
+CachedAttentionFn = Callable[[Tensor], Tensor]
+"""[b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]; it also sees earlier positions"""
 
 
 class Attention(nn.Module):
@@ -34,8 +39,11 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       tp=tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cached: CachedAttentionFn | None = None) -> Tensor:
         b, s, _ = x.shape
+        if cached is not None:
+            y = cached(self.qkv(x).unflatten(-1, (3, self.heads, self.head_width)))
+            return self.proj(y.flatten(2))  # type: ignore[no-any-return]
         # [b, s, 3nd] -> three of [b, n, s, d]; the gradient of `split` is one copy into [b, s, 3nd]
         q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
                    for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
@@ -81,9 +89,10 @@ class Block(nn.Module):
         self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, init.submodule("mlp"), tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None,
+                cached: CachedAttentionFn | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask)), scale)
+        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask, cached)), scale)
         return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
