@@ -1,37 +1,45 @@
 """Decode HTML of any character set as browsers do (HTML and Encoding Standards).
 
-In order: byte order mark; `--charset`; `<meta>` or `<?xml encoding>` in the first 1,024 bytes or the head; UTF-8 if
-valid; else windows-1252. Malformed bytes become U+FFFD and are counted. Python's decoders are extended by what the
-Encoding Standard has beyond them. A `DocumentError` is raised for pages that are not text, use a charset that no
-browser reads, or name none and look like none.
+In order: byte order mark; `--charset`; the first `<meta>` of the first 1,024 bytes or of the head, or
+`<?xml encoding>`; UTF-8 if valid; else windows-1252. resiliparse parses the tags, webencodings knows the labels, and Python decodes, with
+the characters that its decoders lack. Malformed bytes become U+FFFD and are counted. A `DocumentError` is raised for
+pages that are not text, use a charset that no browser reads, or name none and look like none.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from functools import cache
+from collections.abc import Iterator
 
 from webencodings import Encoding, lookup
 
+from data.storage import DataError
 from data.webtext.documents import DocumentError
 
 REPLACEMENT = "\ufffd"
-UNICODE_ENCODINGS = ("utf-8", "utf-16le", "utf-16be")
-PYTHON_CODECS = {"gbk": "gb18030", "gb18030": "gb18030", "big5": "big5hkscs", "shift_jis": "cp932", "euc-kr": "cp949",
-                 "euc-jp": "euc_jp", "iso-2022-jp": "iso2022_jp_ext"}
-"""Multi-byte encodings -> Python codecs. (GBK pages are read as GB 18030.)"""
-EXTRA_LETTERS = {"koi8-u": {0xAE: "\u045e", 0xBE: "\u040e"}, "windows-1255": {0xCA: "\u05ba"}}
+PRESCAN_BYTES, HEAD_BYTES = 1024, 1 << 15
+"""Bytes at the start of a page that are searched for any `<meta>`, and for one in the head."""
+BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
+UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
+"""UTF-16 without a mark; no other page begins like this."""
+UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
+_XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*([\"'])([^\"'\0-\x20>]*)\1")
+_IN_CONTENT = re.compile("charset\\s*=\\s*(?:\"([^\"]*)\"|'([^']*)'|([^\\s;\"'][^\\s;]*))", re.IGNORECASE)
+MEANT_BY_META = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}
+"""A label that was read as ASCII cannot mean these."""
+
+PYTHON_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}
+"""Encodings of the standard that are larger than Python's codec of the name."""
 _TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
-_TO_REPLACEMENT = str.maketrans(dict.fromkeys("\uf8f0\uf8f1\uf8f2\uf8f3", ord(REPLACEMENT)))
-TRANSLATED = {"gb18030": str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000"), "cp932": _TO_REPLACEMENT,
-              "euc_jp": _TO_FULL_WIDTH, "iso2022_jp_ext": _TO_FULL_WIDTH}
-"""Codec -> characters that the standard maps differently."""
+_GB18030 = str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000")
+TRANSLATED = {"gbk": _GB18030, "gb18030": _GB18030, "euc-jp": _TO_FULL_WIDTH, "iso-2022-jp": _TO_FULL_WIDTH,
+              "shift_jis": str.maketrans(dict.fromkeys("\uf8f0\uf8f1\uf8f2\uf8f3", REPLACEMENT)),
+              "koi8-u": str.maketrans("\u255d\u256c", "\u045e\u040e")}
+"""Characters that the standard maps differently."""
 ERROR_HANDLER = "megatron.webtext"
 
 NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
-
-UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 SNIFFED_BYTES = 1445
 """Bytes searched for binary data, as in browsers' MIME sniffing."""
 _BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
@@ -40,56 +48,69 @@ _BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
 MAX_WESTERN_RUN = 2
 """Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
 
-PRESCAN_BYTES = 1024
-"""Bytes at the start of a page that are searched first."""
-BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
-UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
-"""UTF-16 without a mark; no other page begins like this."""
-MICROSOFT_CODE_PAGES = {"cp932": "shift_jis", "cp949": "euc-kr", "cp950": "big5"}
 
-_PLAIN = re.compile(r"[A-Za-z0-9]{1,20}(?:[_-][A-Za-z0-9]{1,20}){0,3}")
-_XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*(?:\"([^\"\0-\x20>]*)\"|'([^'\0-\x20>]*)')")
-_TAG = re.compile(rb"<(?:!--|[!?]|/[^a-z]|(/?[a-z][^\t\n\f\r />]*))", re.IGNORECASE)
-# A name, and an optional value after "="; no match if the page ends within it.
-_ATTRIBUTE = re.compile(rb"""[\t\n\f\r /]*+([^\t\n\f\r />][^\t\n\f\r />=]*+)(?:[\t\n\f\r ]*+=[\t\n\f\r ]*+
-                             (?:"([^"]*+)"|'([^']*+)'|([^\t\n\f\r >"'][^\t\n\f\r >]*+)(?=[\t\n\f\r >])|(?=>)))?""",
-                        re.VERBOSE)
-_EQUALS = re.compile(rb"[\t\n\f\r ]*+=")
-_TAG_END = re.compile(rb"[\t\n\f\r /]*+>")
-_IN_CONTENT = re.compile(rb"""charset[\t\n\f\r ]*+=[\t\n\f\r ]*+
-                              (?:"([^"]*)"|'([^']*)'|([^\t\n\f\r ;"'][^\t\n\f\r ;]*))""", re.IGNORECASE | re.VERBOSE)
-_RAW_END = {name: re.compile(rb"</" + name + rb"[\t\n\f\r />]", re.IGNORECASE)
-            for name in (b"script", b"style", b"title", b"noscript")}
-"""Head elements whose content is not parsed for tags."""
+def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
+    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
+    if page.startswith(UTF32):
+        raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
+    mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
+    encoding = lookup(named) if named else declared_encoding(page)
+    if encoding is None:
+        return _decode_undeclared(page, repair)
+    if encoding.name == "replacement":
+        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
+                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
+    text, malformed = decode_as(page.removeprefix(mark), encoding)
+    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+
+
+def declared_encoding(page: bytes) -> Encoding | None:
+    """The encoding that a page without a mark declares; None if it declares none we know."""
+    for start, name in UTF16_STARTS:
+        if page.startswith(start):
+            return lookup(name)
+    for label in _declared_labels(page):
+        if encoding := lookup(label):
+            return lookup(MEANT_BY_META.get(encoding.name, encoding.name))
+    return None
+
+
+def _declared_labels(page: bytes) -> Iterator[str]:
+    """All labels in the order in which browsers try them."""
+    yield from _meta_labels(page[:PRESCAN_BYTES], "meta")
+    if xml := _XML.match(page[:PRESCAN_BYTES]):
+        yield xml[2].decode("latin-1")
+    yield from _meta_labels(page[:HEAD_BYTES], "head meta")
+
+
+def _meta_labels(page: bytes, selector: str) -> Iterator[str]:
+    try:
+        from resiliparse.parse.html import HTMLTree
+    except ImportError as error:
+        raise DataError("reading HTML needs a package: pip install resiliparse") from error
+
+    for meta in HTMLTree.parse(page.decode("latin-1")).document.query_selector_all(selector):
+        label = meta.getattr("charset")
+        if label is None and (meta.getattr("http-equiv") or "").lower() == "content-type":
+            content = _IN_CONTENT.search(meta.getattr("content") or "")
+            label = content and next(filter(None, content.groups()), None)
+        if label:
+            yield label
 
 
 def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
     """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
-    if encoding.name in UNICODE_ENCODINGS:
+    name = encoding.name
+    decode = (codecs.lookup(PYTHON_CODECS[name]) if name in PYTHON_CODECS else encoding.codec_info).decode
+    if name.startswith("utf-"):
         try:
-            return encoding.codec_info.decode(raw, "strict")[0], False
+            return str(decode(raw, "strict")[0]), False
         except UnicodeDecodeError:
-            return encoding.codec_info.decode(raw, "replace")[0], True
-    if encoding.name in PYTHON_CODECS:
-        codec = PYTHON_CODECS[encoding.name]
-        text = raw.decode(codec, ERROR_HANDLER)
-        text = text.translate(TRANSLATED[codec]) if codec in TRANSLATED else text
-    else:
-        text = codecs.charmap_decode(raw, "strict", _character_table(encoding))[0]
+            return str(decode(raw, "replace")[0]), True
+    text = str(decode(raw, ERROR_HANDLER)[0])
+    if name in TRANSLATED:
+        text = text.translate(TRANSLATED[name])
     return text, REPLACEMENT in text
-
-
-@cache
-def _character_table(encoding: Encoding) -> str:
-    """The 256 characters of a single-byte encoding."""
-    def character(byte: int) -> str:
-        try:
-            return str(encoding.codec_info.decode(bytes([byte]), "strict")[0])
-        except UnicodeDecodeError:
-            return chr(byte) if 0x80 <= byte < 0xA0 else REPLACEMENT
-
-    own = EXTRA_LETTERS.get(encoding.name, {})
-    return "".join(own.get(byte) or character(byte) for byte in range(256))
 
 
 def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
@@ -97,6 +118,8 @@ def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
     raw, start = error.object, error.start
     pair = raw[start:start + 2]
+    if error.encoding == "charmap":
+        return chr(raw[start]) if 0x80 <= raw[start] < 0xA0 else REPLACEMENT, start + 1
     if error.encoding == "gb18030" and pair[:1] == b"\x80":
         return "\u20ac", start + 1
     if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
@@ -124,105 +147,9 @@ def _decode_as_shift_jis(pair: bytes) -> str:
 codecs.register_error(ERROR_HANDLER, _handle_decode_error)
 
 
-def declared_encoding(page: bytes) -> Encoding | None:
-    """The encoding that a page without a mark declares in its first bytes or head; None if it declares none we know."""
-    for start, name in UTF16_STARTS:
-        if page.startswith(start):
-            return known_encoding(name)
-    xml = _XML.match(page[:PRESCAN_BYTES])
-    return (_meta_encoding(page[:PRESCAN_BYTES], in_head=False)
-            or xml and _encoding_of_ascii_label(xml[1] or xml[2] or b"") or _meta_encoding(page, in_head=True))
-
-
-def encoding_of_label(label: str) -> Encoding | None:
-    """The encoding of a web label, or of another name that Python knows for it (`latin-1`)."""
-    encoding = lookup(label)
-    if encoding is None and _PLAIN.fullmatch(label):
-        try:
-            codec = codecs.lookup(label).name
-        except LookupError:
-            return None
-        encoding = lookup(MICROSOFT_CODE_PAGES.get(codec, codec.replace("_", "-")))
-    return encoding
-
-
-def known_encoding(name: str) -> Encoding:
-    """The encoding of a valid label."""
-    encoding = lookup(name)
-    assert encoding is not None, name
-    return encoding
-
-
-def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
-    """The encoding of the first `<meta>` that names one. `in_head`: search as a parser does, to the end of the head."""
-    at = 0
-    while tag := _TAG.search(page, at):
-        name = (tag[1] or b"").lower()
-        if in_head and name in (b"body", b"/head"):
-            break
-        if not name:
-            end = b"-->" if tag[0] == b"<!--" else b">"
-            at = page.find(end, tag.end() - 2 if tag[0] == b"<!--" else tag.start() + 2) + len(end)
-            if at < len(end):
-                break
-            continue
-        attributes, at = _parse_attributes(page, tag.end())
-        if not at:
-            break
-        if name == b"meta":
-            label = attributes.get(b"charset")
-            if label is None and attributes.get(b"http-equiv", b"").lower() == b"content-type":
-                content = _IN_CONTENT.search(attributes.get(b"content", b""))
-                label = (content[1] or content[2] or content[3]) if content else None
-            if label is not None and (encoding := _encoding_of_ascii_label(label)):
-                return encoding
-        if in_head and name in _RAW_END:
-            closed = _RAW_END[name].search(page, at)
-            if not closed:
-                break
-            at = closed.start()
-    return None
-
-
-def _parse_attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
-    """(attributes of a tag, its end); end 0 if the page ends first."""
-    found: dict[bytes, bytes] = {}
-    while not (end := _TAG_END.match(page, at)):
-        attribute = _ATTRIBUTE.match(page, at)
-        if not attribute or attribute.lastindex == 1 and _EQUALS.match(page, attribute.end()):
-            return found, 0
-        found.setdefault(attribute[1].lower(), attribute[2] or attribute[3] or attribute[4] or b"")
-        at = attribute.end()
-    return found, end.end()
-
-
-def _encoding_of_ascii_label(label: bytes) -> Encoding | None:
-    """The encoding of a label read as ASCII: UTF-16 is impossible then and means UTF-8."""
-    encoding = encoding_of_label(label.decode("latin-1"))
-    if encoding is None:
-        return None
-    return known_encoding({"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}.get(
-        encoding.name, encoding.name))
-
-
-def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
-    if page.startswith(UTF32):
-        raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
-    mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
-    encoding = known_encoding(named) if named else declared_encoding(page)
-    if encoding is None:
-        return _decode_undeclared(page, repair)
-    if encoding.name == "replacement":
-        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
-                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
-    text, malformed = decode_as(page.removeprefix(mark), encoding)
-    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
-
-
 def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
     """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
-    text, malformed = decode_as(page, known_encoding("utf-8"))
+    text, malformed = decode_as(page, lookup("utf-8"))
     if not malformed:
         return text, ()
     if binary := _BINARY.search(page[:SNIFFED_BYTES]):
@@ -231,6 +158,6 @@ def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]
         return text, ("not UTF-8",)
     runs = _RUNS.findall(page)
     if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
-        raise DocumentError(NO_CHARSET, "names no character set, is not UTF-8, and does not look like windows-1252; "
-                            "say what it is (--charset), or leave it out (--on-error skip)")
-    return decode_as(page, known_encoding("windows-1252"))[0], (NO_CHARSET,)
+        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
+                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
+    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)

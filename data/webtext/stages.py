@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import webencodings
+
 from data.cli import StrictArgumentParser, positive, size
 from data.format import read_corpus_facts
 from data.preprocess import build_corpus
@@ -22,7 +24,6 @@ from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, h
 from data.tokenizer import Tokenizer
 from data.webtext import clean, decontaminate, dedup, extract, language, split, urls
 from data.webtext.documents import DocumentFunction
-from data.webtext.encoding import encoding_of_label
 from data.webtext.readers import ON_ERROR, WebReadOptions
 from data.webtext.report import REPORTS, summary_line, write_report
 from data.webtext.runner import SHARD_BYTES, GlobalStage, MapStage, StageRunOptions, run_global_stage, run_map_stage
@@ -58,7 +59,7 @@ def shard(text: str) -> tuple[int, int]:
 
 def character_set(text: str) -> str:
     """Parse a label of the Encoding Standard: `utf-8`, `windows-1251`, `shift_jis`."""
-    known = encoding_of_label(text)
+    known = webencodings.lookup(text)
     if known is None or known.name == "replacement":
         raise argparse.ArgumentTypeError(f"expected a character set (such as windows-1251), found {text!r}")
     return str(known.name)

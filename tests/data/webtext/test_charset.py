@@ -46,7 +46,7 @@ LABELS = [
     ("unicode", "utf-8", GREEK), ("ucs-2", "ascii", "plain"), ("utf-16", "ascii", "plain"),
     ("iso-8859-1", "cp1252", WESTERN), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
     ("ascii", "cp1252", WESTERN), ("windows-1252", "cp1252", WESTERN), ("x-user-defined", "cp1252", WESTERN),
-    ("latin-1", "cp1252", WESTERN), ("iso-8859-15", "iso8859-15", "œuvre, 5 €"), ("iso-8859-9", "cp1254", "ağaç – ş"),
+    ("iso-8859-15", "iso8859-15", "œuvre, 5 €"), ("iso-8859-9", "cp1254", "ağaç – ş"),
     ("iso-8859-2", "iso8859-2", "Zażółć gęślą jaźń"), ("windows-1250", "cp1250", "Příliš žluťoučký – kůň"),
     ("windows-1251", "cp1251", RUSSIAN), ("cp1251", "cp1251", RUSSIAN), ("koi8-r", "koi8-r", RUSSIAN),
     ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("ibm866", "cp866", RUSSIAN),
@@ -56,10 +56,10 @@ LABELS = [
     ("windows-1257", "cp1257", "Ąžuolas – ėjo"), ("windows-1258", "cp1258", "Con mèo"), ("tis-620", "cp874", "แมวนอน"),
     ("macintosh", "mac-roman", "naïve “café”"), ("gb2312", "gbk", "朱镕基" + CHINESE), ("GBK", "gbk", CHINESE),
     ("chinese", "gbk", CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("gb18030", "gb18030", "𠀀" + CHINESE),
-    ("cp936", "gbk", CHINESE), ("big5", "big5", "貓在溫暖的屋頂上"), ("big5-hkscs", "big5hkscs", "啲嘢"),
+    ("big5", "big5", "貓在溫暖的屋頂上"), ("big5-hkscs", "big5hkscs", "啲嘢"),
     ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("x-sjis", "cp932", JAPANESE), ("windows-31j", "cp932", "～－①"),
     ("euc-jp", "euc_jp", JAPANESE), ("iso-2022-jp", "iso2022_jp", JAPANESE), ("euc-kr", "euc_kr", KOREAN),
-    ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라"), ("windows-949", "cp949", KOREAN), ("euckr", "euc_kr", KOREAN),
+    ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라"), ("windows-949", "cp949", KOREAN),
 ]
 
 
@@ -102,7 +102,7 @@ NO_DECLARATIONS = [
     "<metal charset=windows-1251>", "<p title='<meta charset=windows-1251>'>", "<!-- <meta charset=windows-1251> -->",
     "<meta http-equiv=refresh content='0; charset=windows-1251'>", "<meta charset=unheard-of>", "<meta charset=''>",
     "<meta http-equiv=content-type content='text/html; charset=\"windows-1251'>", "<meta charset=utf-7>",
-    "<meta charset=rot13>", "<meta charset=\u00e9>",
+    "<meta charset=rot13>", "<meta charset=\u00e9>", "<meta charset=cp936>",
 ]
 
 
@@ -198,7 +198,7 @@ def test_a_page_of_unicode_that_is_cut_off_ends_in_one_mark(tmp_path: Path, code
 
 @pytest.mark.parametrize(("label", "raw", "text"), [
     ("windows-1252", b"\x81\x8d\x9d\x93", "\x81\x8d\x9d\u201c"), ("windows-1251", b"\x98\xcf", "\x98\u041f"),
-    ("windows-874", b"\x81\xa1", "\x81\u0e01"), ("windows-1255", b"\xca", "\u05ba"),
+    ("windows-874", b"\x81\xa1", "\x81\u0e01"),
     ("koi8-u", b"\xae\xbe", "\u045e\u040e"), ("gb2312", b"5 \x80 \xa8\xbc", "5 \u20ac \u1e3f"),
     ("euc-jp", b"\xad\xa1\xa1\xc1\xad\xea", "\u2460\uff5e\u3231"),
     ("iso-2022-jp", b"\x1b$B-!!A0!\x1b(B.", "\u2460\uff5e\u4e9c."), ("euc-jp", b"\x8f\xb0\xa1\x8e\xb1", "\u4e02\uff71"),
