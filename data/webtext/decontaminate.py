@@ -21,7 +21,7 @@ import numpy as np
 
 from data.storage import DataError, check_is_file, parse_error_text
 from data.webtext.documents import Document, DroppedDocument
-from data.webtext.ngram_hashes import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
+from data.webtext.minhash import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
 
 NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8

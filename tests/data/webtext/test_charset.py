@@ -12,7 +12,7 @@ from data.webtext.documents import DocumentError
 from data.webtext.readers import WebReadOptions, read_unit
 from data.webtext.report import summary_line
 from data.webtext.runner import MapStage, run_map_stage
-from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.readers import find_source_files, plan_units
 from data.webtext.stage_folder import read_stage_record
 
 RUSSIAN = "Кот спал весь день на тёплой крыше"
@@ -286,7 +286,7 @@ def test_the_server_s_word_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "a.html").write_bytes(page_of(RUSSIAN, "cp1251"))
     main(["read", str(tmp_path / "a.html"), "--output", str(tmp_path / "out"), "--charset", "CP1251"])
     assert RUSSIAN in (tmp_path / "out" / "part-00000.jsonl").read_text()
-    record = read_stage_record(tmp_path / "out")
+    record = read_stage_record(tmp_path / "out" / "stage.json")
     assert record and record.key["parameters"]["reading"]["charset"] == "windows-1251"
     for label in ("cp-unheard-of", "iso-2022-kr", ""):
         with pytest.raises(SystemExit) as left:

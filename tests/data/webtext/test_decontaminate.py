@@ -15,7 +15,7 @@ from data.storage import DataError
 from data.webtext.decontaminate import (CUT_MARGIN, MIN_PART_CHARACTERS, NGRAM_WORDS, DecontaminateOptions,
                                         make_decontaminate, read_evaluation_ngrams, read_passages, shared_ngrams)
 from data.webtext.documents import Document, DroppedDocument
-from data.webtext.ngram_hashes import hash_words
+from data.webtext.minhash import hash_words
 from tests.data.webtext.planted import EVALUATION, babble, plant
 
 

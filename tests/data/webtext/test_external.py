@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.webtext.external_sort import LineBuckets, Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.external_sort import Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.split import LineBuckets
 
 
 def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:

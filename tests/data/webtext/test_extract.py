@@ -17,7 +17,7 @@ from data.webtext.documents import Document, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
 from data.webtext.readers import WebReadOptions
 from data.webtext.runner import MapStage, run_map_stage
-from data.webtext.source_files import find_source_files
+from data.webtext.readers import find_source_files
 from tests.data.webtext.test_map_stages import GOOD
 
 pytest.importorskip("resiliparse")

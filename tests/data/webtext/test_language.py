@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from data.storage import UsageError
-from data.webtext import language, stages
-from data.webtext.__main__ import build_parser, main
+from data.webtext import language
+from data.webtext.__main__ import build_language, build_parser, main
 from data.webtext.documents import Document, DroppedDocument, parse_shard_line
 from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
                                    text_samples)
@@ -142,7 +142,7 @@ def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.Mo
 
 def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument]:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
-    stage = stages.build_language(args)
+    stage = build_language(args)
     assert isinstance(stage, MapStage)
     return made(stage.options)
 
@@ -186,24 +186,12 @@ def test_what_is_no_language_is_refused(capsys: pytest.CaptureFixture[str], keep
     with pytest.raises(SystemExit) as left:
         main(["language", "in", "--output", "out", "--keep", keep])
     assert left.value.code == 2
-    assert "expected a language, or one with its least score (en:0.65)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("keep", "meant"), [
-    ("EN", "en"), ("En:0.65", "en:0.65"), ("zh-cn", "zh"), ("pt_BR:0.5", "pt:0.5"), ("english", "en"), ("German", "de"),
-    ("chinese", "zh"), ("ENG", "en")])
-def test_the_code_that_was_meant_is_offered(capsys: pytest.CaptureFixture[str], keep: str, meant: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["language", "in", "--output", "out", "--keep", keep])
-    assert left.value.code == 2
-    assert f"found {keep!r}; codes are of ISO 639, in lower case: did you mean {meant!r}?" in capsys.readouterr().err
+    assert "or one with its least score (en:0.65), found " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("detector", language.DETECTORS)
-@pytest.mark.parametrize(("keep", "told"), [
-    (["eng"], "'eng'; did you mean 'en'?"), (["en", "ger:0.5"], "'ger'; did you mean 'de'?"),
-    (["swe"], "'swe'; did you mean 'sv'?"), (["nb"], "'nb'; did you mean 'no'?"), (["xq"], "'xq'; it knows "),
-    (["en,jp"], "'jp'; did you mean 'ja'?")])
+@pytest.mark.parametrize(("keep", "told"), [(["eng"], "'eng'; it knows "), (["en", "ger:0.5"], "'ger'; it knows "),
+                                            (["en,jp"], "'jp'; it knows ")])
 def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep: list[str], told: str) -> None:
     """It would leave out everything."""
     pytest.importorskip(language.DETECTORS[detector])
@@ -230,7 +218,7 @@ def test_the_same_twice_is_once() -> None:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", "--keep", "en,de",
                                       "--keep", "de"])
     pytest.importorskip("py3langid")
-    stage = stages.build_language(args)
+    stage = build_language(args)
     assert isinstance(stage, MapStage) and stage.options.keep == ("en", "de")
 
 

@@ -8,7 +8,7 @@ import pytest
 from data.storage import DataError
 from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, Banding, jaccard_similarity, minhash_signatures,
                                   shingle_hashes)
-from data.webtext.ngram_hashes import HashArray
+from data.webtext.minhash import HashArray
 
 
 def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tuple[HashArray, HashArray]:

@@ -17,10 +17,9 @@ from data.preprocess import TextReadOptions, main as preprocess
 from data.sources import cached_corpus
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import stage_folder as folders
 from data.webtext.__main__ import main
 from data.webtext.runner import run_global_stage
-from data.webtext.source_files import shards_of_stage
+from data.webtext.readers import shards_of_stage
 from data.webtext.stage_folder import merge_shares, remove_stage
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE
@@ -198,29 +197,6 @@ def test_a_share_with_a_changed_shard_is_not_merged(raw: Path) -> None:
     with pytest.raises(DataError, match=f"^{shard}: expected content with the sha256"):
         merge_shares(parts, Path("M"))
     assert not [*Path("M").glob("*.json*")]
-
-
-def test_a_merge_whose_shards_go_away_is_not_complete(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, link = shares(), os.link
-
-    def links_but_one(source: Path, target: Path) -> None:
-        if target.name != "part-00001.jsonl":
-            link(source, target)
-
-    monkeypatch.setattr(folders.os, "link", links_but_one)
-    with pytest.raises(DataError, match="^M: a shard is gone that this stage has just written"):
-        merge_shares(parts, Path("M"))
-    assert not Path("M/stage.json").exists()
-
-
-def test_two_shares_with_one_shard_are_not_merged(raw: Path) -> None:
-    parts = shares()
-    record = json.loads(Path("M1/stage.json").read_text())
-    record["outputs"][0]["name"] = "part-00000.jsonl"
-    Path("M1/stage.json").write_text(json.dumps(record))
-    shutil.copy("M1/" + sorted(os.listdir("M1"))[-2], "M1/part-00000.jsonl")
-    with pytest.raises(DataError, match="two shares have a shard part-00000.jsonl|is complete"):
-        merge_shares(parts, Path("M"))
 
 
 # ------------------------------------------------------------------------------------------------------ readers

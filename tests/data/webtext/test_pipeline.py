@@ -17,9 +17,8 @@ from data.indexed import IndexedCorpus
 from data.sources import open_datasets
 from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext.__main__ import main
+from data.webtext.__main__ import main, origin_file_of, tokenize_part
 from data.webtext.sample import build_sample as build_sample
-from data.webtext.stages import origin_file_of, tokenize_part
 from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_language import TEXTS

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract, source_files
+from data.webtext import extract, readers
 from data.webtext.documents import Document, DocumentError, machine_share, parse_json_line
 from data.webtext.readers import ReadResult, WebReadOptions, array_elements, read_unit
-from data.webtext.source_files import FileRange, find_source_files, plan_units
+from data.webtext.readers import FileRange, find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -97,7 +97,7 @@ def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) 
     units = plan_units(sources, 100)
     pieces = [piece for unit in units for piece in unit]
     assert [piece.source for piece in pieces if piece.start == 0] == sources
-    assert all(source_files.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
+    assert all(readers.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
     assert pieces[-1] == FileRange(sources[-1]), "a compressed file is not cut"
     for count in (1, 3, 20):
         shares = [machine_share(len(units), index, count) for index in range(count)]

@@ -21,9 +21,9 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
 from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
-from data.webtext.source_files import shards_of_stage
+from data.webtext.readers import shards_of_stage
 from data.webtext.stage_folder import merge_shares
-from data.webtext.stages import tokenize_part
+from data.webtext.__main__ import tokenize_part
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
 SMALL = StageRunOptions(shard_bytes=500)
@@ -133,7 +133,7 @@ def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, m
     def four(job, stage, reading):  # type: ignore[no-untyped-def]
         if len(made) == 4:
             raise KeyboardInterrupt
-        made.append(job.target.name)
+        made.append(job[1].name)
         return original(job, stage, reading)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -8,8 +8,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from data.webtext import ngram_hashes as module
-from data.webtext.ngram_hashes import UNSPACED_SCRIPTS, hash_words, ngram_hashes, word_hashes
+from data.webtext import minhash as module
+from data.webtext.minhash import UNSPACED_SCRIPTS, hash_words, ngram_hashes, word_hashes
 
 AWKWARD = [
     "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
