@@ -65,14 +65,6 @@ class DocumentError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class JsonKeys:
-    """The keys of text and URL in the objects of a source; the defaults are those of our shards."""
-
-    text: str = "text"
-    url: str = "url"
-
-
 class Repairs(list[str]):
     """The faults of a document that were repaired; raises instead if repairs are not allowed."""
 
@@ -94,24 +86,23 @@ def parse_shard_line(line: bytes, location: str) -> Document:
         raise DataError(f"{location}: {fault}") from fault
 
 
-def parse_json_line(line: bytes, keys: JsonKeys = JsonKeys(), repair: bool = False) -> tuple[Document, tuple[str, ...]]:
-    """(document, names of the repairs made); raises DocumentError."""
+def parse_json_line(line: bytes, text_key: str = "text", url_key: str = "url",
+                    repair: bool = False) -> tuple[Document, tuple[str, ...]]:
+    """(document, names of the repairs made); raises DocumentError. The default keys are those of our shards."""
     repairs = Repairs(repair)
     value = _load_json(decode_utf8(line, repairs), repairs)
     if not isinstance(value, dict):
         raise DocumentError("not an object", f"expected a JSON object, found {json_type_name(value)}")
-    if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
-        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
         value = _repair_surrogates(value, repairs)
-    if keys.text not in value:
+    if text_key not in value:
         found = ", ".join(map(repr, value)) or "no keys"
-        raise DocumentError("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
-    text, url = value.pop(keys.text), value.pop(keys.url, None)
+        raise DocumentError("no text", f"no key {text_key!r}; found {found} (see --text-key)")
+    text, url = value.pop(text_key), value.pop(url_key, None)
     if not isinstance(text, str):
-        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {json_type_name(text)}")
+        raise DocumentError("wrong type", f"key {text_key!r}: expected text, found {json_type_name(text)}")
     if not isinstance(url, str | None):
-        repairs.add("wrong type", f"key {keys.url!r}: expected text, found {json_type_name(url)}")
+        repairs.add("wrong type", f"key {url_key!r}: expected text, found {json_type_name(url)}")
         url = None
     inner = value.get("meta")
     meta = inner if len(value) == 1 and isinstance(inner, dict) else value
@@ -128,7 +119,7 @@ def decode_utf8(raw: bytes, repairs: Repairs) -> str:
 
 
 def _load_json(text: str, repairs: Repairs) -> Any:
-    """Strict JSON: no duplicate keys, no NaN, no number beyond a double."""
+    """Strict JSON: no duplicate keys, no NaN, no number beyond a double, not too deep."""
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
@@ -146,12 +137,15 @@ def _load_json(text: str, repairs: Repairs) -> Any:
                    parse_constant=parse_number)
     try:
         try:
-            return load()
+            value = load()
         except json.JSONDecodeError as error:
             if not repairs.allowed or not error.msg.startswith("Invalid control character"):
                 raise
             repairs.append("control character")
-            return load(strict=False)
+            value = load(strict=False)
+        if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH < _json_depth(value):
+            raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
+        return value
     except json.JSONDecodeError as error:
         raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or nesting too deep
@@ -159,14 +153,8 @@ def _load_json(text: str, repairs: Repairs) -> Any:
 
 
 def _json_depth(value: Any) -> int:
-    """Nesting depth of lists and objects, at most MAX_JSON_DEPTH + 1."""
-    level, depth = [value], 0
-    while level and depth <= MAX_JSON_DEPTH:
-        inner: list[Any] = []
-        for item in level:
-            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        level, depth = inner, depth + 1
-    return depth
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_json_depth, inner), default=0)
 
 
 def _repair_surrogates(value: Any, repairs: Repairs) -> Any:

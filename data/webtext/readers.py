@@ -23,7 +23,7 @@ from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompress
 from data.input_files import STAGE_FILE, WORK_FOLDER, InputFiles, shards_of_folder, walk_files
 from data.plain_text import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.storage import DataError, check_is_file
-from data.webtext.documents import Document, DocumentError, JsonKeys, Repairs, decode_utf8, parse_json_line
+from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import NOT_TEXT, decode_page
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
@@ -80,10 +80,6 @@ class WebReadOptions:
     max_bytes: int = 1 << 26
     charset: str | None = None
     """Charset of HTML files from the server; takes precedence over their own declaration."""
-
-    @property
-    def json_keys(self) -> JsonKeys:
-        return JsonKeys(self.text_key, self.url_key)
 
 
 @dataclass(frozen=True)
@@ -227,33 +223,29 @@ def unit_bytes(unit: Iterable[FileRange]) -> int:
 
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
-    """All results of a unit, in order."""
+    """All results of a unit, in order. At damage: all that was whole before it, then a fault."""
     for file_range in unit:
-        end = file_range.start
+        source, end = file_range.source, file_range.start
         try:
-            with open_decompressed(file_range.source.path) as file:
-                for offset, size, content in _raw_documents(file, file_range, options):
-                    yield _parse_raw(file_range, (offset, size, content), options)
+            with open_decompressed(source.path) as file:
+                if source.format in ("jsonl", "urls"):
+                    documents = _raw_lines(file, file_range, options)
+                elif source.format == "array":
+                    documents = array_elements(file, options.max_bytes)
+                else:
+                    content = file.read(options.max_bytes + 1)
+                    documents = iter([(0, len(content), content) if len(content) <= options.max_bytes else
+                                      (0, options.max_bytes, None)])
+                for offset, size, raw in documents:
+                    yield _parse_raw(file_range, offset, size, raw, options)
                     end = offset + size
         except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
             yield ReadResult(file_range, end, 0, fault)
         except FileNotFoundError as error:
-            raise DataError(f"{file_range.source.path}: cannot read: {error.strerror}") from error
+            raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
         except OSError as error:
-            yield ReadResult(file_range, end, 0, DocumentError(UNREADABLE,
-                                                               f"cannot read on: {error.strerror or error}"))
-
-
-def _raw_documents(file: BufferedReader, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
-    """The documents of a range as bytes; raises at damage, after all that was whole before it."""
-    if file_range.source.format in ("jsonl", "urls"):
-        yield from _raw_lines(file, file_range, options)
-    elif file_range.source.format == "array":
-        yield from array_elements(file, options.max_bytes)
-    else:
-        content = file.read(options.max_bytes + 1)
-        fits = len(content) <= options.max_bytes
-        yield 0, min(len(content), options.max_bytes), content if fits else None
+            fault = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
+            yield ReadResult(file_range, end, 0, fault)
 
 
 def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
@@ -268,7 +260,7 @@ def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOpti
         if damage:  # a last line that is a complete object is no part of it
             if file_range.source.format == "jsonl" and len(raw) <= limit:
                 with suppress(DocumentError):
-                    parse_json_line(line, options.json_keys)
+                    parse_json_line(line, options.text_key, options.url_key)
                     yield offset, len(raw), line
             raise damage
         if not raw:
@@ -285,31 +277,10 @@ def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOpti
 def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[RawDocument]:
     """The elements of a JSON array, split as bytes by brackets, commas and quotes only; the caller parses them. Raises
     DocumentError if the array does not open or close, or if something follows it."""
-    parts = _array_parts(file, limit)
-    _, size, before, opening = next(parts)
-    if opening != b"[" or before is None or before.removeprefix(BOM).strip(_JSON_SPACE):
-        raise DocumentError("not JSON", "not JSON: expected an array")
-    found = False
-    for offset, size, part, mark in parts:
-        if mark == b"":
-            raise DocumentError("not JSON", "not JSON: the array is not closed")
-        content = None if part is None else part.strip(_JSON_SPACE)
-        if content != b"" or mark == b"," or found:  # `[]` has no element, `[1,]` an empty one, which is an error
-            found = True
-            yield offset, size, None if content is None or len(content) > limit else content
-        if mark == b"]":
-            break
-    _, size, after, mark = next(parts)
-    if mark or after is None or after.strip(_JSON_SPACE):
-        raise DocumentError("not JSON", "not JSON: something follows the array")
-
-
-def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
-    """(offset, size with delimiter, bytes before it, delimiter) for each outermost `[`, `,` and `]`, then b""."""
     offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
-    at, depth, inside = 0, 0, False
+    at, depth, inside_string, found_any, is_closed = 0, 0, False, False, False
     while True:
-        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(buffer, at)
+        found = (_INSIDE_STRING if inside_string else _OUTSIDE_STRING).search(buffer, at)
         if found is None:
             at = max(at, len(buffer))
             if len(buffer) > limit:
@@ -318,31 +289,42 @@ def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[i
             if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
                 buffer += more
                 continue
-            yield offset, discarded + len(buffer), None if discarded else bytes(buffer), b""
-            return
+            break
         mark, at = found[0], found.end()
-        if inside:
-            inside = mark != b'"'
-            at += inside  # skip the character after a backslash
+        if inside_string:
+            inside_string = mark != b'"'
+            at += inside_string  # skip the character after a backslash
             continue
-        inside = mark == b'"'
+        inside_string = mark == b'"'
         before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
-        if (before, depth, mark) in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
-            yield offset, discarded + at, None if discarded else bytes(buffer[:found.start()]), mark
-            offset, discarded = offset + discarded + at, 0
-            del buffer[:at]
-            at = 0
+        if is_closed or (before, depth, mark) not in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
+            continue
+        content, size = bytes(buffer[:found.start()]).strip(_JSON_SPACE), discarded + at
+        if mark == b"[":
+            if discarded or content not in (b"", BOM):
+                raise DocumentError("not JSON", "not JSON: expected an array")
+        elif discarded or content or mark == b"," or found_any:  # `[]` has no element; `[1,]` an empty one, an error
+            found_any = True
+            yield offset, size, None if discarded or len(content) > limit else content
+        is_closed = mark == b"]"
+        offset, discarded, at = offset + size, 0, 0
+        del buffer[:found.end()]
+    if not is_closed:
+        raise DocumentError("not JSON", "not JSON: the array is not closed")
+    if discarded or buffer.strip(_JSON_SPACE):
+        raise DocumentError("not JSON", "not JSON: something follows the array")
 
 
-def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions) -> ReadResult:
-    offset, size, content = raw
+def _parse_raw(file_range: FileRange, offset: int, size: int, content: bytes | None,
+               options: WebReadOptions) -> ReadResult:
     kind, repairs = file_range.source.format, Repairs(options.on_error == "replace")
     try:
         if content is None:
             raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
         if kind in ("jsonl", "array", "object"):
             line = content.removeprefix(BOM) if kind == "object" else content
-            return ReadResult(file_range, offset, size, *parse_json_line(line, options.json_keys, repairs.allowed))
+            return ReadResult(file_range, offset, size, *parse_json_line(
+                line, options.text_key, options.url_key, repairs.allowed))
         if kind == "urls":
             return ReadResult(file_range, offset, size, Document("", decode_utf8(content, repairs)), tuple(repairs))
         if archive := archive_kind(content):
