@@ -190,12 +190,8 @@ def archive_kind(content: bytes) -> str | None:
 def _detect_json_layout(path: Path) -> str:
     """Layout of a .json file: an array, one object over several lines, or (most common) an object per line."""
     with open_decompressed(str(path)) as file:
-        head, damage = read_until_damage(file, 1 << 16)  # damage is counted later
-        start = head.removeprefix(BOM).lstrip()
-        while head and not start and not damage:
-            head, damage = read_until_damage(file, 1 << 16)
-            start = head.lstrip()
-    first = start.split(b"\n", 1)[0].rstrip()
+        head, _ = read_until_damage(file, 1 << 16)  # damage is counted later
+    first = head.removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
     return "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
 
 

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.webtext import extract
 from data.webtext.__main__ import main
 from data.webtext.documents import DocumentError
 from data.webtext.readers import WebReadOptions, read_unit
-from data.webtext.report import summary_line
-from data.webtext.runner import MapStage, run_map_stage
 from data.webtext.readers import find_source_files, plan_units
 from data.webtext.stage_folder import read_stage_record
 
@@ -73,22 +70,17 @@ def test_a_label_means_what_it_means_to_browsers(tmp_path: Path, label: str, cod
 
 
 DECLARATIONS = [
-    "<meta charset=windows-1251>", '<meta charset="windows-1251">', "<META CHARSET='WINDOWS-1251'/>",
-    "<meta\ncharset\n=\nwindows-1251\n>", '<meta charset=" windows-1251 ">', "<meta/charset=windows-1251>",
+    "<META CHARSET='WINDOWS-1251'/>", "<meta\ncharset\n=\nwindows-1251\n>", '<meta charset=" windows-1251 ">',
     '<meta http-equiv="Content-Type" content="text/html; charset=windows-1251">',
-    "<meta content=\"text/html;charset='windows-1251'\" http-equiv=content-type>",
     "<meta http-equiv=CONTENT-TYPE content='charset = \"windows-1251\"; x'>",
     '<meta name=a content="text/html; charset=koi8-r"><meta charset=windows-1251>',
-    "<!-- <meta charset=koi8-r> --><meta charset=windows-1251>", "<!--><meta charset=windows-1251>",
+    "<!-- <meta charset=koi8-r> --><meta charset=windows-1251>",
     '<link title="<meta charset=koi8-r>"><meta charset=windows-1251>', "<meta charset=unheard><meta charset=x-cp1251>",
     "<meta charset=windows-1251 charset=koi8-r><meta charset=koi8-r>",
     '<meta http-equiv=content-type content="text/html; charset=koi8-r" charset=windows-1251>',
-    "<!-- " + "x" * 2000 + " --><meta charset=windows-1251>",
     "<style>" + "p {}" * 500 + "</style>\n<meta charset=windows-1251>",
     "<meta name=x content='" + "x" * 980 + "'><meta charset=windows-1251>",
-    "<script>" + " " * 1200 + "'<meta charset=koi8-r>'</script><meta charset=windows-1251>",
-    "<title>" + " " * 1200 + "<meta charset=koi8-r></title><meta charset=windows-1251>",
-]
+    "<script>" + " " * 1200 + "'<meta charset=koi8-r>'</script><meta charset=windows-1251>"]
 
 
 @pytest.mark.parametrize("head", DECLARATIONS, ids=range(len(DECLARATIONS)))
@@ -99,11 +91,8 @@ def test_a_page_says_its_character_set_in_many_ways(tmp_path: Path, head: str) -
 
 NO_DECLARATIONS = [
     "", '<meta content="text/html; charset=windows-1251">', "<meta name=charset content=windows-1251>",
-    "<metal charset=windows-1251>", "<p title='<meta charset=windows-1251>'>", "<!-- <meta charset=windows-1251> -->",
-    "<meta http-equiv=refresh content='0; charset=windows-1251'>", "<meta charset=unheard-of>", "<meta charset=''>",
-    "<meta http-equiv=content-type content='text/html; charset=\"windows-1251'>", "<meta charset=utf-7>",
-    "<meta charset=rot13>", "<meta charset=\u00e9>", "<meta charset=cp936>",
-]
+    "<p title='<meta charset=windows-1251>'>", "<!-- <meta charset=windows-1251> -->", "<meta charset=cp936>",
+    "<meta http-equiv=content-type content='text/html; charset=\"windows-1251'>", "<meta charset=\u00e9>"]
 
 
 @pytest.mark.parametrize("head", NO_DECLARATIONS, ids=range(len(NO_DECLARATIONS)))
@@ -112,12 +101,6 @@ def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path, head: str) -
     assert isinstance(found, DocumentError) and found.reason == "no character set" and "--charset" in str(found)
     page = page_of(RUSSIAN, "utf-8", head)
     assert read_page(tmp_path, page) == (page.decode(), ())
-
-
-def test_a_declaration_after_the_head_is_none(tmp_path: Path) -> None:
-    late = "<script>" + " " * 1200 + "</script>"
-    found = read_page(tmp_path, page_of(RUSSIAN + "<meta charset=windows-1251>", "cp1251", late))
-    assert isinstance(found, DocumentError) and found.reason == "no character set"
 
 
 @pytest.mark.parametrize("declaration", [
@@ -157,12 +140,9 @@ def test_utf_16_without_a_mark_is_known_by_its_first_bytes(tmp_path: Path, codec
 
 
 @pytest.mark.parametrize("hostile", [
-    b"<" * 2_000_000, b"<meta " * 300_000, b"<meta charset='" * 100_000, b"<!--" * 500_000, b"<a b=" * 300_000,
-    b"<script>" * 200_000, b"<script>" + b"</script" * 200_000, b"<p" + b" a=b" * 400_000, b"<p a" + b" " * 2_000_000,
-    b"<meta content='" + b"charset" * 200_000, b"<?xml " + b"encoding" * 200_000, b"\xff" * 2_000_000,
-    b"<meta http-equiv=content-type content='" + b"charset =" * 200_000 + b"'>", b"\x81" * 2_000_000,
-    b"<meta charset=gbk>" + b"\x80" * 500_000,
-], ids=range(15))
+    b"<meta " * 300_000, b"<!--" * 500_000, b"<a b=" * 300_000, b"<script>" + b"</script" * 200_000,
+    b"<meta content='" + b"charset" * 200_000, b"<?xml " + b"encoding" * 200_000, b"\x81" * 2_000_000,
+    b"<meta charset=gbk>" + b"\x80" * 500_000, b"<select>" + b"<option>" * 110_000], ids=range(9))
 def test_no_page_takes_long(tmp_path: Path, hostile: bytes) -> None:
     """What is quadratic in any of these does not come to its end here."""
     read_page(tmp_path, hostile)
@@ -185,15 +165,6 @@ def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
             page.decode(codec).replace("</p>", "\ufffd</p>"), (reason,)), "the tag after it is whole"
     cut = page[:page.index(b"</p>") - 1]  # a page cut off inside its last character
     assert read_page(tmp_path, cut, reading) == (page.decode(codec).partition("</p>")[0][:-1] + "\ufffd", (reason,))
-
-
-@pytest.mark.parametrize(("codec", "mark"), MARKS)
-def test_a_page_of_unicode_that_is_cut_off_ends_in_one_mark(tmp_path: Path, codec: str, mark: bytes) -> None:
-    page = mark + page_of(RUSSIAN, codec)
-    cut = page[:page.index("</p>".encode(codec)) - 1]
-    name = {"utf-8": "UTF-8", "utf-16-le": "utf-16le", "utf-16-be": "utf-16be"}[codec]
-    whole = page.decode(codec).removeprefix("\ufeff").partition("</p>")[0]
-    assert read_page(tmp_path, cut) == (whole[:-1] + "\ufffd", (f"not {name}",))
 
 
 @pytest.mark.parametrize(("label", "raw", "text"), [
@@ -260,26 +231,6 @@ def test_utf_32_is_not_taken_for_utf_16(tmp_path: Path, codec: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- nothing is lost
-
-def test_every_page_of_a_crawl_is_kept_or_counted_and_told(tmp_path: Path) -> None:
-    """With `skip`, one page of each label and four that have no text; no page goes without a word."""
-    pages = tmp_path / "crawl"
-    pages.mkdir()
-    for number, (label, codec, text) in enumerate(LABELS):
-        (pages / f"{number:03d}.html").write_bytes(page_of(text, codec, f"<meta charset={label}>"))
-    damaged = page_of(RUSSIAN, "utf-8", "<meta charset=utf-8>").replace(b"</p>", b"\xff</p>")
-    for name, page in {"damaged": damaged, "nothing": page_of(RUSSIAN, "cp1251"), "image": b"\x89PNG\0\xff",
-                       "hz": b"<meta charset=hz-gb-2312>x", "curly": "<p>“curly”".encode("cp1252")}.items():
-        (pages / f"{name}.html").write_bytes(page)
-    stage = MapStage("extract", extract.make_extract, extract.ExtractOptions())
-    record = run_map_stage(stage, [pages], tmp_path / "out", WebReadOptions(on_error="skip"))
-    assert (record.counts.documents_in, record.counts.documents_kept) == (len(LABELS) + 5, len(LABELS) + 2)
-    assert record.counts.dropped == {"no character set": 1, "not text": 1, "refused character set": 1}
-    assert record.counts.repaired == {"no character set": 1, "not UTF-8": 1}
-    assert summary_line(record).endswith("dropped: no character set 1, not text 1, refused character set 1; "
-                                         "repaired: no character set 1, not UTF-8 1")
-    kept = (tmp_path / "out" / "part-00000.jsonl").read_text()
-    assert all(text in kept for label, codec, text in LABELS)
 
 
 def test_the_server_s_word_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

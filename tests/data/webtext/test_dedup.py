@@ -146,14 +146,6 @@ def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
     assert visible(tmp_path / "1") == visible(tmp_path / "2")
 
 
-def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = plant(3, originals=15, words=150)
-    deduplicate(write(pages, tmp_path / "in", 3), tmp_path / "out")
-    monkeypatch.setattr(minhash.split_into_ranges, "__defaults__", (1000,))  # bytes; most lines are longer than that
-    deduplicate(write(pages, tmp_path / "in40", 40), tmp_path / "out40")
-    assert kept_of(tmp_path / "out") == kept_of(tmp_path / "out40")
-
-
 def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
     rng = random.Random(4)
     chain = [babble(rng, 400)]
@@ -190,11 +182,6 @@ def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
     assert len(compared) <= 500 + dedup.PAIRS_PER_BATCH
 
 
-def test_without_near_only_exact_copies_go(tmp_path: Path) -> None:
-    counts = deduplicate(write(plant(7, originals=5, words=100), tmp_path / "in"), tmp_path / "out", near=False)
-    assert counts.dropped == {"exact copy": 5}
-
-
 def test_signatures_of_several_machines_are_used(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = write(plant(8, originals=8, words=100), tmp_path / "in", 5)
@@ -211,12 +198,6 @@ def test_empty_inputs_give_empty_shards(tmp_path: Path) -> None:
     assert deduplicate(shards, tmp_path / "out").documents_in == 0
     assert visible(tmp_path / "out") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
     assert deduplicate([], tmp_path / "none").documents_in == 0
-
-
-def test_pages_that_are_all_too_short_are_compared_as_they_are(tmp_path: Path) -> None:
-    texts = ["", "a b c d", "A b c d", " a  b c d", "!", "", "?"]
-    deduplicate(write([Page(text, "") for text in texts], tmp_path / "in"), tmp_path / "out")
-    assert kept_of(tmp_path / "out") == ["", "a b c d", "A b c d", "!", "?"]
 
 
 def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from data.storage import DataError
 from data.webtext.documents import Document, DocumentError, parse_json_line, parse_shard_line
 
 # line, reason of the fault, part of the message, and the document that repairing gives (None: it cannot be repaired)
@@ -105,8 +104,3 @@ def test_any_document_comes_back_from_its_line_which_is_one_line_of_utf8() -> No
         assert parse_shard_line(line, "x") == document
         assert parse_shard_line(line, "x").to_line() == line
         assert json.loads(line)["text"] == text
-
-
-def test_the_place_begins_the_error_of_a_shard() -> None:
-    with pytest.raises(DataError, match=r"^part-00000.jsonl:3: no key 'text'"):
-        parse_shard_line(b"{}", "part-00000.jsonl:3")

@@ -42,19 +42,6 @@ def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path)
     assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
 
 
-def test_merging_takes_large_steps(tmp_path: Path) -> None:
-    sorter, rows = RowSorter(tmp_path, 1, 1 << 15), random_rows(np.random.default_rng(0), 50_000, 1, (1 << 64) - 1)
-    sorter.add(rows)
-    assert len(list(sorter.sorted())) < 3 * (50_000 * 8 / (1 << 13))  # a block is a quarter of memory; a third of that
-
-
-def test_rows_one_by_one_are_rows(tmp_path: Path) -> None:
-    rows = [(3, 1), ((1 << 64) - 1, 0), (0, 2)] * 1000
-    sorter = RowSorter(tmp_path, 2, 4096)
-    sorter.add_each(iter(rows))
-    assert list(map(tuple, iterate_rows(sorter.sorted()))) == sorted(rows)
-
-
 @pytest.mark.parametrize("crowd", [1, 3, 100])
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_equals_are_paired_across_any_blocks(crowd: int, size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -95,17 +94,6 @@ def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> 
             assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
 
 
-def test_by_hash_a_document_stays_in_its_part_when_the_corpus_grows(tmp_path: Path) -> None:
-    part_of: dict[int, int] = {}
-    for name, sizes in (("a", [50, 50]), ("b", [10, 300])):
-        split.run_split(write_shards(tmp_path / name, sizes), tmp_path / f"{name}.out", split.SplitOptions("1,1,1"), 1,
-                        lambda _: None)
-        for place, part in enumerate(split.PARTS):
-            for number in numbers_of(tmp_path / f"{name}.out" / part):
-                assert part_of.setdefault(number, place) == place
-    assert len(part_of) == 310 and min(Counter(part_of.values()).values()) > 60
-
-
 def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [40, 50, 60, 70])
     for method in split.SPLIT_METHODS:
@@ -114,12 +102,6 @@ def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
             split.run_split(shards, tmp_path / f"{method}2", split.SplitOptions("8,1,1", method), 1 + machine,
                             lambda _: None, (machine, 2))
         assert files_of(tmp_path / f"{method}1") == files_of(tmp_path / f"{method}2")
-
-
-def test_seeds_split_otherwise_and_shares_of_nothing_are_empty() -> None:
-    shares = split.parse_split("1,1,0")
-    parts = [[split.part_of_text_hash(f"text {n}", shares, seed) for n in range(200)] for seed in (1, 2)]
-    assert parts[0] != parts[1] and set(parts[0]) == set(parts[1]) == {0, 1}
 
 
 def test_shares_that_make_no_sense_are_refused(tmp_path: Path) -> None:

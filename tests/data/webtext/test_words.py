@@ -54,15 +54,6 @@ def test_words_are_those_found_character_by_character(piece: int, monkeypatch: p
     module._powers.cache_clear()
 
 
-def test_a_word_longer_than_a_piece_is_cut_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_CHARACTERS", 64)
-    module._powers.cache_clear()
-    found = hash_words("a" * 1000 + " b")
-    assert found.starts[0] == 0 and found.stops[-1] == 1002
-    assert (found.starts[1:-1] == found.stops[:-2]).all()
-    module._powers.cache_clear()
-
-
 def test_runs_are_equal_where_the_words_are() -> None:
     rng = random.Random(1)
     plain = rng.choices(["a", "b", "c"], k=2000)
