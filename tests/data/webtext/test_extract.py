@@ -163,14 +163,11 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize("hostile", [
-    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
-    "<script>" + "</script " * 50_000, "<div>" * 100_000, "<nav>" * 100_000, "&" * 300_000, " " * 300_000,
-    "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000, "<header>" * 100_000,
-    "<main><header>" * 50_000, "<div class=sidebar>" * 100_000, "<ul><li>" * 50_000, "<table><tr><td>" * 30_000,
-    "<p><b><i>" * 30_000, "<font><p>" * 30_000, "<template>" * 100_000, "<?xml?>" + "<![CDATA[" * 50_000,
-    "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", f"<p title='>' {DISTINCT}",
-    '<a b="' * 50_001, "<a b= " * 50_000, "<a" + " " * 300_000, "<a" + "=" * 300_000, "<a<b" * 100_000,
-], ids=range(33))
+    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000,
+    "<div>" * 100_000, "<nav>" * 100_000, " " * 300_000, "<main><header>" * 50_000, "<div class=sidebar>" * 100_000,
+    "<p><b><i>" * 30_000, "<?xml?>" + "<![CDATA[" * 50_000, "<?xml?>" + "<a b='" * 50_000,
+    "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", "<a" + " " * 300_000, "<a" + "=" * 300_000,
+], ids=range(17))
 def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quadratic in any of these, outside of the parser, does not come to its end here."""
     monkeypatch.setattr(extract, "_SECONDS", 0.5)

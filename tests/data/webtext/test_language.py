@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from data.storage import UsageError
 from data.webtext import language
 from data.webtext.__main__ import build_language, build_parser, main
-from data.webtext.documents import Document, DroppedDocument, parse_shard_line
+from data.webtext.documents import Document, DroppedDocument
 from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
                                    text_samples)
-from data.webtext.readers import WebReadOptions
-from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
+from data.webtext.runner import MapStage
 
 ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
            "the wall. Nobody had told the keeper that a storm was on its way, so he sat in front of his house and "
@@ -184,21 +182,3 @@ def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep
 def test_flags_that_contradict_each_other_are_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match="--keep"):
         stage_of(*arguments)
-
-
-def test_labels_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
-    pytest.importorskip("py3langid")
-    texts = [TEXTS[code] * times + TEXTS[other] * 2 for times in (1, 4, 9) for code in TEXTS for other in TEXTS]
-    for number in range(4):
-        lines = [Document(text, None, {"n": number}).to_line() for text in texts[number::4]]
-        (tmp_path / f"{number}.jsonl").write_bytes(b"".join(lines))
-    stage = MapStage("language", language.make_language_filter, LanguageOptions(label_only=True))
-    inputs = [tmp_path / f"{number}.jsonl" for number in range(4)]
-    made = []
-    for workers in (1, 2):
-        out = tmp_path / f"out{workers}"
-        record = run_map_stage(stage, inputs, out, WebReadOptions(), StageRunOptions(workers, shard_bytes=4000))
-        assert (record.counts.documents_in, record.counts.documents_kept) == (len(texts), len(texts))
-        made.append([path.read_bytes() for path in sorted(out.glob("part-*.jsonl"))])
-    assert made[0] == made[1] and len(made[0]) > 3
-    assert all(parse_shard_line(line, "").meta["language"] for shard in made[0] for line in shard.splitlines())

@@ -172,22 +172,6 @@ def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None
         assert code != 3 or "a.jsonl:26 (byte " in done.stderr
 
 
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Peak memory of a process that cleans 30 MB, against one that cleans 3 MB."""
-    peaks = []
-    for copies in (60, 600):
-        path = tmp_path / f"{copies}.jsonl"
-        with open(path, "wb") as file:
-            for k in range(copies):
-                file.write(json.dumps({"text": article(k) * 50}).encode() + b"\n")
-        program = ("from tests.peak import peak; from data.webtext.__main__ import main; "
-                   f"main(['clean', {str(path)!r}, '--output', {str(tmp_path / f'out{copies}')!r}, '--workers', '1', "
-                   "'--shard-bytes', '1M']); print(peak())")
-        peaks.append(int(subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True,
-                                        capture_output=True, text=True).stdout))
-    assert peaks[1] < 1.1 * peaks[0]
-
-
 def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(DataError, match="3-clean: no document is left"):
