@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -231,28 +231,6 @@ class DocumentCounts:
 
 ReportCounts = Callable[[DocumentCounts], None]
 """Called by a global stage with the counts of what it has just written."""
-
-
-LineRange = tuple[Path, int, int]
-"""(shard, start, stop): the lines that begin in [start, stop)."""
-
-
-def split_into_ranges(shard: Path, size: int = 1 << 20) -> list[LineRange]:
-    """Ranges of about `size` bytes that together hold every line once."""
-    stop = shard.stat().st_size
-    return [(shard, start, min(start + size, stop)) for start in range(0, stop, size)]
-
-
-def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line."""
-    shard, offset, stop = line_range
-    with open(shard, "rb") as file:
-        if offset:  # a line across `start` belongs to the previous range
-            file.seek(offset - 1)
-            offset += len(file.readline()) - 1
-        while offset < stop and (line := file.readline()):
-            yield offset, line
-            offset += len(line)
 
 
 def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:

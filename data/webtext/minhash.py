@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder, staged_file
-from data.webtext.documents import LineRange, parse_shard_line, read_lines, split_into_ranges
+from data.webtext.documents import parse_shard_line
 from data.webtext.external_sort import Rows
 
 HashArray = NDArray[np.uint64]
@@ -217,6 +217,8 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
 
 PLACE_COLUMNS, DIGEST_COLUMNS, BAND_COLUMNS = slice(0, 2), slice(2, 4), slice(4, None)
 """Columns of a row; the place of a line is its offset and size."""
+BATCH_BYTES = 1 << 20
+"""Lines of a shard that are in memory at a time."""
 LineLocation = tuple[int, int, int]
 """(shard, offset, size) of a line."""
 
@@ -225,14 +227,10 @@ def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path,
                      workers: int) -> None:
     """Write the missing signature files of these shards."""
     make_folder(folder)
-    missing = [(split_into_ranges(shards[number]), signature_file(folder, number)) for number in shard_numbers
-               if not signature_file(folder, number).exists()]
-    rows = ordered_map(partial(signature_rows, banding=banding), (piece for pieces, _ in missing for piece in pieces),
-                       workers)
-    for line_ranges, target in missing:
-        with staged_file(target) as file:
-            for _ in line_ranges:
-                file.write(next(rows).data)
+    missing = [(shards[number], target) for number in shard_numbers
+               if not (target := signature_file(folder, number)).exists()]
+    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
+        pass
 
 
 def signature_file(folder: Path, number: int) -> Path:
@@ -240,17 +238,27 @@ def signature_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.rows"
 
 
-def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
-    """The rows of consecutive documents."""
-    lines = list(read_lines(line_range))
+def write_signature_file(task: tuple[Path, Path], banding: Banding) -> None:
+    """Write the rows of a shard, given as (shard, target)."""
+    shard, target = task
+    offset = 0
+    with open(shard, "rb") as file, staged_file(target) as rows:
+        while lines := file.readlines(BATCH_BYTES):
+            rows.write(signature_rows(lines, offset, str(shard), banding).data)
+            offset += sum(map(len, lines))
+
+
+def signature_rows(lines: Sequence[bytes], offset: int, location: str, banding: Banding) -> Rows:
+    """The rows of consecutive lines, the first of them at `offset`."""
     rows = np.zeros((len(lines), 4 + banding.bands), np.uint64)
     shingles = []
-    for row, (offset, line) in zip(rows, lines):
-        text = parse_shard_line(line, str(line_range[0])).text
+    for row, line in zip(rows, lines):
+        text = parse_shard_line(line, location).text
         digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
         row[PLACE_COLUMNS] = offset, len(line)
         row[DIGEST_COLUMNS] = np.frombuffer(digest, "<u8")
         shingles.append(shingle_hashes(text))
+        offset += len(line)
     long_enough = np.array(list(map(len, shingles)), bool)
     rows[long_enough, BAND_COLUMNS] = banding.bands_of(minhash_signatures([some for some in shingles if len(some)]))
     return rows

@@ -240,8 +240,8 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
         except FileNotFoundError as error:
             raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
         except OSError as error:
-            fault = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
-            yield ReadResult(file_range, end, 0, fault)
+            damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
+            yield ReadResult(file_range, end, 0, damage)
 
 
 def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:

@@ -16,11 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PEAK = """
 import sys
 from pathlib import Path
-from data.webtext import documents
+from data.webtext import minhash
 from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
-documents.split_into_ranges.__defaults__ = (int(range_bytes),)
+minhash.BATCH_BYTES = int(range_bytes)
 run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
 print(peak())
 """
