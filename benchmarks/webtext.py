@@ -35,11 +35,15 @@ def texts_of(path: Path) -> list[str]:
 
 def our_signatures(path: Path, workers: int = 1) -> Task:
     from data.parallel import ordered_map
-    from data.webtext.documents import split_into_ranges
-    from data.webtext.minhash import Banding, signature_rows
+    from data.webtext.minhash import BATCH_BYTES, Banding, signature_rows
 
-    sign = partial(signature_rows, banding=Banding.for_threshold(0.8))
-    return lambda: list(ordered_map(sign, split_into_ranges(path), workers))
+    sign = partial(signature_rows, offset=0, location=str(path), banding=Banding.for_threshold(0.8))
+
+    def sign_all() -> object:
+        with path.open("rb") as file:
+            return list(ordered_map(sign, iter(lambda: file.readlines(BATCH_BYTES), []), workers))
+
+    return sign_all
 
 
 def datasketch_signatures(path: Path) -> Task:

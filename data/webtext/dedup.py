@@ -1,36 +1,33 @@
-"""`dedup`: remove exact and near duplicates; the first document in corpus order stays.
+"""`dedup`: remove exact and near duplicates; `unique`: repeated addresses. The first document in corpus order stays.
 
 *Exact*: equal text up to white space. *Near*: Jaccard similarity at or above the threshold to an earlier kept document;
 candidates share a MinHash band and are compared by their texts, at most `MAX_PAIRS_PER_BAND` per document and band. The
-result depends only on the documents and their order. Memory: one bit per document plus about `memory` bytes.
-`dropped.jsonl` lists dropped documents, the reason, and the document kept instead.
+result depends only on the documents and their order. Memory: one byte per document plus about `memory` bytes.
+`dropped.jsonl` lists the documents that `dedup` dropped, the reason, and the document kept instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
-import os
 import shutil
-import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.parallel import ordered_map
-from data.storage import make_folder, staged_file, write_errors_for
+from data.storage import make_folder, staged_file
 from data.webtext.documents import ReportCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
 from data.webtext.external_sort import Rows, RowSorter, iterate_rows, pairs_with_equal_keys
-from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, SIZE_COLUMN, Banding, SignatureFiles,
+from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, LineLocation, SignatureFiles,
                                   jaccard_similarity, shingle_hashes, write_signatures)
-from data.webtext.ngram_hashes import HashArray
+from data.webtext.urls import normalized_url
 
 MAX_PAIRS_PER_BAND = 32
 PAIRS_PER_BATCH = 64
@@ -38,105 +35,12 @@ PAIRS_PER_BATCH = 64
 SIMILARITY_SCALE = 1_000_000
 """Similarities in rows are in millionths."""
 
+DUPLICATE_URL = "duplicate URL"
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
 
-LineLocation = tuple[int, int, int]
-"""(shard, offset, size) of a line."""
 CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
 """Two (document, location), the later document first."""
-
-
-class BitSet:
-    """One bit per document."""
-
-    def __init__(self, documents: int) -> None:
-        self._bits = np.zeros((documents + 7) // 8, np.uint8)
-
-    def add(self, documents: NDArray[np.integer[Any]]) -> None:
-        np.bitwise_or.at(self._bits, documents >> 3, np.left_shift(1, documents & 7).astype(np.uint8))
-
-    def contains(self, documents: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        are_set: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
-        return are_set
-
-
-def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: BitSet, threshold: float,
-                         folder: Path, memory: int, workers: int) -> RowSorter:
-    """Mark near duplicates in `dropped`; returns rows (document, kept document, similarity in millionths)."""
-    bands, pairs, near = (RowSorter(folder, width, memory // 4) for width in (2, 2, 3))
-    for _, first, rows in signatures.blocks(memory // 32):
-        documents = np.arange(first, first + len(rows))
-        used = ~dropped.contains(documents) & rows[:, BAND_COLUMNS].any(axis=1)
-        of_band = np.repeat(documents[used], rows.shape[1] - 3).astype(np.uint64)
-        bands.add(np.column_stack([rows[used, BAND_COLUMNS].ravel(), of_band]))
-    # Candidates are pairs (later document, earlier document) with an equal band, once per equal band.
-    for block in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
-        pairs.add(block)
-    del bands  # free its file and memory
-    with _line_locations(signatures, folder) as place_of:
-        batches = _undecided_batches(pairs.sorted(), dropped, place_of)
-        for compared in ordered_map(partial(compare_pairs, paths=list(map(str, shards))), batches, workers):
-            similar = []
-            for later, earlier, similarity in compared:  # in order: a dropped document drops no other
-                pair = np.array([later, earlier])
-                if similarity >= threshold and not dropped.contains(pair).any():
-                    dropped.add(pair[:1])
-                    similar.append((later, earlier, round(similarity * SIMILARITY_SCALE)))
-            near.add_each(similar)
-    return near
-
-
-@contextmanager
-def _line_locations(signatures: SignatureFiles, folder: Path) -> Iterator[Callable[[int], LineLocation]]:
-    """A function document -> location, backed by a temporary file."""
-    with tempfile.TemporaryFile(dir=folder) as table:
-        offset, last = 0, 0
-        for shard, _, rows in signatures.blocks(1 << 22):
-            sizes = rows[:, SIZE_COLUMN].astype(np.int64)
-            ends = np.cumsum(sizes) + (offset if shard == last else 0)
-            with write_errors_for(folder):
-                table.write(np.column_stack([np.full_like(ends, shard), ends - sizes, sizes]).data)
-            offset, last = int(ends[-1]), shard
-        table.flush()
-
-        def location_of(document: int) -> LineLocation:
-            shard, start, size = struct.unpack("=3q", os.pread(table.fileno(), 24, 24 * document))
-            return shard, start, size
-
-        yield location_of
-
-
-def _undecided_batches(blocks: Iterable[Rows], dropped: BitSet,
-                       location_of: Callable[[int], LineLocation]) -> Iterator[list[CandidatePair]]:
-    """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
-    last = np.empty((0, 2), np.uint64)
-    for block in blocks:
-        pairs = np.concatenate([last, block])
-        again = np.append(False, (pairs[1:] == pairs[:-1]).all(axis=1))[len(last):]
-        last = block[-1:]
-        for start in range(0, len(block), PAIRS_PER_BATCH):
-            part = block[start:start + PAIRS_PER_BATCH][~again[start:start + PAIRS_PER_BATCH]].astype(np.int64)
-            part = part[~dropped.contains(part).any(axis=1)]
-            if len(part):
-                yield [((later, location_of(later)), (earlier, location_of(earlier)))
-                       for later, earlier in part.tolist()]
-
-
-def compare_pairs(batch: Sequence[CandidatePair], paths: Sequence[str]) -> list[tuple[int, int, float]]:
-    """(document, earlier document, similarity) of each pair."""
-    def shingle_set(location: LineLocation) -> HashArray:
-        shard, offset, size = location
-        with open(paths[shard], "rb") as file:
-            file.seek(offset)
-            return np.unique(shingle_hashes(parse_shard_line(file.read(size), f"{paths[shard]} (byte {offset})").text))
-
-    compared = []
-    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
-    for (later, place), (earlier, other) in batch:
-        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
-        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
-    return compared
 
 
 @dataclass(frozen=True)
@@ -146,36 +50,102 @@ class DedupOptions:
     memory: int = 1 << 30
 
 
-def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, report: ReportCounts) -> None:
+def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, report: ReportCounts,
+              share: tuple[int, int] = (0, 1)) -> None:
     """Write the kept documents of each input shard. Existing signature files are reused."""
     work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(options.threshold), options.memory // 4
     write_signatures(inputs, range(len(inputs)), work, banding, workers)
-    signatures = SignatureFiles(inputs, work, banding)
-    dropped = BitSet(int(signatures.first_documents[-1]))
+    signatures = SignatureFiles(work, len(inputs), banding)
+    dropped = np.zeros(signatures.first_documents[-1], bool)
     # Rows (digest as two numbers, document) give rows (first document, its copy).
     digests, copies, near = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
-    for _, first, rows in signatures.blocks(memory // 4):
-        digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], np.arange(first, first + len(rows), dtype=np.uint64)]))
+    for documents, rows in signatures.blocks(memory // 4):
+        digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], documents]))
     for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
-        dropped.add(pairs[:, 0].astype(np.int64))
+        dropped[pairs[:, 0]] = True
         copies.add(pairs[:, ::-1])
     del digests  # free its file and memory
     if options.near:
         near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
     drops.add_each(_drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted())))
+
+    def line_of(document: int) -> dict[str, object]:
+        shard, line = signatures.line_number(document)
+        return {"shard": shard_name(shard), "line": line + 1}
+
     with staged_file(output / "dropped.jsonl") as log:
-        tasks = _shards_and_drops(inputs, output, signatures, iterate_rows(drops.sorted()), log)
+        def logged_drops() -> Iterator[tuple[int, str]]:
+            for document, reason, kept, similarity in iterate_rows(drops.sorted()):
+                entry = {**line_of(document), "reason": REASONS[reason], "similarity": similarity / SIMILARITY_SCALE,
+                         "kept": line_of(kept)}
+                log.write(json.dumps(entry).encode() + b"\n")
+                yield document, REASONS[reason]
+
+        tasks = _copy_tasks(inputs, output, signatures.first_documents, logged_drops())
         for counts in ordered_map(copy_undropped_lines, tasks, workers):
             report(counts)
     shutil.rmtree(work)
 
 
-def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, index: int,
-                          count: int) -> None:
-    """The slow part of `run_dedup` for machine `index` of `count`; `run_dedup` does the rest."""
-    write_signatures(inputs, machine_share(len(inputs), index, count), output / ".work",
+def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
+                          share: tuple[int, int]) -> None:
+    """The slow part of `run_dedup` for one machine; `run_dedup` does the rest."""
+    write_signatures(inputs, machine_share(len(inputs), *share), output / ".work",
                      Banding.for_threshold(options.threshold), workers)
+
+
+def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: NDArray[np.bool_],
+                         threshold: float, folder: Path, memory: int, workers: int) -> RowSorter:
+    """Mark near duplicates in `dropped`; returns rows (document, kept document, similarity in millionths)."""
+    bands, pairs, near = (RowSorter(folder, width, memory // 4) for width in (2, 2, 3))
+    for documents, rows in signatures.blocks(memory // 32):
+        of_band = rows[:, BAND_COLUMNS]
+        used = ~dropped[documents] & of_band.any(axis=1)
+        bands.add(np.column_stack([of_band[used].ravel(), np.repeat(documents[used], of_band.shape[1])]))
+    # Candidates are pairs (later document, earlier document) with an equal band, once per equal band.
+    for block in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
+        pairs.add(block)
+    del bands  # free its file and memory
+    batches = _undecided_batches(pairs.sorted(), dropped, signatures)
+    for compared in ordered_map(partial(compare_pairs, shards=shards), batches, workers):
+        for later, earlier, similarity in compared:  # in order: a dropped document drops no other
+            if similarity >= threshold and not dropped[later] and not dropped[earlier]:
+                dropped[later] = True
+                near.add(np.array([[later, earlier, round(similarity * SIMILARITY_SCALE)]], np.uint64))
+    return near
+
+
+def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_],
+                       signatures: SignatureFiles) -> Iterator[list[CandidatePair]]:
+    """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
+    last = np.empty((0, 2), np.uint64)
+    for block in blocks:
+        pairs = np.concatenate([last, block])
+        again = np.append(False, (pairs[1:] == pairs[:-1]).all(axis=1))[len(last):]
+        last = block[-1:]
+        for start in range(0, len(block), PAIRS_PER_BATCH):
+            part = block[start:start + PAIRS_PER_BATCH][~again[start:start + PAIRS_PER_BATCH]]
+            part = part[~dropped[part].any(axis=1)]
+            if len(part):
+                yield [((later, signatures.location(later)), (earlier, signatures.location(earlier)))
+                       for later, earlier in part.tolist()]
+
+
+def compare_pairs(batch: Sequence[CandidatePair], shards: Sequence[Path]) -> list[tuple[int, int, float]]:
+    """(document, earlier document, similarity) of each pair."""
+    def shingle_set(location: LineLocation) -> HashArray:
+        shard, offset, size = location
+        with open(shards[shard], "rb") as file:
+            file.seek(offset)
+            return np.unique(shingle_hashes(parse_shard_line(file.read(size), str(shards[shard])).text))
+
+    compared = []
+    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
+    for (later, place), (earlier, other) in batch:
+        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
+        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
+    return compared
 
 
 def _drops_with_reasons(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[tuple[int, int, int, int]]:
@@ -194,21 +164,48 @@ def _drops_with_reasons(copies: Iterable[list[int]], near: Iterable[list[int]]) 
             yield other, EXACT, document, similarity
 
 
-def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterator[list[int]],
-                      log: IO[bytes]) -> Iterator[tuple[Path, Path, dict[int, str]]]:
-    """(input, output, line -> reason of its drop) for each shard; logs the drops."""
-    def line_of(document: int) -> dict[str, object]:
-        shard = int(np.searchsorted(signatures.first_documents, document, "right")) - 1
-        return {"shard": shard_name(shard), "line": document - int(signatures.first_documents[shard]) + 1}
-
+def _copy_tasks(inputs: Sequence[Path], output: Path, first_documents: Sequence[int],
+                drops: Iterator[tuple[int, str]]) -> Iterator[tuple[Path, Path, Mapping[int, str]]]:
+    """(shard, target, line -> reason of its drop) for each shard, from (document, reason) in order."""
     drop = next(drops, None)
-    for number, (path, first, stop) in enumerate(zip(inputs, signatures.first_documents[:-1],
-                                                     signatures.first_documents[1:])):
+    for number, path in enumerate(inputs):
         reasons = {}
-        while drop is not None and drop[0] < stop:
-            document, reason, kept, similarity = drop
-            log.write(json.dumps({**line_of(document), "reason": REASONS[reason],
-                                  "similarity": similarity / SIMILARITY_SCALE, "kept": line_of(kept)}).encode() + b"\n")
-            reasons[document - int(first)] = REASONS[reason]
+        while drop is not None and drop[0] < first_documents[number + 1]:
+            reasons[drop[0] - first_documents[number]] = drop[1]
             drop = next(drops, None)
         yield path, output / shard_name(number), reasons
+
+
+@dataclass(frozen=True)
+class UniqueOptions:
+    memory: int = 1 << 28
+
+
+def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int, report: ReportCounts,
+               share: tuple[int, int] = (0, 1)) -> None:
+    """Keep the first document of each address."""
+    first_documents = [0]
+    seen, repeated = RowSorter(output, 3, options.memory // 2), RowSorter(output, 1, options.memory // 2)
+    for documents, rows in ordered_map(url_hash_rows, inputs, workers):
+        rows[:, 2] += np.uint64(first_documents[-1])
+        seen.add(rows)
+        first_documents.append(first_documents[-1] + documents)
+    for pairs in pairs_with_equal_keys(seen.sorted(), max_earlier=1):
+        repeated.add(pairs[:, :1])
+    drops = ((document, DUPLICATE_URL) for document, in iterate_rows(repeated.sorted()))
+    own_shards = machine_share(len(inputs), *share)
+    tasks = islice(_copy_tasks(inputs, output, first_documents, drops), own_shards.start, own_shards.stop)
+    for counts in ordered_map(copy_undropped_lines, tasks, workers):
+        report(counts)
+
+
+def url_hash_rows(shard: Path) -> tuple[int, Rows]:
+    """(number of documents, rows of those with an address: its 128-bit hash as two numbers, line)."""
+    rows, documents = [], 0
+    with open(shard, "rb") as lines:
+        for documents, line in enumerate(lines, start=1):
+            url = parse_shard_line(line, str(shard)).url
+            if url is not None:
+                digest = hashlib.blake2b(normalized_url(url).encode(), digest_size=16).digest()
+                rows.append([*np.frombuffer(digest, "<u8").tolist(), documents - 1])
+    return documents, np.array(rows, np.uint64).reshape(-1, 3)

@@ -12,8 +12,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,17 @@ class DocumentError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class JsonKeys:
-    """The keys of text and URL in the objects of a source; the defaults are those of our shards."""
+class Repairs(list[str]):
+    """The faults of a document that were repaired; raises instead if repairs are not allowed."""
 
-    text: str = "text"
-    url: str = "url"
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def add(self, reason: str, message: str) -> None:
+        if not self.allowed:
+            raise DocumentError(reason, message)
+        self.append(reason)
 
 
 def parse_shard_line(line: bytes, location: str) -> Document:
@@ -80,76 +86,66 @@ def parse_shard_line(line: bytes, location: str) -> Document:
         raise DataError(f"{location}: {fault}") from fault
 
 
-def parse_json_line(line: bytes, keys: JsonKeys = JsonKeys(), repair: bool = False) -> tuple[Document, tuple[str, ...]]:
-    """(document, names of the repairs made); raises DocumentError."""
-    repairs: list[str] = []
-    value = _load_json(decode_utf8(line, repairs if repair else None), repairs if repair else None)
+def parse_json_line(line: bytes, text_key: str = "text", url_key: str = "url",
+                    repair: bool = False) -> tuple[Document, tuple[str, ...]]:
+    """(document, names of the repairs made); raises DocumentError. The default keys are those of our shards."""
+    repairs = Repairs(repair)
+    value = _load_json(decode_utf8(line, repairs), repairs)
     if not isinstance(value, dict):
         raise DocumentError("not an object", f"expected a JSON object, found {json_type_name(value)}")
-    if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
-        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
-        value = _repair_surrogates(value, repairs if repair else None)
-    if keys.text not in value:
+        value = _repair_surrogates(value, repairs)
+    if text_key not in value:
         found = ", ".join(map(repr, value)) or "no keys"
-        raise DocumentError("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
-    text, url = value.pop(keys.text), value.pop(keys.url, None)
+        raise DocumentError("no text", f"no key {text_key!r}; found {found} (see --text-key)")
+    text, url = value.pop(text_key), value.pop(url_key, None)
     if not isinstance(text, str):
-        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {json_type_name(text)}")
+        raise DocumentError("wrong type", f"key {text_key!r}: expected text, found {json_type_name(text)}")
     if not isinstance(url, str | None):
-        if not repair:
-            raise DocumentError("wrong type", f"key {keys.url!r}: expected text, found {json_type_name(url)}")
-        repairs.append("wrong type")
+        repairs.add("wrong type", f"key {url_key!r}: expected text, found {json_type_name(url)}")
         url = None
     inner = value.get("meta")
     meta = inner if len(value) == 1 and isinstance(inner, dict) else value
     return Document(text, url, meta), tuple(dict.fromkeys(repairs))
 
 
-def decode_utf8(raw: bytes, repairs: list[str] | None) -> str:
-    """Decode UTF-8; invalid bytes become U+FFFD if repairs are allowed, else DocumentError."""
+def decode_utf8(raw: bytes, repairs: Repairs) -> str:
+    """Decode UTF-8; invalid bytes become U+FFFD if repairs are allowed."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if repairs is None:
-            raise DocumentError("not UTF-8",
-                                f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
-        repairs.append("not UTF-8")
+        repairs.add("not UTF-8", f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
         return raw.decode("utf-8", "replace")
 
 
-def _load_json(text: str, repairs: list[str] | None) -> Any:
-    """Strict JSON: no duplicate keys, no NaN, no number beyond a double."""
+def _load_json(text: str, repairs: Repairs) -> Any:
+    """Strict JSON: no duplicate keys, no NaN, no number beyond a double, not too deep."""
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            repair_or_raise("duplicate key", f"key {first_duplicate_key(pairs)!r} appears twice")
+            repairs.add("duplicate key", f"key {first_duplicate_key(pairs)!r} appears twice")
         return value
 
     def parse_number(spelling: str) -> float | None:
         value = float(spelling)
-        if not math.isfinite(value):
-            repair_or_raise("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
-            return None
-        return value
+        if math.isfinite(value):
+            return value
+        repairs.add("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
+        return None
 
-    def repair_or_raise(reason: str, message: str) -> None:
-        if repairs is None:
-            raise DocumentError(reason, message)
-        repairs.append(reason)
-
-    def load(strict: bool) -> Any:
-        return json.loads(text, object_pairs_hook=check_keys, parse_float=parse_number, parse_constant=parse_number,
-                          strict=strict)
-
+    load = partial(json.loads, text, object_pairs_hook=check_keys, parse_float=parse_number,
+                   parse_constant=parse_number)
     try:
         try:
-            return load(strict=True)
+            value = load()
         except json.JSONDecodeError as error:
-            if repairs is None or not error.msg.startswith("Invalid control character"):
+            if not repairs.allowed or not error.msg.startswith("Invalid control character"):
                 raise
             repairs.append("control character")
-            return load(strict=False)
+            value = load(strict=False)
+        if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH < _json_depth(value):
+            raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
+        return value
     except json.JSONDecodeError as error:
         raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or nesting too deep
@@ -157,32 +153,21 @@ def _load_json(text: str, repairs: list[str] | None) -> Any:
 
 
 def _json_depth(value: Any) -> int:
-    """Nesting depth of lists and objects, at most MAX_JSON_DEPTH + 1."""
-    level, depth = [value], 0
-    while level and depth <= MAX_JSON_DEPTH:
-        inner: list[Any] = []
-        for item in level:
-            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        level, depth = inner, depth + 1
-    return depth
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_json_depth, inner), default=0)
 
 
-def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
+def _repair_surrogates(value: Any, repairs: Repairs) -> Any:
     """`value` with lone surrogates in strings replaced."""
-    if isinstance(value, str):
-        lone = _SURROGATE.search(value)
-        if lone is None:
-            return value
-        if repairs is None:
-            raise DocumentError("lone surrogate",
-                                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a string")
-        repairs.append("lone surrogate")
-        return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
         return [_repair_surrogates(item, repairs) for item in value]
     if isinstance(value, dict):
         return {_repair_surrogates(key, repairs): _repair_surrogates(item, repairs) for key, item in value.items()}
-    return value
+    if not isinstance(value, str) or not (lone := _SURROGATE.search(value)):
+        return value
+    repairs.add("lone surrogate",
+                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a string")
+    return _SURROGATE.sub("\ufffd", value)
 
 
 @dataclass
@@ -248,52 +233,12 @@ ReportCounts = Callable[[DocumentCounts], None]
 """Called by a global stage with the counts of what it has just written."""
 
 
-@dataclass(frozen=True)
-class LineRange:
-    """The lines of a file that begin in [start, stop)."""
-
-    path: str
-    start: int
-    stop: int
-
-
-def whole_file(path: Path) -> LineRange:
-    """All lines of a file."""
-    try:
-        return LineRange(str(path), 0, path.stat().st_size)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}") from error
-
-
-def split_into_ranges(path: Path, size: int = 1 << 20) -> list[LineRange]:
-    """Ranges of about `size` bytes that together hold every line once."""
-    stop = whole_file(path).stop
-    return [LineRange(str(path), start, min(start + size, stop)) for start in range(0, stop, size)]
-
-
-def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line; adds a missing newline at the end of the file."""
-    with open(line_range.path, "rb") as file:
-        offset = line_range.start
-        if offset:  # a line across `start` belongs to the previous range
-            file.seek(offset - 1)
-            offset += len(file.readline()) - 1
-        while offset < line_range.stop and (line := file.readline()):
-            yield offset, line if line.endswith(b"\n") else line + b"\n"
-            offset += len(line)
-
-
-def read_shard_lines(path: Path) -> Iterator[bytes]:
-    """Every line of a shard."""
-    return (line for _, line in read_lines(whole_file(path)))
-
-
 def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:
     """Copy a shard, given as (shard, target, line number from 0 -> reason of its drop); returns the counts."""
     path, target, reasons = task
     counts = DocumentCounts()
-    with staged_file(target) as file:
-        for number, line in enumerate(read_shard_lines(path)):
+    with staged_file(target) as file, open(path, "rb") as lines:
+        for number, line in enumerate(lines):
             if number in reasons:
                 counts.add_dropped(reasons[number], len(line))
             else:

@@ -1,7 +1,4 @@
-"""External sort: rows of 64-bit numbers (`RowSorter`) and lines by key (`LineBuckets`), in bounded memory.
-
-Both spill to unnamed temporary files, which vanish with the process.
-"""
+"""External sort of rows of 64-bit numbers in bounded memory: `RowSorter` spills to a file that vanishes with it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +28,9 @@ class RowSorter:
         self._buffered: list[Rows] = []
         self._buffered_rows = 0
         self._runs: list[tuple[int, int]] = []  # (first row, end row) in the file
-        self._file = _unnamed_file(folder, self)
+        with write_errors_for(folder):
+            self._file = tempfile.TemporaryFile(dir=folder)
+        weakref.finalize(self, self._file.close)
 
     def add(self, rows: Rows) -> None:
         for start in range(0, len(rows), self._capacity):
@@ -88,14 +86,6 @@ class RowSorter:
         yield _sort(np.concatenate(buffered))
 
 
-def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
-    """A temporary file that is closed, and so deleted, with its owner."""
-    with write_errors_for(folder):
-        file = tempfile.TemporaryFile(dir=folder)
-    weakref.finalize(owner, file.close)
-    return file
-
-
 def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
     """Rows one by one as Python integers, which need ten times the memory, so not all at once."""
     for block in blocks:
@@ -131,49 +121,3 @@ def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
         column = column[low:high]
         low, high = (low + int(np.searchsorted(column, number, side)) for side in ("left", "right"))
     return high
-
-
-class LineBuckets:
-    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
-    buckets as chains of segments, so any number of buckets needs one open file."""
-
-    def __init__(self, folder: Path, buckets: int, memory: int) -> None:
-        self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
-        self._buffered = [bytearray() for _ in range(buckets)]
-        self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
-        self._end = 0
-        self._file = _unnamed_file(folder, self)
-
-    def add(self, bucket: int, key: int, line: bytes) -> None:
-        buffer = self._buffered[bucket]
-        buffer += key.to_bytes(8, "little")
-        buffer += len(line).to_bytes(8, "little")
-        buffer += line
-        if len(buffer) >= self._bucket_bytes:
-            self._spill(bucket)
-
-    def lines(self, bucket: int) -> Iterator[bytes]:
-        """The sorted lines of a bucket, which is loaded into memory."""
-        self._spill(bucket)
-        raw = bytearray()
-        for offset, size in self._chains[bucket]:
-            self._file.seek(offset)
-            raw += self._file.read(size)
-        places, at = [], 0
-        while at < len(raw):
-            key, size = int.from_bytes(raw[at:at + 8], "little"), int.from_bytes(raw[at + 8:at + 16], "little")
-            places.append((key, at + 16, size))
-            at += 16 + size
-        for _, start, size in sorted(places):
-            yield bytes(raw[start:start + size])
-
-    def _spill(self, bucket: int) -> None:
-        buffer = self._buffered[bucket]
-        if not buffer:
-            return
-        with write_errors_for(self._folder):
-            self._file.seek(self._end)
-            self._file.write(buffer)
-        self._chains[bucket].append((self._end, len(buffer)))
-        self._end += len(buffer)
-        self._buffered[bucket] = bytearray()

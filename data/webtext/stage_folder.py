@@ -25,6 +25,10 @@ from data.webtext.documents import DocumentCounts
 SINGLE_MACHINE = (0, 1)
 REVISION = 3
 """Increment it when the same inputs and parameters would give another output."""
+DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"
+"""A file that is not a shard, and the stage that writes it."""
+CLEARED_RECORD = "cleared.json"
+"""In `.work`: the record of a stage whose removal is in progress."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +41,36 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class StageRecord:
+    """What a stage has written; in the work folder of a stage also what it has written of one shard."""
+
     key: Mapping[str, Any]
     counts: DocumentCounts
     outputs: tuple[OutputShard, ...]
     notes: tuple[str, ...] = ()
+    """What was left out, and files that could not be read to the end."""
 
     @property
     def stage(self) -> str:
         return str(self.key["stage"])
 
-    def write(self, folder: Path) -> None:
-        write_json_atomic(folder / STAGE_FILE, {
-            "key": self.key, "counts": self.counts.to_json(), "notes": self.notes,
-            "outputs": [asdict(output) for output in self.outputs]})
+    def write(self, path: Path) -> None:
+        write_json_atomic(path, {"key": self.key, "counts": self.counts.to_json(), "notes": self.notes,
+                                 "outputs": [asdict(output) for output in self.outputs]})
+
+    def is_complete_in(self, folder: Path) -> bool:
+        """Whether every shard exists with its size."""
+        return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
+                   for output in self.outputs)
+
+
+def read_stage_record(path: Path) -> StageRecord | None:
+    """The record in a file; None if it is missing or invalid."""
+    value = read_json_or_none(path)
+    try:
+        return StageRecord(value["key"], DocumentCounts.from_json(value["counts"]),
+                           tuple(OutputShard(**output) for output in value["outputs"]), tuple(value["notes"]))
+    except (KeyError, TypeError):
+        return None
 
 
 def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]],
@@ -59,50 +80,6 @@ def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mappin
     return dict(json.loads(json.dumps(key)))
 
 
-def read_stage_record(folder: Path) -> StageRecord | None:
-    """The record in a folder; None if it is missing or invalid."""
-    value = read_json_or_none(folder / STAGE_FILE)
-    try:
-        return StageRecord(value["key"], DocumentCounts.from_json(value["counts"]),
-                           tuple(OutputShard(**output) for output in value["outputs"]), tuple(value["notes"]))
-    except (KeyError, TypeError):
-        return None
-
-
-def shards_are_complete(folder: Path, record: StageRecord) -> bool:
-    """Whether every shard exists with its size."""
-    return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
-               for output in record.outputs)
-
-
-def merge_records(records: Iterable[StageRecord]) -> StageRecord:
-    """Combine the records of all shares into the one that a single machine would have written."""
-    records = sorted(records, key=lambda record: list(record.key["shard"]))
-    found = [record.key["shard"] for record in records]
-    if found != [[k, len(records)] for k in range(len(records))]:
-        raise DataError(f"merge: expected each share of {len(records)} once, found "
-                        f"{', '.join(f'{i}/{n}' for i, n in found)}")
-    names = [output.name for record in records for output in record.outputs]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
-        raise DataError(f"merge: two shares have a shard {min(twice)}; run their commands again")
-    first = records[0].key
-    for record in records[1:]:
-        for name in ("stage", "revision", "parameters"):
-            if record.key[name] != first[name]:
-                raise DataError(f"merge: the shares differ in {name}: {first[name]} and {record.key[name]}")
-    inputs = {json.dumps(source): source for record in records for source in record.key["inputs"]}
-    key = stage_key(str(first["stage"]), first["parameters"], list(inputs.values()))
-    return StageRecord(key, sum((record.counts for record in records), DocumentCounts()),
-                       tuple(output for record in records for output in record.outputs),
-                       tuple(dict.fromkeys(note for record in records for note in record.notes)))
-
-
-DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"
-"""A file that is not a shard, and the stage that writes it."""
-CLEARED_RECORD = "cleared.json"
-"""In `.work`: the record of a stage whose removal is in progress."""
-
-
 @contextmanager
 def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[StageRecord | None, Path]]:
     """Lock the folder; yield (record of the finished stage, or None, work folder). Removes an earlier stage with
@@ -110,8 +87,8 @@ def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[St
     make_folder(output)
     folder = output / WORK_FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     with wait_for_lock(output / ".lock"):
-        record = read_stage_record(output)
-        if record and record.key == key and shards_are_complete(output, record):
+        record = read_stage_record(output / STAGE_FILE)
+        if record and record.key == key and record.is_complete_in(output):
             shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)  # left by a kill after the record was written
             yield record, folder
             return
@@ -129,8 +106,8 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
         path = Path(os.path.realpath(given))
         if not path.is_dir():
             within = path.relative_to(place).parts if place in path.parents else ()
-            is_input = bool(within) and (within[0] == WORK_FOLDER or SHARD_PATH_PATTERN.fullmatch("/".join(within))
-                                         is not None or within in ((STAGE_FILE,), (DROP_LOG,)))
+            is_input = within and (within[0] == WORK_FOLDER or SHARD_PATH_PATTERN.fullmatch("/".join(within))
+                                   or within in ((STAGE_FILE,), (DROP_LOG,)))
             relation = "holds" if is_input else ""
         else:
             relation = ("is" if path == place else "lies in" if path in place.parents else
@@ -142,17 +119,15 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
 def remove_stage(output: Path) -> None:
     """Delete the shards that a stage lists and nothing else. `.work` is removed last, since it records the owner."""
     work, record = output / WORK_FOLDER, output / STAGE_FILE
-    if record.exists() and read_stage_record(output) is None:
+    if record.exists() and read_stage_record(record) is None:
         raise DataError(f"{record}: not the record of a stage; remove that folder, or choose another --output")
     names = {name for path in (record, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
              for name in _recorded_files(path)}
     if any(path.name not in names for path in output.glob("part-*.jsonl")):
         raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; choose "
                         "another --output")
-    if not record.exists() and not work.exists():
-        return
-    make_folder(work)
     if record.exists():
+        make_folder(work)
         os.replace(record, work / CLEARED_RECORD)
         fsync_directory(output)
     for name in names:
@@ -161,21 +136,19 @@ def remove_stage(output: Path) -> None:
 
 
 def _recorded_files(path: Path) -> set[str]:
-    """The files that a stage's record lists."""
-    value = read_json_or_none(path)
-    try:
-        names = {str(output["name"]) for output in value["outputs"]}
-        log = {DROP_LOG} if value["key"]["stage"] == DROP_LOG_STAGE else set()
-        return {name for name in names if SHARD_PATH_PATTERN.fullmatch(name)} | log
-    except (KeyError, TypeError):
+    """The files that a stage's record lists, within its folder."""
+    record = read_stage_record(path)
+    if record is None:
         return set()
+    log = {DROP_LOG} if record.stage == DROP_LOG_STAGE else set()
+    return {output.name for output in record.outputs if SHARD_PATH_PATTERN.fullmatch(output.name)} | log
 
 
 def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecord:
     """Move the shards into place, then write the record; its copy in the work folder marks moved ones as ours."""
     moved_before = _recorded_files(folder / STAGE_FILE)
     with write_errors_for(output):
-        record.write(folder)
+        record.write(folder / STAGE_FILE)
         moved = [shard.name for shard in record.outputs] + [log.name for log in folder.glob(DROP_LOG)]
         for name in moved:
             if (output / name).exists() and name not in moved_before:
@@ -185,12 +158,9 @@ def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecor
             if (folder / name).exists():
                 make_folder((output / name).parent)
                 os.replace(folder / name, output / name)
-        if not shards_are_complete(output, record):
-            raise DataError(f"{output}: a shard is gone that this stage has just written; run the command again, and "
-                            "nothing else in that folder")
         for place in {(output / shard.name).parent for shard in record.outputs}:
             fsync_directory(place)
-        record.write(output)
+        record.write(output / STAGE_FILE)
         shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)
     return record
 
@@ -210,23 +180,37 @@ def describe_shards_in(folder: Path) -> tuple[OutputShard, ...]:
 
 
 def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
-    """Combine the shares of several machines in one folder; links shards if possible."""
+    """Combine the shares of several machines into what a single one would have written; links shards if possible."""
     check_output_is_apart(folders, output)
-    records = []
-    for share in folders:
-        record = read_stage_record(share)
-        if record is None or not shards_are_complete(share, record):
-            raise DataError(f"{share}: expected the folder of a stage that is complete; run its command again first")
-        records.append(record)
-    merged = merge_records(records)
-    shards = {part / shard.name: shard for part, own in zip(folders, records) for shard in own.outputs}
-    with open_stage_folder(output, merged.key) as (record, folder):
-        if record:
-            return record
+    shares = []
+    for folder in folders:
+        record = read_stage_record(folder / STAGE_FILE)
+        if record is None or not record.is_complete_in(folder):
+            raise DataError(f"{folder}: expected the folder of a stage that is complete; run its command again first")
+        shares.append((record, folder))
+    shares.sort(key=lambda share: list(share[0].key["shard"]))
+    records = [record for record, _ in shares]
+    found, first = [record.key["shard"] for record in records], records[0].key
+    if found != [[k, len(records)] for k in range(len(records))]:
+        raise DataError(f"merge: expected each share of {len(records)} once, found "
+                        f"{', '.join(f'{i}/{n}' for i, n in found)}")
+    for record in records:
+        for name in ("stage", "revision", "parameters"):
+            if record.key[name] != first[name]:
+                raise DataError(f"merge: the shares differ in {name}: {first[name]} and {record.key[name]}")
+    inputs = {json.dumps(source): source for record in records for source in record.key["inputs"]}
+    merged = StageRecord(stage_key(str(first["stage"]), first["parameters"], list(inputs.values())),
+                         sum((record.counts for record in records), DocumentCounts()),
+                         tuple(shard for record in records for shard in record.outputs),
+                         tuple(dict.fromkeys(note for record in records for note in record.notes)))
+    with open_stage_folder(output, merged.key) as (done, work):
+        if done:
+            return done
+        shards = {folder / shard.name: shard for record, folder in shares for shard in record.outputs}
         check_sha256({str(path): shard.sha256 for path, shard in shards.items()}, len(os.sched_getaffinity(0)))
         with write_errors_for(output):
             for path, shard in shards.items():
-                target = folder / shard.name
+                target = work / shard.name
                 make_folder(target.parent)
                 target.unlink(missing_ok=True)
                 try:
@@ -234,4 +218,4 @@ def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
                 except OSError:  # another file system, or one without hard links
                     shutil.copyfile(path, target)
                     fsync_file(target)
-        return publish_stage(merged, folder, output)
+        return publish_stage(merged, work, output)

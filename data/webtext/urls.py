@@ -1,31 +1,22 @@
 """`urls`: drop documents by their address, before any work on their text.
 
-Dropped: malformed and too short addresses, blacklisted domains and extensions, and all but the first document of an
-address. Documents without an address stay. Two passes: one per document, one (`run_unique`) over all with the external
-sort. Addresses are equal if host (ignoring case and `www.`), port, path and query are; scheme and fragment are ignored.
+Dropped: malformed and too short addresses, blacklisted domains and extensions, and (in a second pass, dedup.py) all but
+the first document of an address. Documents without an address stay. Addresses are equal if host (ignoring case and
+`www.`), port, path and query are; scheme and fragment are ignored.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-import numpy as np
-
-from data.parallel import ordered_map
 from data.storage import DataError
-from data.webtext.documents import (Document, DocumentFunction, DroppedDocument, ReportCounts, copy_undropped_lines,
-                                    machine_share, parse_shard_line, read_shard_lines, shard_name)
-from data.webtext.external_sort import Rows, RowSorter
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
-DUPLICATE_URL = "duplicate URL"
 
 # Domains with little running text (including subdomains), and extensions of files that are not pages.
 DOMAINS = frozenset("""
@@ -53,13 +44,6 @@ class UrlOptions:
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
     """Minimum length in characters; `http://a` is not a page."""
-
-
-@dataclass(frozen=True)
-class UniqueOptions:
-    memory: int = 1 << 28
-    part: tuple[int, int] = (0, 1)
-    """(i, n): write share i of n of the shards."""
 
 
 def read_blacklist(path: str) -> tuple[str, ...]:
@@ -116,51 +100,3 @@ def normalized_url(url: str) -> str:
         return url
     host = str(parts.hostname).removesuffix(".").removeprefix("www.")
     return f"{host}:{parts.port or ''}{parts.path.rstrip('/')}?{parts.query}"
-
-
-def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               report: ReportCounts) -> None:
-    """Keep the first document of each address."""
-    seen = RowSorter(output, 4, options.memory // 2)
-    for rows in ordered_map(url_hash_rows, enumerate(inputs), workers):
-        seen.add(rows)
-    repeated = RowSorter(output, 2, options.memory // 2)
-    last = np.empty((0, 4), np.uint64)
-    for block in seen.sorted():
-        rows = np.concatenate([last, block])
-        equal = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
-        repeated.add(rows[1:][equal][:, 2:])
-        last = block[-1:]
-    mine = machine_share(len(inputs), *options.part)
-    tasks = islice(_copy_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
-    for counts in ordered_map(copy_undropped_lines, tasks, workers):
-        report(counts)
-
-
-def url_hash_rows(shard: tuple[int, Path]) -> Rows:
-    """Rows (128-bit hash of the address as two numbers, shard, line) of a shard's documents with an address."""
-    number, path = shard
-    rows = []
-    for place, line in enumerate(read_shard_lines(path)):
-        url = parse_shard_line(line, f"{path}:{place + 1}").url
-        if url is not None:
-            key = hashlib.blake2b(normalized_url(url).encode(), digest_size=16).digest()
-            rows.append([int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"), number, place])
-    return np.array(rows, np.uint64).reshape(-1, 4)
-
-
-def _copy_tasks(inputs: Sequence[Path], output: Path,
-                repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, dict[int, str]]]:
-    """(shard, target, line to drop -> reason) per shard, from sorted rows (shard, line)."""
-    rest = np.empty((0, 2), np.uint64)
-    for number, path in enumerate(inputs):
-        parts = [rest]
-        while not len(parts[-1]) or parts[-1][-1, 0] <= number:
-            block = next(repeated, None)
-            if block is None:
-                break
-            parts.append(block)
-        rows = np.concatenate(parts)
-        cut = int(np.searchsorted(rows[:, 0], number, "right"))
-        yield path, output / shard_name(number), dict.fromkeys(rows[:cut, 1].tolist(), DUPLICATE_URL)
-        rest = rows[cut:]

@@ -29,8 +29,8 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext.documents import Document, DocumentError
 from data.webtext.readers import WebReadOptions as WebReading, read_unit
 from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
-from data.webtext.source_files import find_source_files, plan_units
-from data.webtext.stages import ReadOptions, make_read_function
+from data.webtext.readers import find_source_files, plan_units
+from data.webtext.runner import ReadOptions, make_read_function
 from tests.data.damaging import BEGIN, COMPRESS, accidents, flipped, text_before_damage
 
 BYTE = ByteLevelTokenizer()

@@ -28,7 +28,7 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, DroppedDocument
 from data.webtext.readers import WebReadOptions as WebReading, read_unit
-from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.readers import find_source_files, plan_units
 from tests.data.damaging import COMPRESS, text_before_damage
 from tests.data.webtext.test_mutations import slow_line
 

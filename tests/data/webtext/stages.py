@@ -37,7 +37,7 @@ def make(options: Options) -> DocumentFunction:
 
 
 def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int,
-            report: Callable[[DocumentCounts], None]) -> None:
+            report: Callable[[DocumentCounts], None], share: tuple[int, int]) -> None:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     counts = DocumentCounts()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.storage import DataError
-from data.webtext.documents import Document, DocumentError, JsonKeys, parse_json_line, parse_shard_line
+from data.webtext.documents import Document, DocumentError, parse_json_line, parse_shard_line
 
 # line, reason of the fault, part of the message, and the document that repairing gives (None: it cannot be repaired)
 DIRT: list[tuple[bytes, str, str, Document | None]] = [
@@ -80,7 +79,7 @@ def test_clean_lines_are_read_alike_with_and_without_repairs(line: bytes, docume
 
 def test_other_keys_can_hold_text_and_address() -> None:
     line = b'{"content": "a", "link": "u", "text": "other"}'
-    assert parse_json_line(line, JsonKeys("content", "link"))[0] == Document("a", "u", {"text": "other"})
+    assert parse_json_line(line, "content", "link")[0] == Document("a", "u", {"text": "other"})
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
@@ -105,8 +104,3 @@ def test_any_document_comes_back_from_its_line_which_is_one_line_of_utf8() -> No
         assert parse_shard_line(line, "x") == document
         assert parse_shard_line(line, "x").to_line() == line
         assert json.loads(line)["text"] == text
-
-
-def test_the_place_begins_the_error_of_a_shard() -> None:
-    with pytest.raises(DataError, match=r"^part-00000.jsonl:3: no key 'text'"):
-        parse_shard_line(b"{}", "part-00000.jsonl:3")

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.webtext.external_sort import LineBuckets, Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.external_sort import Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.split import LineBuckets
 
 
 def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:
@@ -39,19 +40,6 @@ def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path)
         sorter.add(np.ones((1000, 2), np.uint64))
     sizes = [block.nbytes for block in sorter.sorted()]
     assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
-
-
-def test_merging_takes_large_steps(tmp_path: Path) -> None:
-    sorter, rows = RowSorter(tmp_path, 1, 1 << 15), random_rows(np.random.default_rng(0), 50_000, 1, (1 << 64) - 1)
-    sorter.add(rows)
-    assert len(list(sorter.sorted())) < 3 * (50_000 * 8 / (1 << 13))  # a block is a quarter of memory; a third of that
-
-
-def test_rows_one_by_one_are_rows(tmp_path: Path) -> None:
-    rows = [(3, 1), ((1 << 64) - 1, 0), (0, 2)] * 1000
-    sorter = RowSorter(tmp_path, 2, 4096)
-    sorter.add_each(iter(rows))
-    assert list(map(tuple, iterate_rows(sorter.sorted()))) == sorted(rows)
 
 
 @pytest.mark.parametrize("crowd", [1, 3, 100])

@@ -17,7 +17,7 @@ from data.webtext.documents import Document, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
 from data.webtext.readers import WebReadOptions
 from data.webtext.runner import MapStage, run_map_stage
-from data.webtext.source_files import find_source_files
+from data.webtext.readers import find_source_files
 from tests.data.webtext.test_map_stages import GOOD
 
 pytest.importorskip("resiliparse")
@@ -48,14 +48,8 @@ CONTEXTS = {  # what a page may be around its text
 CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, and what is not
     "nothing": ("", "", ""),
     "self-closing svg": ("<svg/>", "", ""),
-    "self-closing svg in a paragraph": ("<p>one <svg width='1'/> two", "one two", ""),
     "svg": ("<svg><title>HIDDEN</title><path d='M0'/></svg>", "", "HIDDEN"),
-    "svg closed by a paragraph": ("<svg><g><p>out", "out", ""),
-    "empty comment": ("a<!-->b", "ab", ""),
-    "short comment": ("a<!--->b", "ab", ""),
     "comment with an odd end": ("a<!-- HIDDEN --!>b", "ab", "HIDDEN"),
-    "comment with tags": ("a<!-- <p>HIDDEN</p> -- > -->b", "ab", "HIDDEN"),
-    "declaration": ("a<!ELEMENT HIDDEN>b<?HIDDEN?>c", "abc", "HIDDEN"),
     "CDATA in svg": ("a<svg><desc><![CDATA[</p>]]></desc></svg>b", "ab", ""),
     "form": ("<form><p>words</p><input value=HIDDEN></form>", "words", "HIDDEN"),
     "controls": ("<label>Name</label><button>HIDDEN</button><select><option>HIDDEN</select><textarea>HIDDEN</textarea>",
@@ -63,10 +57,6 @@ CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, 
     "template": ("a<template><p>HIDDEN</p></template>b", "ab", "HIDDEN"),
     "noscript": ("a<noscript><p>HIDDEN</noscript>b", "ab", "HIDDEN"),
     "script": ("a<script>x = '</p><b>HIDDEN'</script>b", "ab", "HIDDEN"),
-    "script with a comment": ("a<script><!-- <script>HIDDEN</script> --></script>b", "ab", "HIDDEN"),
-    "style": ("a<style>p::after { content: '<HIDDEN>' }</style>b", "ab", "HIDDEN"),
-    "nested tables": ("<table><tr><td>a<table><tr><td>b<td>c</table><td>d</table>", "a b c d", ""),
-    "text between rows": ("<table><tr><td>b</td></tr>a</table>", "a b", ""),
     "captions": ("<table><caption>one</caption><tr><td>two</table><figure><img alt=HIDDEN><figcaption>three"
                  "</figcaption></figure>", "one two three", "HIDDEN"),
     "pre": ("<pre>\nx\n\ty   z\n</pre>", "x\n\ty   z", ""),
@@ -76,21 +66,14 @@ CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, 
     "details": ("<details><summary>one</summary>two</details>", "one two", ""),
     "entities": ("&lt;p&gt; &amp;amp; caf&eacute;&#x20AC; &copy 5 &notanentity;", "<p> &amp; caf\u00e9\u20ac \u00a9 5 "
                  "\u00acanentity;", ""),
-    "windows-1252 by number": ("&#150;&#147;", "\u2013\u201c", ""),
-    "unclosed tags": ("<p>a<b>b<p>c<i>d<li>e<dd>f</b>", "ab cd e f", ""),
     "a tag that never ends": ("a <b title='", "a", ""),
-    "less than": ("a < b and 1<2", "a < b and 1<2", ""),
-    "end tags alone": ("</p></div></span></table>x</form></nav>", "x", ""),
     "plaintext": ("a<plaintext>b</plaintext>", "ab</plaintext>", ""),
     "frames inside": ("<iframe>HIDDEN</iframe><noframes>HIDDEN</noframes>x", "x", "HIDDEN"),
     "MathML": ("<math><semantics><mi>x</mi><annotation>HIDDEN</annotation></semantics></math>", "x", "HIDDEN"),
     "ruby": ("<ruby>\u6f22<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>", "\u6f22(kan)", ""),
-    "one character of Chinese": ("<b>\u4e2d</b>\u6587", "\u4e2d\u6587", ""),
-    "custom elements": ("<my-card><x:y>words</x:y></my-card><blink>more</blink>", "wordsmore", ""),
     "article": ("<article><header><h2>one</h2></header><p>two</article>", "one two", ""),
     "footnotes": ("<aside class=footnote role=note>one</aside>", "one", ""),
     "list of links": ("<ul><li><a href=/>one</a><li><a href=/>two</a></ul>", "one two", ""),
-    "time": ("<time>2020</time>", "2020", ""),
 }
 SWALLOWS = {"a tag that never ends": "the rest of the page is its attribute"}
 
@@ -136,23 +119,6 @@ def test_the_main_content_is_without_what_is_around_it(page: str) -> None:
     assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
 
 
-def test_manuals_keep_their_lists_tables_and_links() -> None:
-    """Of a page made like Debian's manuals, no word is lost with either extractor."""
-    rows = "".join(f"<tr><td><a href='p{k}'><code>package{k}</code></a></td><td><a href='c{k}'>V:{k}, I:{k}</a></td>"
-                   for k in range(30))
-    page = ("<html><body><div class=navheader>AROUND</div><div class=chapter><div class=section><div class=titlepage>"
-            "<h2 class=title>Chapter</h2></div><p>See <a href=m>bash(1)</a>, <a href=m>sh(1)</a>.</p><div class=note>"
-            "<ul class=itemizedlist><li class=listitem><p><a href=x>First link</a></p></li><li><p>Second.</p></li></ul>"
-            f"</div><div class=table><div class=table-contents><table>{rows}</table></div></div></div></div>"
-            "<div class=navfooter>AROUND</div></body></html>")
-    for extractor in EXTRACTORS:
-        found = extract.make_extract(ExtractOptions(extractor))(Document(page))
-        assert isinstance(found, Document)
-        for part in ("Chapter", "See bash(1), sh(1).", "First link", "Second.", "package29\t\tV:29, I:29"):
-            assert part in found.text, found.text
-        assert ("AROUND" in found.text) == (extractor == "markup")
-
-
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_only_pages_are_touched(extractor: str) -> None:
     function = extract.make_extract(ExtractOptions(extractor))
@@ -166,15 +132,6 @@ def test_only_pages_are_touched(extractor: str) -> None:
     assert function(Document("<html><script>1</script></html>")) == DroppedDocument("no text in the page")
     assert extract.make_extract(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
     assert extract.make_extract(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
-
-
-@pytest.mark.parametrize("extractor", EXTRACTORS)
-def test_many_articles_keep_their_headers(extractor: str) -> None:
-    """However large the page is."""
-    page = "".join(f"<article><header><h2>Title {k}.</h2></header><p>{'word ' * 700}</article>" for k in range(300))
-    found = extract.make_extract(ExtractOptions(extractor))(Document(f"<html><header>AROUND</header>{page}"))
-    assert isinstance(found, Document) and "AROUND" not in found.text
-    assert all(f"Title {k}." in found.text for k in range(300))
 
 
 DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
@@ -206,14 +163,11 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize("hostile", [
-    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
-    "<script>" + "</script " * 50_000, "<div>" * 100_000, "<nav>" * 100_000, "&" * 300_000, " " * 300_000,
-    "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000, "<header>" * 100_000,
-    "<main><header>" * 50_000, "<div class=sidebar>" * 100_000, "<ul><li>" * 50_000, "<table><tr><td>" * 30_000,
-    "<p><b><i>" * 30_000, "<font><p>" * 30_000, "<template>" * 100_000, "<?xml?>" + "<![CDATA[" * 50_000,
-    "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", f"<p title='>' {DISTINCT}",
-    '<a b="' * 50_001, "<a b= " * 50_000, "<a" + " " * 300_000, "<a" + "=" * 300_000, "<a<b" * 100_000,
-], ids=range(33))
+    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000,
+    "<div>" * 100_000, "<nav>" * 100_000, " " * 300_000, "<main><header>" * 50_000, "<div class=sidebar>" * 100_000,
+    "<p><b><i>" * 30_000, "<?xml?>" + "<![CDATA[" * 50_000, "<?xml?>" + "<a b='" * 50_000,
+    "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", "<a" + " " * 300_000, "<a" + "=" * 300_000,
+], ids=range(17))
 def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quadratic in any of these, outside of the parser, does not come to its end here."""
     monkeypatch.setattr(extract, "_SECONDS", 0.5)

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from data.storage import UsageError
-from data.webtext import language, stages
-from data.webtext.__main__ import build_parser, main
-from data.webtext.documents import Document, DroppedDocument, parse_shard_line
+from data.webtext import language
+from data.webtext.__main__ import build_language, build_parser, main
+from data.webtext.documents import Document, DroppedDocument
 from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
                                    text_samples)
-from data.webtext.readers import WebReadOptions
-from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
+from data.webtext.runner import MapStage
 
 ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
            "the wall. Nobody had told the keeper that a storm was on its way, so he sat in front of his house and "
@@ -59,15 +57,11 @@ def test_a_text_has_its_language_however_long_it_is(detector: str, code: str, ti
 
 
 BEGINNINGS = {
-    "another language": GERMAN * 2, "another script": RUSSIAN * 2, "ornament": "=-=-=-=-=-=-=-=-=-=-\n" * 40,
-    "stars": "* * * ~~~ " * 60, "boxes": "╔══════════╗\n║ ░░▒▒▓▓██ ║\n" * 30, "emoji": "🎉🎊 ✨✨✨ →→→ " * 60,
+    "another language": GERMAN * 2, "another script": RUSSIAN * 2, "stars": "* * * ~~~ " * 60,
+    "boxes": "╔══════════╗\n║ ░░▒▒▓▓██ ║\n" * 30, "numbers": "3.14159 | 2,718.28 | 17:45\n" * 30,
     "addresses": "http://www.beispiel.de/verzeichnis/und/seite/der/tochter/index.php?x=1&y=2\n" * 12,
-    "mail": "von.der.mauer@beispiel.de, niemand.und.nichts@haus.de\n" * 14,
-    "numbers": "3.14159 | 2,718.28 | 17:45\n" * 30, "bars": "-----+------+-----\n" * 40,
     "markup": '<td class="zelle und nicht" id="der-hafen"><span title="die Boote"></td>&nbsp;\n' * 12,
-    "code": "".join(f"int32 x{k}_t = fnc({k}, &ptr->nxt[{k}]); /* ~ */\n" for k in range(20)),
-    "hexadecimal": "0x7f3a 0xdeadbeef ff:00:a1:b2 4e6f\n" * 20, "dots": "Der Hafen . . . . . . . . . . . . . 12\n" * 10,
-}
+    "code": "".join(f"int32 x{k}_t = fnc({k}, &ptr->nxt[{k}]); /* ~ */\n" for k in range(20))}
 
 
 @detectors
@@ -79,15 +73,6 @@ def test_what_a_page_begins_with_does_not_decide(detector: str, beginning: str) 
         found, score = label(BEGINNINGS[beginning] + "\n" + text, detector)
         assert found == code and score > 0.4
         assert label(text + "\n" + BEGINNINGS[beginning], detector)[0] == code, "nor what it ends with"
-
-
-@detectors
-def test_a_foreign_page_is_not_english_for_its_frame(detector: str) -> None:
-    frame = ("Home | About us | Contact | Log in\nWe use cookies to improve your experience. By continuing to browse "
-             "this site you agree to our use of cookies. Read more about how we handle your data.\n") * 3
-    english = made(LanguageOptions(("en",), detector))
-    for code in ("de", "ru", "ja"):
-        assert english(Document(frame + TEXTS[code] * 20)) == DroppedDocument(f"language {code}")
 
 
 @detectors
@@ -123,13 +108,6 @@ def test_a_sample_is_without_what_is_no_language(text: str, words: str) -> None:
     assert text_samples(text) == [words]
 
 
-@pytest.mark.parametrize("hostile", ["<" * 500_000, "<a " * 200_000, "@" * 500_000, "a" * 500_000, "a@" * 200_000,
-                                     "www." * 200_000, "- " * 300_000, "&a" * 300_000, "猫" * 300_000, "\0" * 500_000,
-                                     "x://" * 200_000], ids=range(11))
-def test_no_text_takes_long(hostile: str) -> None:
-    text_samples(hostile)
-
-
 def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"aaaa": {"en": 1.0}, "bb": {"de": 0.75, "en": 0.25}, "cc": {"de": 0.5, "fr": 0.5}}
     monkeypatch.setattr(language, "text_samples", str.split)
@@ -142,7 +120,7 @@ def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.Mo
 
 def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument]:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
-    stage = stages.build_language(args)
+    stage = build_language(args)
     assert isinstance(stage, MapStage)
     return made(stage.options)
 
@@ -186,24 +164,12 @@ def test_what_is_no_language_is_refused(capsys: pytest.CaptureFixture[str], keep
     with pytest.raises(SystemExit) as left:
         main(["language", "in", "--output", "out", "--keep", keep])
     assert left.value.code == 2
-    assert "expected a language, or one with its least score (en:0.65)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("keep", "meant"), [
-    ("EN", "en"), ("En:0.65", "en:0.65"), ("zh-cn", "zh"), ("pt_BR:0.5", "pt:0.5"), ("english", "en"), ("German", "de"),
-    ("chinese", "zh"), ("ENG", "en")])
-def test_the_code_that_was_meant_is_offered(capsys: pytest.CaptureFixture[str], keep: str, meant: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["language", "in", "--output", "out", "--keep", keep])
-    assert left.value.code == 2
-    assert f"found {keep!r}; codes are of ISO 639, in lower case: did you mean {meant!r}?" in capsys.readouterr().err
+    assert "or one with its least score (en:0.65), found " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("detector", language.DETECTORS)
-@pytest.mark.parametrize(("keep", "told"), [
-    (["eng"], "'eng'; did you mean 'en'?"), (["en", "ger:0.5"], "'ger'; did you mean 'de'?"),
-    (["swe"], "'swe'; did you mean 'sv'?"), (["nb"], "'nb'; did you mean 'no'?"), (["xq"], "'xq'; it knows "),
-    (["en,jp"], "'jp'; did you mean 'ja'?")])
+@pytest.mark.parametrize(("keep", "told"), [(["eng"], "'eng'; it knows "), (["en", "ger:0.5"], "'ger'; it knows "),
+                                            (["en,jp"], "'jp'; it knows ")])
 def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep: list[str], told: str) -> None:
     """It would leave out everything."""
     pytest.importorskip(language.DETECTORS[detector])
@@ -211,42 +177,8 @@ def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep
         stage_of("--keep", *keep, "--detector", detector)
 
 
-@pytest.mark.parametrize("detector", language.DETECTORS)
-def test_all_that_a_detector_finds_may_be_kept(detector: str) -> None:
-    pytest.importorskip(language.DETECTORS[detector])
-    codes = language.known_languages(detector)
-    assert len(codes) > 90 and {"en", "de", "ru", "zh", "sw"} <= codes
-    language.check_languages([*codes, language.NO_WORDS], detector)
-
-
 @pytest.mark.parametrize("arguments", [["--keep", "en", "en:0.5"], ["--keep", "en:0.5,de", "--keep", "de:0.5"],
                                        ["--keep", "en", "--label-only"]])
 def test_flags_that_contradict_each_other_are_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match="--keep"):
         stage_of(*arguments)
-
-
-def test_the_same_twice_is_once() -> None:
-    args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", "--keep", "en,de",
-                                      "--keep", "de"])
-    pytest.importorskip("py3langid")
-    stage = stages.build_language(args)
-    assert isinstance(stage, MapStage) and stage.options.keep == ("en", "de")
-
-
-def test_labels_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
-    pytest.importorskip("py3langid")
-    texts = [TEXTS[code] * times + TEXTS[other] * 2 for times in (1, 4, 9) for code in TEXTS for other in TEXTS]
-    for number in range(4):
-        lines = [Document(text, None, {"n": number}).to_line() for text in texts[number::4]]
-        (tmp_path / f"{number}.jsonl").write_bytes(b"".join(lines))
-    stage = MapStage("language", language.make_language_filter, LanguageOptions(label_only=True))
-    inputs = [tmp_path / f"{number}.jsonl" for number in range(4)]
-    made = []
-    for workers in (1, 2):
-        out = tmp_path / f"out{workers}"
-        record = run_map_stage(stage, inputs, out, WebReadOptions(), StageRunOptions(workers, shard_bytes=4000))
-        assert (record.counts.documents_in, record.counts.documents_kept) == (len(texts), len(texts))
-        made.append([path.read_bytes() for path in sorted(out.glob("part-*.jsonl"))])
-    assert made[0] == made[1] and len(made[0]) > 3
-    assert all(parse_shard_line(line, "").meta["language"] for shard in made[0] for line in shard.splitlines())

@@ -15,7 +15,8 @@ from data.webtext import clean, extract, language, urls
 from data.webtext.clean import CleanOptions
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.extract import ExtractOptions
-from data.webtext.urls import UniqueOptions, UrlOptions
+from data.webtext.dedup import UniqueOptions, run_unique
+from data.webtext.urls import UrlOptions
 
 ftfy = pytest.importorskip("ftfy")
 
@@ -79,7 +80,7 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
     counts: list[DocumentCounts] = []
     out = tmp_path / "out"
     out.mkdir()
-    urls.run_unique(shards, out, UniqueOptions(memory), workers, counts.append)
+    run_unique(shards, out, UniqueOptions(memory), workers, counts.append)
     assert [line for path in sorted(out.iterdir()) for line in path.read_bytes().splitlines(keepends=True)] == expected
     total = sum(counts, DocumentCounts())
     assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100

@@ -19,7 +19,7 @@ import pytest
 
 from data.webtext.documents import Document, DocumentError
 from data.webtext.readers import ReadResult, WebReadOptions, read_unit
-from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.readers import find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 

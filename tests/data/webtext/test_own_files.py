@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from data import input_files, split_json
+from data import split_json
 from data.input_files import find_text_files
 from data.preprocess import TextReadOptions, main as preprocess
 from data.sources import cached_corpus
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import stage_folder as folders
 from data.webtext.__main__ import main
 from data.webtext.runner import run_global_stage
-from data.webtext.source_files import shards_of_stage
+from data.webtext.readers import shards_of_stage
 from data.webtext.stage_folder import merge_shares, remove_stage
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE
@@ -49,22 +48,16 @@ def everything() -> dict[str, bytes]:
 
 AMONG_ITS_INPUTS: dict[str, tuple[list[str], str]] = {
     "a stage into itself": (["shuffle", "A", "--output", "A"], "is A"),
-    "by another name": (["shuffle", "raw/../A", "--output", "A"], "is raw/../A"),
     "by a link": (["clean", "link", "--output", "A"], "is link"),
-    "a link as output": (["clean", "A", "--output", "link"], "is A"),
     "a folder of files into itself": (["read", "raw", "--output", "raw"], "is raw"),
     "inside of a folder of files": (["read", "raw", "--output", "raw/out"], "lies in raw"),
-    "inside of a stage": (["clean", "A", "--output", "A/clean"], "lies in A"),
     "around a stage": (["shuffle", "D/read", "--output", "D", "--seed", "3"], "holds D/read"),
-    "around a part of itself": (["clean", "S/train", "--output", "S"], "holds S/train"),
-    "around a shard": (["read", "A/part-00001.jsonl", "--output", "A"], "holds A/part-00001.jsonl"),
     "around a shard of a split": (["read", "S/train/part-00000.jsonl", "--output", "S"],
                                   "holds S/train/part-00000.jsonl"),
     "around evaluation text": (["decontaminate", "A", "--output", "B", "--evaluation", "B/part-00000.jsonl"],
                                "holds B/part-00000.jsonl"),
     "a merge into a share": (["merge", "M0", "M1", "--output", "M0"], "is M0"),
-    "a run inside of its input": (["run", "raw", "--output", "raw"], "lies in raw"),
-    "a run of its own stage": (["run", "w/2-extract", "--output", "w"], "is w/2-extract")}
+    "a run inside of its input": (["run", "raw", "--output", "raw"], "lies in raw")}
 
 
 @pytest.mark.parametrize("command, how", AMONG_ITS_INPUTS.values(), ids=AMONG_ITS_INPUTS)
@@ -84,13 +77,6 @@ def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: 
     assert everything() == before
 
 
-def test_files_beside_and_in_an_output_that_are_no_shards_can_be_read(raw: Path) -> None:
-    shutil.copy("raw/a.jsonl", "mine.jsonl")
-    stage("read", "mine.jsonl", "--output", ".")
-    stage("read", "mine.jsonl", "--output", ".", "--on-error", "skip")
-    assert len(texts_in(Path())) == 60 and Path("mine.jsonl").exists()
-
-
 def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: Path) -> None:
     stage("read", "raw", "--output", "U")
     stage("read", "raw", "--output", "U/other")
@@ -105,13 +91,6 @@ def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: 
     assert {name: content for name, content in before.items() if name not in own} == {
         name: content for name, content in after.items() if name not in own}
     assert set(before) - set(after) <= own and len(texts_in(Path("U"))) == 60
-
-
-def test_the_parts_of_a_split_that_is_made_again_go(raw: Path) -> None:
-    stage("read", "raw", "--output", "A")
-    stage("split", "A", "--output", "S", "--split", "1,1,1")
-    stage("split", "A", "--output", "S", "--split", "1,0,0")
-    assert sorted({path.parent.name for path in Path("S").rglob("part-*")}) == ["train"]
 
 
 def test_a_log_goes_with_its_stage(raw: Path) -> None:
@@ -200,29 +179,6 @@ def test_a_share_with_a_changed_shard_is_not_merged(raw: Path) -> None:
     assert not [*Path("M").glob("*.json*")]
 
 
-def test_a_merge_whose_shards_go_away_is_not_complete(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, link = shares(), os.link
-
-    def links_but_one(source: Path, target: Path) -> None:
-        if target.name != "part-00001.jsonl":
-            link(source, target)
-
-    monkeypatch.setattr(folders.os, "link", links_but_one)
-    with pytest.raises(DataError, match="^M: a shard is gone that this stage has just written"):
-        merge_shares(parts, Path("M"))
-    assert not Path("M/stage.json").exists()
-
-
-def test_two_shares_with_one_shard_are_not_merged(raw: Path) -> None:
-    parts = shares()
-    record = json.loads(Path("M1/stage.json").read_text())
-    record["outputs"][0]["name"] = "part-00000.jsonl"
-    Path("M1/stage.json").write_text(json.dumps(record))
-    shutil.copy("M1/" + sorted(os.listdir("M1"))[-2], "M1/part-00000.jsonl")
-    with pytest.raises(DataError, match="two shares have a shard part-00000.jsonl|is complete"):
-        merge_shares(parts, Path("M"))
-
-
 # ------------------------------------------------------------------------------------------------------ readers
 
 READERS: dict[str, Callable[[str], object]] = {
@@ -287,32 +243,3 @@ def test_the_part_of_a_split_is_read_as_listed(raw: Path) -> None:
                 with pytest.raises(DataError, match=told):
                     stage("clean", given, "--output", "out")
     assert find_text_files(["S/valid"]).files
-
-
-def test_other_files_in_the_folder_of_a_stage_are_left_out_and_named(raw: Path) -> None:
-    stage("read", "raw", "--output", "A")
-    stage("dedup", "A", "--output", "S", "--exact-only")
-    stage("read", "raw", "--output", "S/inside")
-    Path("S/notes.txt").write_text("mine")
-    found = find_text_files(["S"])
-    assert found.files == sorted(shard.path for shard in shards_of_stage(Path("S")))
-    assert "not of the stage (" in found.left_out and "S/notes.txt" in found.not_of_stage
-    assert len(found.not_of_stage) == 1 + len(shards_of_stage(Path("S/inside")))
-
-
-def test_stages_in_a_folder_of_files_are_read_as_they_are_listed(raw: Path) -> None:
-    stage("read", "raw", "--output", "all/A")
-    shutil.copy("raw/a.jsonl", "all/own.jsonl")
-    assert find_text_files(["all"]).files == [*(shard.path for shard in shards_of_stage(Path("all/A"))),
-                                              "all/own.jsonl"]
-    Path("all/A/part-00000.jsonl").unlink()
-    with pytest.raises(DataError, match="^all/A/part-00000.jsonl: expected"):
-        find_text_files(["all"])
-
-
-def test_a_folder_of_the_users_with_such_names_is_read_as_it_is(raw: Path) -> None:
-    Path("own/.work").mkdir(parents=True)
-    shutil.copy("raw/a.jsonl", "own/part-00005.jsonl")
-    Path("own/stage.json").write_text('{"act": 1}')
-    assert find_text_files(["own"]).files == ["own/part-00005.jsonl"]
-    assert input_files.shards_of_folder(Path("own")) is None

@@ -17,9 +17,7 @@ from data.indexed import IndexedCorpus
 from data.sources import open_datasets
 from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext.__main__ import main
-from data.webtext.sample import build_sample as build_sample
-from data.webtext.stages import origin_file_of, tokenize_part
+from data.webtext.__main__ import main, origin_file_of, tokenize_part
 from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_language import TEXTS
@@ -159,17 +157,6 @@ def test_the_truth_of_a_planted_corpus_is_found(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_evaluation_text_is_kept_out(raw: Path, tmp_path: Path) -> None:
-    (tmp_path / "eval.txt").write_text(article(7)[100:400])
-    main(arguments(raw, tmp_path / "out", "--evaluation", str(tmp_path / "eval.txt")))
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    stage = next(stage for stage in report["stages"] if stage["stage"] == "decontaminate")
-    assert sum(tally["documents"] for tally in stage["dropped"].values()) == 1
-    (tmp_path / "eval.txt").write_text("nothing of that kind is in the corpus, so nothing at all is left out here")
-    main(arguments(raw, tmp_path / "out", "--evaluation", str(tmp_path / "eval.txt")))
-    assert "evaluation" not in (tmp_path / "out" / "report.txt").read_text(), "the content of the file counts"
-
-
 def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None:
     def command(*arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "data.webtext", *map(str, arguments)], cwd=REPOSITORY, text=True,
@@ -183,29 +170,6 @@ def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None
         assert done.returncode == code, done.stderr
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
         assert code != 3 or "a.jsonl:26 (byte " in done.stderr
-
-
-def test_escapes_do_not_make_a_document_too_long_for_the_next_stage(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(article(1) + '"' * 800)
-    main([*arguments(tmp_path / "a.txt", tmp_path / "out"), "--max-document-bytes", "2K", "--split", "1,0,0"])
-    (shard,) = (tmp_path / "out" / "4-language").glob("part-*")
-    assert shard.stat().st_size > 2048 > (tmp_path / "a.txt").stat().st_size
-
-
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Peak memory of a process that cleans 30 MB, against one that cleans 3 MB."""
-    peaks = []
-    for copies in (60, 600):
-        path = tmp_path / f"{copies}.jsonl"
-        with open(path, "wb") as file:
-            for k in range(copies):
-                file.write(json.dumps({"text": article(k) * 50}).encode() + b"\n")
-        program = ("from tests.peak import peak; from data.webtext.__main__ import main; "
-                   f"main(['clean', {str(path)!r}, '--output', {str(tmp_path / f'out{copies}')!r}, '--workers', '1', "
-                   "'--shard-bytes', '1M']); print(peak())")
-        peaks.append(int(subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True,
-                                        capture_output=True, text=True).stdout))
-    assert peaks[1] < 1.1 * peaks[0]
 
 
 def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
@@ -258,13 +222,6 @@ def test_a_run_with_workers_killed_at_any_moment_goes_on(raw: Path, whole: Path,
 
 
 # -------------------------------------------------------------------------------------------------------- sample
-
-def test_the_sample_is_the_same_every_time_and_full_of_dirt(tmp_path: Path) -> None:
-    build_sample(tmp_path / "a", ("tqdm", "regex"))
-    build_sample(tmp_path / "b", ("tqdm", "regex"))
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    with pytest.raises(DataError, match="crawl-0.jsonl:"):
-        main(["read", str(tmp_path / "a"), "--output", str(tmp_path / "out"), "--workers", "1"])
 
 
 def test_a_corpus_that_another_run_put_there_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract, source_files
+from data.webtext import extract, readers
 from data.webtext.documents import Document, DocumentError, machine_share, parse_json_line
 from data.webtext.readers import ReadResult, WebReadOptions, array_elements, read_unit
-from data.webtext.source_files import FileRange, find_source_files, plan_units
+from data.webtext.readers import FileRange, find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -97,7 +96,7 @@ def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) 
     units = plan_units(sources, 100)
     pieces = [piece for unit in units for piece in unit]
     assert [piece.source for piece in pieces if piece.start == 0] == sources
-    assert all(source_files.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
+    assert all(readers.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
     assert pieces[-1] == FileRange(sources[-1]), "a compressed file is not cut"
     for count in (1, 3, 20):
         shares = [machine_share(len(units), index, count) for index in range(count)]
@@ -119,12 +118,6 @@ def test_a_document_over_the_limit_is_passed_over_and_those_beside_it_are_not(tm
     assert reasons(read_all([tmp_path / "c.txt"], reading)) == ["too long"]
     read = read_all([tmp_path / "a.jsonl"], WebReadOptions(max_bytes=len(long)))
     assert reasons(read) == [""] * 5, "the limit itself fits"
-
-
-def test_a_line_of_50_megabytes_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * 50_000_000 + b'"}\n{"text": "b"}\n')
-    assert [len(document.text) for document in documents(read_all([path]))] == [50_000_000, 1]
 
 
 ARRAYS = [
@@ -188,14 +181,6 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         find_source_files([tmp_path / "empty"])
 
 
-def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl.zst").write_bytes(b"")
-    monkeypatch.setattr("data.compressed.ZSTD", None)
-    with pytest.raises(DataError, match="pip install backports.zstd"):
-        read_all([tmp_path / "a.jsonl.zst"])
-
-
 # ---- what is read once, and what is a page -----------------------------------------------------------------------
 
 
@@ -209,21 +194,6 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
     assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
-
-
-@pytest.mark.parametrize("format", ["auto", "jsonl", "html"])
-@pytest.mark.parametrize("name", ["p", "p.html", "p.jsonl"])
-def test_a_pipe_is_told_as_one_before_its_name_is_asked(tmp_path: Path, name: str, format: str) -> None:
-    """--format would not help."""
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: is no file but a pipe or a device, .*; write what comes .* first"):
-        find_source_files([tmp_path / name], format)
-
-
-@pytest.mark.parametrize(("depth", "told"), [(150, "nested more than 100 deep"), (100_000, "nested too deeply")])
-def test_deep_json_is_told_in_words_of_json(depth: int, told: str) -> None:
-    with pytest.raises(DocumentError, match=f"not JSON we can read: {told}$"):
-        parse_json_line(b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> None:
@@ -249,21 +219,7 @@ def test_what_is_nested_too_deeply_is_a_fault(line: bytes, mend: bool) -> None:
         parse_json_line(line, repair=mend)
 
 
-def test_what_is_nested_as_people_do_is_read() -> None:
-    wide = b'{"text": "a", "x": [' + b"[1]," * 5000 + b"[1]]}"
-    assert len(parse_json_line(wide)[0].meta["x"]) == 5001
-    deep = b'{"text": "a", "x": ' + b"[" * 90 + b'"\\ud800"' + b"]" * 90 + b"}"
-    assert parse_json_line(deep, repair=True)[1] == ("lone surrogate",)
-
-
 TEXT = "a <b> c, and 1 < 2 > 0"
-
-
-@pytest.mark.parametrize("meta", [{"file": "x.html"}, {"file": "a/b.htm.gz"}, {"meta": {"file": "x.xhtml"}}, {}])
-def test_a_record_is_no_page_for_the_name_of_a_file_in_it(tmp_path: Path, meta: dict[str, Any]) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXT, **meta}) + "\n")
-    document = documents(read_all([tmp_path / "a.jsonl"]))[0]
-    assert extract.make_extract(extract.ExtractOptions())(document) == document
 
 
 def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from data import input_files
-from data.input_files import check_stage_shards
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import parse_split
 from data.sources import cached_corpus
@@ -21,10 +19,9 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
 from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
-from data.webtext.source_files import shards_of_stage
-from data.webtext.stage_folder import merge_shares
-from data.webtext.stages import tokenize_part
-from tests.data.webtext.stages import REVERSE, SHOUT, Options
+from data.webtext.readers import shards_of_stage
+from data.webtext.__main__ import tokenize_part
+from tests.data.webtext.stages import REVERSE, SHOUT
 
 SMALL = StageRunOptions(shard_bytes=500)
 BYTE = ByteLevelTokenizer()
@@ -79,15 +76,6 @@ def test_a_shard_with_one_other_bit_is_refused_by_whoever_reads_it(
     reader(stage, tmp_path / "out")
 
 
-def test_two_shards_that_were_exchanged_are_refused(stage: Path, tmp_path: Path) -> None:
-    first, second = stage / "part-00003.jsonl", stage / "part-00004.jsonl"
-    assert first.stat().st_size == second.stat().st_size
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    refused(first, lambda: run_global_stage(REVERSE, [stage], tmp_path / "out"))
-
-
 def test_the_parts_of_a_split_are_checked_wherever_they_are_named(stage: Path, tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     run_global_stage(SPLIT, [stage], tmp_path / "split")
@@ -99,20 +87,6 @@ def test_the_parts_of_a_split_are_checked_wherever_they_are_named(stage: Path, t
         build_corpus([shard.name], tmp_path / "c", BYTE)
     refused(shard, lambda: tokenize_part(tmp_path / "split", "train", tmp_path / "c", BYTE, 1))
     assert not list(tmp_path.glob("c.*"))
-
-
-def test_a_shard_that_was_damaged_before_shares_are_merged_is_refused_by_the_merge(stage: Path, tmp_path: Path) -> None:
-    for k in range(2):
-        run_map_stage(SHOUT, [stage], tmp_path / f"share{k}", run_options=replace(SMALL, shard=(k, 2)))
-    change(tmp_path / "share1" / "part-00007.jsonl")
-    merged = tmp_path / "merged"
-    refused(tmp_path / "share1" / "part-00007.jsonl",
-            lambda: merge_shares([tmp_path / "share0", tmp_path / "share1"], merged))
-    assert not (merged / "stage.json").exists() and not list(merged.glob("part-*"))
-    change(tmp_path / "share1" / "part-00007.jsonl")
-    assert len(merge_shares([tmp_path / "share0", tmp_path / "share1"], merged).outputs) == 9
-    change(merged / "part-00007.jsonl")
-    refused(merged / "part-00007.jsonl", lambda: run_global_stage(REVERSE, [merged], tmp_path / "out"))
 
 
 def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(stage: Path, tmp_path: Path) -> None:
@@ -133,7 +107,7 @@ def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, m
     def four(job, stage, reading):  # type: ignore[no-untyped-def]
         if len(made) == 4:
             raise KeyboardInterrupt
-        made.append(job.target.name)
+        made.append(job[1].name)
         return original(job, stage, reading)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -144,31 +118,6 @@ def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, m
     read.clear()
     run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
     assert read and read[1:] == every[len(every) - len(read) + 1:] and len(read) <= len(every) - 3
-    run_global_stage(REVERSE, [tmp_path / "out"], tmp_path / "next")
-    tokenize_part(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
     read.clear()
     run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
-    run_global_stage(REVERSE, [tmp_path / "out"], tmp_path / "next")
-    tokenize_part(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
     assert read == [], "what is done is not read again"
-    other = replace(SHOUT, options=Options(drop="other"))
-    run_map_stage(other, [stage], tmp_path / "share", run_options=replace(SMALL, shard=(1, 3)))
-    assert 0 < len(read) <= 4, "a share of the work, a share of the reading"
-
-
-def test_files_that_no_stage_wrote_are_read_as_they_are(stage: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(stage, own)
-    change(own / "part-00001.jsonl")
-    shards = sorted(own.glob("part-*"))
-    for content in ("{}", "[]", '{"outputs": 3}', '{"outputs": [3]}', '{"outputs": []}', "null"):
-        (own / "stage.json").write_text(content)
-        check_stage_shards(shards)
-    (own / "stage.json").write_text("{")
-    with pytest.raises(DataError, match="stage.json: not the record of a stage"):
-        check_stage_shards(shards)
-    (own / "stage.json").unlink()
-    check_stage_shards([*shards, own / "part-1.jsonl", "nowhere/part-00000.jsonl"])
-    renamed = (stage / "part-00002.jsonl").rename(stage / "mine.jsonl")
-    change(renamed)
-    check_stage_shards([renamed])

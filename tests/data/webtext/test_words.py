@@ -8,8 +8,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from data.webtext import ngram_hashes as module
-from data.webtext.ngram_hashes import UNSPACED_SCRIPTS, hash_words, ngram_hashes, word_hashes
+from data.webtext import minhash as module
+from data.webtext.minhash import UNSPACED_SCRIPTS, hash_words, ngram_hashes, word_hashes
 
 AWKWARD = [
     "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
@@ -51,15 +51,6 @@ def test_words_are_those_found_character_by_character(piece: int, monkeypatch: p
         for (word, _, _), number in zip(expected, found.hashes.tolist(), strict=True):
             assert numbers.setdefault(word, number) == number
     assert len(set(numbers.values())) == len(numbers) > 1000
-    module._powers.cache_clear()
-
-
-def test_a_word_longer_than_a_piece_is_cut_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_CHARACTERS", 64)
-    module._powers.cache_clear()
-    found = hash_words("a" * 1000 + " b")
-    assert found.starts[0] == 0 and found.stops[-1] == 1002
-    assert (found.starts[1:-1] == found.stops[:-2]).all()
     module._powers.cache_clear()
 
 
