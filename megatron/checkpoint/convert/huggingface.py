@@ -153,7 +153,7 @@ def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
         return whole.T if is_transposed else whole
 
     their_shape = shape[::-1] if is_transposed else shape
-    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "<f4", load, name)
+    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "F32", load, name)
 
 
 NANOGPT_FILE = "ckpt.pt"
