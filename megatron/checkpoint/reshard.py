@@ -20,6 +20,7 @@ from functools import cached_property
 from math import prod
 
 from megatron.errors import CheckpointError
+from mpu.split import Partition
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,13 @@ class TPSharding:
                 and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
         if not good:
             raise CheckpointError(f"no such cut: {self}")
+
+
+def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
+    """mpu's Partition as a TPSharding."""
+    if partition is None:
+        return TPSharding(tuple(shape), None, 1, None, 1)
+    return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)
 
 
 @dataclass(frozen=True)

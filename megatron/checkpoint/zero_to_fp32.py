@@ -115,6 +115,7 @@ class TagReader:
                 digest = sha256(content.encode()).hexdigest()[:32]
             is_own = self.manifest.get("save_id", "").partition("-")[2] == digest
             require(is_own, path, "is of another checkpoint, or was changed")
+        self._verified: set[Path] = set()
         self._stored: dict[str, StoredTensor] = {}
         self._pieces: dict[str, list[tuple[int, int, StoredTensor]]] = defaultdict(list)
 
@@ -135,6 +136,7 @@ class TagReader:
                 self._check_origin(path, part["origin"] if self.format > 3 else part, rank)
                 self._verify_files(part["files"], rank)
             path = self.folder / "shared.json"
+            require(path in self._verified, path, "is listed nowhere")
             with explain_damage(path):
                 shared = json.loads(path.read_bytes())
                 if self.format > 3:
@@ -161,6 +163,7 @@ class TagReader:
                     size, crc = size + len(data), crc32(data, crc)
             require((size, f"{crc:08x}") == (entry["size"], entry["crc32"]), path, f"damaged: expected {entry['size']} "
                     f"bytes of crc32 {entry['crc32']}, found {size} of {crc:08x}")
+            self._verified.add(path)
             if path.suffix == ".safetensors":
                 origin, stored = read_header(path)
                 if self.format > 3:
@@ -184,7 +187,7 @@ class TagReader:
             shape, dim, stride, tp = (sharding[key] for key in ("local_shape", "dim", "stride", "tp_size"))
             # For each index before `dim` and each of its `stride` parts, every rank holds one equal block.
             blocks = prod(shape[:dim or 0]) * stride
-            out, end = np.empty((blocks, tp, prod(shape) // blocks), "<f4"), (0, 0)
+            out, end = np.empty((blocks, tp, prod(shape) // max(blocks, 1)), "<f4"), (0, 0)
             for tp_rank, offset, stored in sorted(self._pieces[name]):
                 local, count = out[:, tp_rank], prod(stored.shape)
                 require((tp_rank, offset) == end and offset + count <= local.size, stored.path,
@@ -193,7 +196,7 @@ class TagReader:
                     data = stored.read(start, min(BLOCK, count - start))
                     local.flat[offset + start:offset + start + len(data)] = data
                 end = divmod(tp_rank * local.size + offset + count, local.size)
-            require(end == (tp, 0), self.folder, f"weight {name!r:.80} is not complete")
+            require(end == (tp, 0) or out.size == 0, self.folder, f"weight {name!r:.80} is not complete")
             padded = shape if dim is None else [*shape[:dim], shape[dim] * tp, *shape[dim + 1:]]
             return out.reshape(padded)[tuple(map(slice, logical_shape(sharding)))]
 
@@ -238,7 +241,6 @@ def open_tag(root: Path, tag: str | None = None) -> TagReader:
         return TagReader(root)
     with explain_damage(root):
         tags = sorted({path.parent.name.removeprefix(".aside-") for path in root.glob("*/manifest.json")})
-        check_link_inside(root / "latest", root)
         chosen = tag or latest_tag(root)
         require(chosen in tags, root, f"holds no tag {chosen!r:.80}, which `latest` names or -t, but "
                 f"{', '.join(tags) or 'none'}")
@@ -259,6 +261,7 @@ def check_link_inside(path: Path, root: Path) -> None:
 
 def latest_tag(root: Path) -> str | None:
     """The tag that `latest` names, or was about to name when the save was interrupted after its commit."""
+    check_link_inside(root / "latest", root)
     latest = (root / "latest").read_text("utf-8", "replace").strip() if (root / "latest").is_file() else None
     with suppress(OSError, LookupError, TypeError, ValueError):
         pending = json.loads((root / ".latest-pending").read_bytes())

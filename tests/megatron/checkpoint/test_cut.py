@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from megatron.checkpoint.pieces import tp_sharding_of
+from megatron.checkpoint.reshard import tp_sharding_of
 from megatron.checkpoint.reshard import TPSharding
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import SHAPES, local

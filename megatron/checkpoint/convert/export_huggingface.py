@@ -1,4 +1,5 @@
-"""The run's tokenizer as files that transformers' AutoTokenizer loads, or the reason why that is not possible.
+"""Write a Hugging Face GPT-2 folder: weights, config.json, and the run's tokenizer as files that transformers'
+AutoTokenizer loads, or the reason why that is not possible.
 
     GPT-2's BPE      vocab.json and merges.txt
     bytes            tokenizer.json: byte-level BPE without merges
@@ -14,15 +15,77 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
 from data.format import TokenizerFacts
 from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
-from data.storage import DataError
+from data.storage import DataError, make_folder, staged_file, write_json_atomic
 from data.tokenizer import build
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
+from megatron.checkpoint.commit import explain_disk_errors
+from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
+from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SAFETENSORS_FILE, SUPPORTED_GELU
+from megatron.checkpoint.reader import Checkpoint, read_logical, read_recorded_model
+from megatron.checkpoint.tags import PrintLine, print_to_stderr
+from megatron.checkpoint.zero_to_fp32 import OutputTensor, write_output
+from megatron.config.hf_config import HF_CONFIG_FILE
 from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES,
+                       print_line: PrintLine = print_to_stderr) -> list[Path]:
+    """Write a folder that transformers loads, weights first and config.json last; returns the files. Holds one tensor
+    in memory at a time. `print_line` gets the reason if no tokenizer files are written."""
+    recorded = read_recorded_model(checkpoint)
+    model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    if holds != parameter_shapes(model):
+        raise CheckpointError(f"tag {checkpoint.tag}: its weights are not those of this program's GPT-2 of "
+                              f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
+                              "zero_to_fp32.py writes any model")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
+    entries = [_output_tensor(checkpoint, name, shape) for name, shape in parameter_shapes(model).items()]
+    tokenizer = build_tokenizer_files(recorded.data, model, recorded.tokenizer)
+    if tokenizer.note is not None:
+        print_line(tokenizer.note)
+    elif not recorded.data["tokenizer_type"]:
+        print_line("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
+    with explain_disk_errors(output, sum(entry.nbytes for entry in entries), "--output"):
+        make_folder(output)
+        files = write_output(entries, output / SAFETENSORS_FILE, shard_bytes)
+        for name, content in tokenizer.files.items():
+            with staged_file(output / name) as file:
+                file.write(content)
+        write_json_atomic(output / HF_CONFIG_FILE, {
+            **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
+            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
+            "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
+            "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
+            "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
+            "embd_pdrop": model.hidden_dropout, "layer_norm_epsilon": model.layernorm_epsilon,
+            "initializer_range": model.init_method_std, "bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod,
+            "torch_dtype": "float32"})
+    return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
+
+
+def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
+    is_transposed = HUGGING_FACE.is_transposed(name)
+
+    def load() -> Any:
+        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
+        return whole.T if is_transposed else whole
+
+    their_shape = shape[::-1] if is_transposed else shape
+    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "F32", load, name)
+
+
+# ---- the tokenizer --------------------------------------------------------------------------------------------------
 
 DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
 SPACE = "\u2581"
