@@ -12,9 +12,9 @@ Encoding and decoding match ours; `<|endoftext|>` in a text is text. Exception: 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,6 @@ def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
 
 DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
 SPACE = "\u2581"
-NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
-"""SentencePiece piece types: learned, user-defined (never split), unused."""
 
 
 @dataclass(frozen=True)
@@ -149,26 +147,21 @@ def _character_files(section: Mapping[str, Any], path: str | None, eod: int, len
 
 
 def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    proto = read_flag_file(str(path), "--tokenizer-path")
-    model = parse_protobuf(proto)
-    pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
-    trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
-
-    def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
-        return record.get(number, [default])[-1]
-
-    is_plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1
-                and setting(normalizer, 1, b"") == b"identity" and setting(normalizer, 3, 1) == 0
-                and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
-                and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    schema: Any = import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = read_flag_file(str(path), "--tokenizer-path")  # `build` has loaded it
+    model, kinds = schema.ModelProto.FromString(proto), schema.ModelProto.SentencePiece
+    trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
+    is_plain = (trainer.model_type == schema.TrainerSpec.BPE and trainer.byte_fallback and normalizer.name == "identity"
+                and not normalizer.add_dummy_prefix and not normalizer.remove_extra_whitespaces
+                and not trainer.treat_whitespace_as_suffix
+                and not {kinds.USER_DEFINED, kinds.UNUSED} & {piece.type for piece in pieces})
     if not is_plain:
         return TokenizerFiles({"tokenizer.model": proto}, eod,
                               "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
                               "is not BPE with byte fallback): load it with the sentencepiece package")
-    names = [setting(piece, 1, b"").decode() for piece in pieces]
+    names = [piece.piece for piece in pieces]
     vocabulary = {name: i for i, name in enumerate(names)}
-    scores = {name: setting(piece, 2, 0.0) for name, piece in zip(names, pieces, strict=True)
-              if setting(piece, 3, NORMAL) == NORMAL}
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == kinds.NORMAL}
     return _fast_tokenizer_files(
         {"type": "BPE", "vocab": vocabulary, "merges": _merges(vocabulary, scores),
          "byte_fallback": True, "unk_token": names[0], "fuse_unk": False}, eod, length,
@@ -206,38 +199,3 @@ def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
 FILE_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
     "GPT2BPETokenizer": _gpt2_files, "ByteLevelTokenizer": _byte_level_files,
     "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files}
-
-
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-
-
-def parse_protobuf(data: bytes) -> dict[int, list[Any]]:
-    """Decode a protocol buffer without its schema: field number -> integers, 32-bit floats and bytes, in order."""
-    found: dict[int, list[Any]] = {}
-    at = 0
-    while at < len(data):
-        key, at = _parse_varint(data, at)
-        value: Any
-        if key & 7 == VARINT:
-            value, at = _parse_varint(data, at)
-        elif key & 7 == BYTES:
-            length, at = _parse_varint(data, at)
-            value, at = data[at:at + length], at + length
-        elif key & 7 == FIXED32:
-            value, at = struct.unpack_from("<f", data, at)[0], at + 4
-        elif key & 7 == FIXED64:
-            value, at = data[at:at + 8], at + 8
-        else:
-            raise DataError(f"not a protocol buffer: wire type {key & 7} at byte {at}")
-        found.setdefault(key >> 3, []).append(value)
-    return found
-
-
-def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
-        if byte < 128:
-            return value, at
-    raise DataError("not a protocol buffer: it ends within a number")
