@@ -181,25 +181,26 @@ class TensorEntry:
         """Elements of the local tensor of one tensor-parallel rank."""
         return prod(self.sharding.local_shape)
 
-    def check_coverage(self, tp: int, shards: int) -> None:
+    def check_coverage(self, tp: int, shards: int, where: str) -> None:
         """Raise unless the sharding is valid and every element of every rank's local tensor is stored once: it lies
         inside the flat buffer of `shards` shards, or the pieces cover it in order."""
-        self.sharding.check()
+        if not self.sharding.can_exist:
+            raise CheckpointError(f"{where}: no such cut: {self.sharding}")
         if self.dp_sharding is None:
             numel, ranks = self.numel, self.sharding.tp_size
             rank = offset = 0
             for piece in self.pieces:
                 if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
-                    raise CheckpointError(f"{self.label}: expected a piece at element {offset} of {numel} of "
+                    raise CheckpointError(f"{where}: expected a piece at element {offset} of {numel} of "
                                           f"tensor-parallel rank {rank} of {ranks}, found {piece}")
                 rank, offset = divmod(rank * numel + offset + piece.count, numel)
             if numel and rank != ranks:
-                raise CheckpointError(f"{self.label}: there is nothing at element {offset} of {numel} of "
+                raise CheckpointError(f"{where}: there is nothing at element {offset} of {numel} of "
                                       f"tensor-parallel rank {rank} of {ranks}")
         elif self.sharding.dim is not None and self.sharding.tp_size != tp:
-            raise CheckpointError(f"{self.label}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
+            raise CheckpointError(f"{where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
         elif self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
-            raise CheckpointError(f"{self.label}: {self.numel} elements from {self.dp_sharding.start} on are not in "
+            raise CheckpointError(f"{where}: {self.numel} elements from {self.dp_sharding.start} on are not in "
                                   f"{shards} shards of {self.dp_sharding.shard_size}")
 
 
@@ -301,10 +302,7 @@ class Manifest:
             seen.add((tensor.kind, tensor.name))
             if unlisted := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
                 raise CheckpointError(f"{where} is in {unlisted[0]!r}, which is not listed")
-            try:
-                tensor.check_coverage(tp, shards)
-            except CheckpointError as error:
-                raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
+            tensor.check_coverage(tp, shards, where)
 
 
 def read_manifest(folder: Path) -> Manifest:
