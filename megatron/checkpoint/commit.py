@@ -4,7 +4,7 @@
     .aside-<tag>             the old copy of a tag being replaced; it is the tag while no `<tag>` exists
     .staging-<tag>-<run>     a save in progress, locked by its program (flock); never read
     .trash-<name>            being deleted; never read
-    .latest-pending          what `latest` is about to say (resolve_tag.py)
+    .latest-pending          what `latest` is about to say (tags.py)
 
 Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>,
 fsync the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint,
