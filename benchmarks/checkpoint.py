@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from data.storage import crc32_file  # noqa: E402
-from megatron.checkpoint.tags import verify_tag  # noqa: E402
+from megatron.checkpoint.verify import verify_tag  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
 from megatron.train.processor import keep_freed_memory  # noqa: E402

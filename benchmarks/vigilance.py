@@ -257,7 +257,7 @@ def settings_child() -> int:
 def nameless() -> Iterator[None]:
     """Files do not say what they are of; nothing reads them."""
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.rank_manifest import FileProvenance
+    from megatron.checkpoint.manifest import FileProvenance
 
     with mock.patch.object(Manifest, "digest", lambda self: "0" * 32), \
             mock.patch.object(FileProvenance, "as_metadata", lambda self: {}), \
@@ -270,7 +270,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     from checkpoint import TAG, clear, make_engine
 
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.rank_manifest import FileProvenance
+    from megatron.checkpoint.manifest import FileProvenance
     from megatron.train.processor import keep_freed_memory
 
     keep_freed_memory()

@@ -1,8 +1,8 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable under any parallel layout; no pickle.
 
-Begin with manifest.py (what a checkpoint is), then writer.py and commit.py (save), resolve_tag.py and reader.py (load).
-convert/ reads and writes other programs' checkpoints. file_formats, manifest, rank_manifest, tags, resolve_tag, commit
-and deletion need no torch, so `list` and `verify` do not; hence this file imports none of the modules.
+Begin with manifest.py (what a checkpoint is), then writer.py and commit.py (save), tags.py, verify.py and reader.py
+(load). convert/ reads and writes other programs' checkpoints. file_formats, manifest, tags, verify and commit need no
+torch, so `list` and `verify` do not; hence this file imports none of the modules.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Asynchronous save: copy the state to the host, then write it from a thread. The protocol is writer.py's.
+"""Asynchronous save: copy the state to the host, then write it from a thread. The phases are writer.py's.
 
-    start           snapshot this rank's share and start the first job in a thread              all ranks
-    poll            after each step: if all ranks have done their job, start the next            all ranks
-    wait_for_save   the same, but wait for the thread                                            all ranks
+    start           run the first phase in a thread                                      all ranks
+    poll            after each step: if all ranks have done the phase, start the next    all ranks
+    wait_for_save   the same, but wait for the thread                                    all ranks
 
-`progress` rides on the step's all-reduce, so no step waits for a save. A job's error on one rank is raised on all ranks
-at the next poll. At most one save per engine; a program that exits normally completes its save first. Memory: one
+`progress` rides on the step's all-reduce, so no step waits for a save. An error on one rank is raised on all ranks at
+the next poll. At most one save per engine; a program that exits normally completes its save first. Memory: one
 (pinned) host copy of this rank's share, reused.
 """
 
@@ -21,12 +21,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.checkpoint.safetensors_io import FileTensor
-from megatron.checkpoint.writer import SaveJob, SaveReport, SaveSteps, advance_save
+from megatron.checkpoint.writer import PendingSave, SaveReport
 from megatron.distributed import exit_codes
 from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu.groups import Group
@@ -66,11 +65,10 @@ class AsyncSaver:
                  owner: str = "") -> None:
         """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
         whose saves these are, equal on all ranks; not the run id, which a resumed engine shares."""
-        self.world, self.owner, self.root = world, owner, Path()
-        self._before_collective, self._pid, self._name = before_collective, os.getpid(), ""
-        self._save: tuple[SaveSteps, Callable[[SaveReport], None]] | None = None
-        self._job: Future[Any] = Future()
-        self._is_committing = False  # the job is the last one
+        self.world, self.owner, self._before_collective, self._pid = world, owner, before_collective, os.getpid()
+        self._save: tuple[PendingSave, Callable[[SaveReport], None]] | None = None
+        self._job: Future[int] = Future()
+        self._name = ""  # of the last save, for messages
         self._deferred_error: TrainerError | None = None
 
     @property
@@ -85,20 +83,19 @@ class AsyncSaver:
         return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
             self._pid == os.getpid()
 
-    def start(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None], root: Path = Path(),
-              tag: str = "a checkpoint") -> None:
-        """Start a save of `tag` into `root`; `on_complete` is called when it is complete."""
+    def start(self, save: PendingSave, on_complete: Callable[[SaveReport], None]) -> None:
+        """Begin to write `save`; `on_complete` is called when it is complete."""
         assert not self.has_pending_save, "wait for the save under way first"
-        self._job, self.root, self._name = _run_in_thread(next(steps)), root, f"{tag} of {root}"
-        self._is_committing = False
-        self._set_pending(steps, on_complete)
+        self._set_pending(save, on_complete)
 
-    def _set_pending(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None]) -> None:
-        self._save = steps, on_complete
+    def _set_pending(self, save: PendingSave, on_complete: Callable[[SaveReport], None]) -> None:
+        """Run the next phase of the save in a thread."""
+        self._job, self._save = _run_in_thread(save.run_phase), (save, on_complete)
+        self._name = f"{save.manifest.tag} of {save.root}"
         _PENDING_SAVES.append(self)
         atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
 
-    def _take_pending(self) -> tuple[SaveSteps, Callable[[SaveReport], None]]:
+    def _take_pending(self) -> tuple[PendingSave, Callable[[SaveReport], None]]:
         """Clear and return the pending save."""
         assert self._save is not None
         taken, self._save = self._save, None
@@ -144,25 +141,23 @@ class AsyncSaver:
             raise error
 
     def _advance(self) -> None:
-        """Wait for this rank's job, agree with the other ranks, then start the next job or end the save. Collective."""
+        """Wait for this rank's phase, agree with the other ranks, then start the next phase or end the save.
+        Collective."""
         self._before_collective("a save in the background")
-        steps, then = self._take_pending()  # an error below leaves no save pending
-        try:
-            self._job = _run_in_thread(advance_save(steps, self._job.result, self.world))
-        except StopIteration as end:
-            then(end.value)
+        save, on_complete = self._take_pending()  # an error below leaves no save pending
+        if save.finish_phase(self._job.result):
+            self._set_pending(save, on_complete)
         else:
-            self._is_committing = True
-            self._set_pending(steps, then)
+            on_complete(save.report)
 
     def abandon(self) -> bool:
         """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
         completed. No communication."""
         if not self.has_pending_save:
             return False
-        steps, _ = self._take_pending()
-        self._job.add_done_callback(lambda job: steps.close())  # the staging folder stays locked until the job ends
-        return self._is_committing and self._job.exception() is None
+        save, _ = self._take_pending()
+        self._job.add_done_callback(lambda job: save.close())  # the staging folder stays locked until the job ends
+        return save.is_committing and self._job.exception() is None
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._pid:  # in a forked child
@@ -193,7 +188,7 @@ def pending_saves_in(root: Path) -> list[str]:
     owners = []
     for save in _PENDING_SAVES:
         with suppress(OSError):  # a folder is missing
-            if os.path.samefile(save.root, root):
+            if save._save is not None and os.path.samefile(save._save[0].root, root):
                 owners.append(save.owner)
     return owners
 
@@ -206,9 +201,9 @@ def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
             saves[owner].finish_for_other_engine()
 
 
-def _run_in_thread(job: SaveJob) -> Future[Any]:
+def _run_in_thread(job: Callable[[], int]) -> Future[int]:
     """Run the job in a daemon thread, which does not delay an exit after a failure."""
-    future: Future[Any] = Future()
+    future: Future[int] = Future()
 
     def work() -> None:
         try:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from data.storage import escape_to_one_line
 from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
 from megatron.checkpoint.manifest import LATEST, CommitRecord, Manifest
-from megatron.checkpoint.resolve_tag import (all_tags, dangling, latest_file_warning, latest_tag, load_candidates,
-                                             parse_checkpoint_path, unreadable_tags)
-from megatron.checkpoint.tags import check_sizes, check_tag_exists, complete_manifests, tag_names, verify_tag
+from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, choose_tag, dangling, latest_file_warning,
+                                      latest_tag, parse_checkpoint_path, scan_tags, tag_names)
+from megatron.checkpoint.verify import check_sizes, verify_tag
 from megatron.config.cli_help import CommandArgumentParser
 from megatron.config.run_config import refuse_checkpoint_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
@@ -37,28 +37,31 @@ def list_tags(root: Path, tag: str | None) -> None:
     that a load uses, `other branch` tags that are neither its ancestors nor its descendants, `damaged` tags with a
     missing file or one of the wrong size. Warns for each damaged or unreadable tag; raises if that is the tag a load
     uses."""
-    manifests = complete_manifests(root)
-    records = {manifest.tag: manifest.commit_record for manifest in manifests}
-    manifests = manifests if tag is None else [check_sizes(root, check_tag_exists(root, tag))]
+    latest = latest_tag(root)
+    manifests = {name: manifest for name, manifest in scan_tags(root).items() if isinstance(manifest, Manifest)}
+    records = {name: manifest.commit_record for name, manifest in manifests.items()}
     if not manifests and describe_format(root):  # another program's checkpoint, not a damaged one
         raise CheckpointError(no_checkpoint_message(root))
-    damaged = unreadable_tags(root, check_sizes) if tag is None else {}
-    latest = latest_tag(root)
-    chosen, *others = load_candidates(root) if manifests or latest is not None else [""]
-    for manifest in manifests:
-        print(_tag_line(manifest) + _branch_text(manifest.commit_record, records, records.get(chosen))
-              + "  damaged" * (manifest.tag in damaged) + "  latest" * (manifest.tag == latest))
+    if tag is not None:
+        manifests = {tag: check_sizes(root, check_tag_exists(root, tag))}
+    damaged = {} if tag is not None else {name: error for name, error in scan_tags(root, check_sizes).items()
+                                          if isinstance(error, CheckpointError)}
+    choice = choose_tag(root) if manifests or latest is not None else None
+    used = records.get(choice.first) if choice is not None else None
+    for name, manifest in manifests.items():
+        print(_tag_line(manifest) + _branch_text(manifest.commit_record, records, used)
+              + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
-    listed = [manifest.tag for manifest in manifests]
     for name, error in damaged.items():
-        print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in listed),
+        print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in manifests),
               file=sys.stderr)
     if tag is not None:
         return
-    if not chosen:
+    if choice is None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
+    chosen = choice.first
     if chosen in damaged:
-        good = [name for name in (*others, *reversed(listed)) if name not in damaged]
+        good = [name for name in (*choice.fallbacks, *reversed(manifests)) if name not in damaged]
         advice = "no tag here is complete" if not good else (
             f"name another tag ({root}:{good[0]}), which `{COMMAND} verify` checks to the last byte, or put a copy of "
             f"{chosen} in its place")
@@ -92,8 +95,11 @@ def _total_bytes(manifest: Manifest) -> int:
 def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then raise for the first damaged one."""
     damaged: list[CheckpointError] = []
-    names = [check_tag_exists(root, tag)] if tag is not None else list(
-        dict.fromkeys([*all_tags(root), *unreadable_tags(root)]))
+    if tag is None:
+        check_latest_inside(root)
+    names = list(scan_tags(root)) if tag is None else [check_tag_exists(root, tag)]
+    if not names:
+        raise CheckpointError(no_checkpoint_message(root) + dangling(root))
     for name in names:
         try:
             manifest = verify_tag(root, name)
@@ -107,8 +113,9 @@ def verify_tags(root: Path, tag: str | None) -> None:
 
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
-    from megatron.checkpoint.convert.huggingface import export_huggingface
-    from megatron.checkpoint.convert.import_weights import import_weights, open_external_checkpoint, quantise_weights
+    from megatron.checkpoint.convert.export_huggingface import export_huggingface
+    from megatron.checkpoint.convert.external_checkpoint import import_weights, quantise_checkpoint
+    from megatron.checkpoint.convert.importers import open_external_checkpoint
     from megatron.checkpoint.reader import open_checkpoint
 
     output = options.output
@@ -119,7 +126,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
             for path in export_huggingface(checkpoint, output, print_line=lambda line: print(f"note: {line}")):
                 print(f"{path}: {path.stat().st_size} bytes")
             return
-        report = quantise_weights(checkpoint, output)
+        report = quantise_checkpoint(checkpoint, output)
     else:
         found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
                                          options.checkpoint_version)
@@ -134,7 +141,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
                   "--finetune")
             return
-        report = quantise_weights(found, output)
+        report = import_weights(found, output, quantise=True)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 

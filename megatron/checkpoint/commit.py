@@ -4,7 +4,7 @@
     .aside-<tag>             the old copy of a tag being replaced; it is the tag while no `<tag>` exists
     .staging-<tag>-<run>     a save in progress, locked by its program (flock); never read
     .trash-<name>            being deleted; never read
-    .latest-pending          what `latest` is about to say (resolve_tag.py)
+    .latest-pending          what `latest` is about to say (tags.py)
 
 Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>,
 fsync the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint,
@@ -17,23 +17,23 @@ import errno
 import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from data.file_lock import LockFile, LockResult, lock_when_free, try_lock, unlock_on_exit
 from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
-from megatron.checkpoint.deletion import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
-                                          delete_folder, discard_folder)
-from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, manifest_checksum,
-                                          read_commit_number)
-from megatron.checkpoint.resolve_tag import (PENDING_LATEST, committed_pending_tag, latest_tag, read_latest,
-                                             step_records_in_commit_order)
-from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, format_file_names, link_target_outside, print_to_stderr,
-                                      read_tag_manifest, remove_link, tag_folder, tag_folder_names, unknown_files)
-from megatron.distributed.process_group import is_stop_requested
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
+                                          manifest_checksum, read_commit_number)
+from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, PrintLine, commit_records, committed_pending_tag,
+                                      format_file_names, latest_tag, link_target_outside, print_to_stderr, read_latest,
+                                      read_tag_manifest, remove_link, tag_folder, unknown_files)
+from megatron.distributed.process_group import after_shutdown, is_stop_requested
+from megatron.distributed.rank_status import STATUS
 from megatron.errors import CheckpointError, ConfigError, StorageError
 
 LOCK_SECONDS = 300.0
@@ -85,6 +85,38 @@ FP32_SCRIPT = "zero_to_fp32.py"
 """Copied beside the tags: converts them to one state dict where this package is not installed."""
 
 
+TRASH_PREFIX = ".trash-"
+MAX_PENDING_FOLDERS = 1
+"""Pending folders with which a save still starts; with more it waits, since the disk deletes too slowly."""
+POLL_SECONDS = 0.2
+
+DeleteFolder = Callable[[Path], object]
+"""Deletes a folder in the trash."""
+
+
+def discard_folder(folder: Path, delete: DeleteFolder) -> None:
+    """Rename the folder into the trash at once, so that it is never partially visible, then `delete` it."""
+    trash = folder.with_name(f"{TRASH_PREFIX}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
+    os.rename(folder, trash)
+    fsync_directory(folder.parent)
+    delete(trash)
+
+
+def delete_folder(path: Path) -> OSError | None:
+    """Delete as much as possible; returns the error if something is left. Of a link, only the link is deleted."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)  # deletes what it can, and tolerates concurrent deletions
+            shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return error
+    return None
+
+
 @dataclass(frozen=True)
 class Keep:
     """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
@@ -102,7 +134,7 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
     try:
         yield
     except StorageFault as error:  # it already names its file
-        raise StorageError(f"{flag}: {error}{_inode_note(path)}{untouched}") from error
+        raise StorageError(f"{flag}: {error}{untouched}") from error
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
@@ -112,7 +144,7 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
             raise
         reason = error.strerror or str(error)
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free_bytes(path)} free"
-                           f"{_inode_note(path)}{untouched}") from error
+                           f"{untouched}") from error
 
 
 def _free_bytes(path: Path) -> int | str:
@@ -120,14 +152,6 @@ def _free_bytes(path: Path) -> int | str:
         disk = shutil.disk_usage(_nearest_existing(path))
         return disk.free if disk.total else "unknown"  # some network file systems do not report it
     return "unknown"
-
-
-def _inode_note(path: Path) -> str:
-    with suppress(OSError):
-        found = os.statvfs(_nearest_existing(path))
-        if found.f_files and not found.f_favail:
-            return f"; no free inodes: its file system holds at most {found.f_files} files; delete some"
-    return ""
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -149,9 +173,6 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
         trial.mkdir()
         with suppress(FileNotFoundError):  # another program's clean-up removed it
             trial.rmdir()
-    except FileNotFoundError as error:  # for example under /proc, where no folder can be created
-        raise StorageError(f"{flag} {root}: {root.parent} is there, but nothing can be created in it; choose another "
-                           "folder") from error
     except OSError as error:
         raise StorageError(f"{flag} {root}: cannot be written ({error.strerror})") from error
 
@@ -289,8 +310,9 @@ def _write_latest(root: Path, tag: str) -> None:
 
 def last_commit_number(root: Path) -> int:
     """The largest commit number in the root; 0 without tags."""
-    return max((read_commit_number(root / name) for name in tag_folder_names(root)
-                if link_target_outside(root / name, root) is None), default=0)
+    return max((read_commit_number(root / name) for name in os.listdir(root)
+                if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+                and link_target_outside(root / name, root) is None), default=0)
 
 
 def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: PrintLine = print_to_stderr,
@@ -305,7 +327,7 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
     if keep.last is None:
         return []
     with explain_disk_errors(root, 0):
-        steps = step_records_in_commit_order(root)
+        steps = [record for record in commit_records(root) if iteration_of_tag(record.tag) is not None]
         ancestors = [record for record in steps if saved.descends_from(record)]
         others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
         if others and len(ancestors) == 1:
@@ -324,3 +346,59 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
                            f"{format_file_names(unknown)}")
             discard_folder(tag_folder(root, tag), delete)
     return to_delete
+
+
+# ---- deletion in the background -------------------------------------------------------------------------------------
+
+@final
+class BackgroundDeleter:
+    """Deletes folders one by one in threads. A save waits for it if disk space is short or too many folders are
+    pending, and a successful program waits at its end; a failed or stopped one leaves the rest to the next start."""
+
+    def __init__(self, print_line: PrintLine = print_to_stderr) -> None:
+        self._print_line = print_line
+        self._pending: list[Path] = []
+        self._changed, self._one_at_a_time = threading.Condition(), threading.Lock()
+        self._warned: set[Path] = set()
+        after_shutdown(self._finish_at_shutdown)
+
+    def delete(self, path: Path) -> None:
+        """Queue the folder and return at once. Queuing it again has no effect."""
+        with self._changed:
+            if path in self._pending:
+                return
+            self._pending.append(path)
+        try:
+            threading.Thread(target=self._delete_pending, args=(path,), name="delete", daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            self._delete_pending(path)
+
+    @property
+    def pending_count(self) -> int:
+        """Folders waiting to be deleted."""
+        return len(self._pending)
+
+    def wait_for_deletions(self, most: int = 0, until: Callable[[], object] = lambda: False) -> None:
+        """Wait until at most `most` folders are pending, or `until()` is true."""
+        with self._changed:
+            while self.pending_count > most and not until():
+                self._changed.wait(POLL_SECONDS)
+
+    def _finish_at_shutdown(self) -> None:
+        if self.pending_count and not is_stop_requested():
+            with STATUS.in_activity("deletion of old checkpoints"):
+                self.wait_for_deletions(until=is_stop_requested)
+
+    def _delete_pending(self, path: Path) -> None:
+        try:
+            with self._one_at_a_time:
+                error = delete_folder(path)
+            if error is not None and path not in self._warned:
+                self._warned.add(path)
+                with suppress(OSError, ValueError):  # the output is closed
+                    self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted "
+                                     f"({error.strerror or error}): the next save tries again")
+        finally:
+            with self._changed:
+                self._pending.remove(path)
+                self._changed.notify_all()

@@ -6,7 +6,9 @@
     lineage branch, commit number and history: from which saves a save continues; no clock takes part
 
 Which rank holds which elements follows by arithmetic (reshard.py), so the manifest does not grow with the number of
-ranks. Files and checksums are in the rank manifests (rank_manifest.py). Formats 1 to 4 stay readable. No torch.
+ranks. The manifest of a rank, `rank<k>.json`, lists its files with size and crc32, and holds the rank's own state. A
+checksum says that a file is intact, not that it belongs here: from format 4 on every file also states its provenance.
+Formats 1 to 4 stay readable. No torch.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
+from data.storage import crc32
 from megatron.checkpoint.file_formats import (CHECKSUM_FIELD, StrictRecord, checksum_ending, read_bytes, seal_record,
                                               unseal_record)
 from megatron.checkpoint.reshard import DPSharding, TPSharding
@@ -108,7 +110,6 @@ FORMAT = 5
 """The format written. Formats 1 (without `saved_at`) and 2 list all files and pieces; formats 1 to 4 can be read."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_HEAD_PATTERN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)","iteration":([0-9]{1,18})')
 _TAIL_PATTERN = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
                            rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
 _TAIL_BYTES = 250
@@ -180,25 +181,26 @@ class TensorEntry:
         """Elements of the local tensor of one tensor-parallel rank."""
         return prod(self.sharding.local_shape)
 
-    def check_coverage(self, tp: int, shards: int) -> None:
+    def check_coverage(self, tp: int, shards: int, where: str) -> None:
         """Raise unless the sharding is valid and every element of every rank's local tensor is stored once: it lies
         inside the flat buffer of `shards` shards, or the pieces cover it in order."""
-        self.sharding.check()
+        if not self.sharding.can_exist:
+            raise CheckpointError(f"{where}: no such cut: {self.sharding}")
         if self.dp_sharding is None:
             numel, ranks = self.numel, self.sharding.tp_size
             rank = offset = 0
             for piece in self.pieces:
                 if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
-                    raise CheckpointError(f"{self.label}: expected a piece at element {offset} of {numel} of "
+                    raise CheckpointError(f"{where}: expected a piece at element {offset} of {numel} of "
                                           f"tensor-parallel rank {rank} of {ranks}, found {piece}")
                 rank, offset = divmod(rank * numel + offset + piece.count, numel)
             if numel and rank != ranks:
-                raise CheckpointError(f"{self.label}: there is nothing at element {offset} of {numel} of "
+                raise CheckpointError(f"{where}: there is nothing at element {offset} of {numel} of "
                                       f"tensor-parallel rank {rank} of {ranks}")
         elif self.sharding.dim is not None and self.sharding.tp_size != tp:
-            raise CheckpointError(f"{self.label}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
+            raise CheckpointError(f"{where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
         elif self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
-            raise CheckpointError(f"{self.label}: {self.numel} elements from {self.dp_sharding.start} on are not in "
+            raise CheckpointError(f"{where}: {self.numel} elements from {self.dp_sharding.start} on are not in "
                                   f"{shards} shards of {self.dp_sharding.shard_size}")
 
 
@@ -228,13 +230,8 @@ class Manifest:
     nbytes: int = 0
     """Size of all other files of the tag."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Formats 1 and 2: every other file of the tag. Later formats: empty unless filled in by `tags.verify_tag`."""
+    """Formats 1 and 2: every other file of the tag. Later formats: empty unless filled in by `verify_tag`."""
     format: int = FORMAT
-
-    @property
-    def save_name(self) -> str:
-        """An identifier of the save; before format 3 it depends on the files only."""
-        return self.save_id or f"{crc32(repr(sorted(self.files.items())).encode()):08x}"
 
     @property
     def commit_record(self) -> CommitRecord:
@@ -287,7 +284,7 @@ class Manifest:
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """The file's content. `read_commit_record` needs its fields at the beginning and the end."""
+        """The file's content. `read_commit_number` needs the last fields at the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = self.tensors_as_json()
@@ -305,32 +302,12 @@ class Manifest:
             seen.add((tensor.kind, tensor.name))
             if unlisted := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
                 raise CheckpointError(f"{where} is in {unlisted[0]!r}, which is not listed")
-            try:
-                tensor.check_coverage(tp, shards)
-            except CheckpointError as error:
-                raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
+            tensor.check_coverage(tp, shards, where)
 
 
 def read_manifest(folder: Path) -> Manifest:
     where = f"tag {folder.name}: {MANIFEST}"
     return parse_manifest(read_bytes(folder / MANIFEST, where), where)
-
-
-def read_commit_record(folder: Path) -> CommitRecord | None:
-    """The CommitRecord, without history, of the manifest in `folder`; None if its checksum is wrong. Uses regular
-    expressions in place of a JSON parser: format 2 manifests can have hundreds of MB, and each save reads this of every
-    tag."""
-    try:
-        data = read_bytes(folder / MANIFEST, MANIFEST)
-    except CheckpointError:
-        return None
-    text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
-    begin, end = _HEAD_PATTERN.match(data), _TAIL_PATTERN.search(data[-_TAIL_BYTES:])
-    if data[len(text):] != checksum_ending(text) or begin is None:
-        return None
-    run_id, tag = (begin[group].decode("utf-8", "replace") for group in (1, 2))
-    branch, commit, saved_at = (None, None, None) if end is None else end.groups()
-    return CommitRecord(tag, int(begin[3]), run_id, int(saved_at or 0), (branch or b"").decode(), int(commit or 0))
 
 
 def manifest_checksum(folder: Path) -> str | None:
@@ -408,3 +385,107 @@ def _parse_tensor_entry(value: object, where: str, listed: bool) -> TensorEntry:
     entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding, tuple(pieces))
     record.check_all_taken()
     return entry
+
+
+# ---- the manifest of one rank ---------------------------------------------------------------------------------------
+
+CONFIG_FILE = "config.json"
+SHARED_STATE_FILE = "shared.json"
+RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)
+"""Files that rank 0 writes in addition to its own."""
+
+
+@dataclass(frozen=True)
+class FileProvenance:
+    """The save and rank that wrote a file. `save_id` ends with the manifest's digest; run, tag and iteration are for
+    people."""
+
+    save_id: str
+    rank: int
+    run_id: str
+    tag: str
+    iteration: int
+
+    def as_metadata(self) -> dict[str, str]:
+        """As safetensors metadata, which holds strings."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
+
+def provenance_of(manifest: Manifest, rank: int) -> FileProvenance:
+    return FileProvenance(manifest.save_id, rank, manifest.run_id, manifest.tag, manifest.iteration)
+
+
+def check_provenance(stated: object, expected: FileProvenance, where: str) -> None:
+    """Raise unless `stated`, a file's provenance as dict or metadata, equals `expected`."""
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"{where}: does not say which checkpoint it is of")
+    for name, right in asdict(expected).items():
+        value = stated.get(name)
+        if type(value) not in (str, type(right)) or str(value) != str(right):
+            raise CheckpointError(
+                f"{where}: is of another checkpoint: {name} expected {right}, found {str(value):.80}")
+    if unknown := set(stated) - asdict(expected).keys():
+        raise CheckpointError(f"{where}: unknown field {min(map(str, unknown))!r} in its origin")
+
+
+@dataclass(frozen=True)
+class RankManifest:
+    """The files and state that one rank wrote."""
+
+    provenance: FileProvenance
+    files: Mapping[str, FileEntry]
+    """Without this file, which ends with its own checksum."""
+    state: Any
+    """The rank's own state, encoded (json_state.py)."""
+    lineage: Mapping[str, Any] | None = None
+    """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
+
+    @property
+    def tensor_files(self) -> list[str]:
+        return [name for name in self.files if name not in RANK_0_FILES]
+
+    def to_bytes(self) -> bytes:
+        files = {name: asdict(entry) for name, entry in self.files.items()}
+        content = {"format": FORMAT, "origin": asdict(self.provenance), "files": files, "state": self.state}
+        return seal_record(content if self.lineage is None else {**content, "lineage": self.lineage})
+
+
+def rank_manifest_name(rank: int) -> str:
+    return f"rank{rank}.json"
+
+
+def tensor_file_name(rank: int, index: int) -> str:
+    return f"rank{rank}-{index}.safetensors" if index else f"rank{rank}.safetensors"
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that writes a file of this name; None for a foreign name."""
+    match = re.fullmatch(r"rank(0|[1-9][0-9]{0,8})(\.json|(-[1-9][0-9]{0,8})?\.safetensors)", name)
+    return int(match[1]) if match else 0 if name in RANK_0_FILES else None
+
+
+def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[RankManifest, FileEntry]:
+    """The manifest of one rank, checked against `manifest`, and the size and checksum of its file."""
+    name = rank_manifest_name(rank)
+    where = f"tag {manifest.tag}: file {name}"
+    if not (folder / name).is_file():
+        raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.world_size}) missing")
+    data = read_bytes(folder / name, where)
+    record = StrictRecord(unseal_record(data, where), where)
+    if (version := record.take_count("format")) != manifest.format:
+        raise CheckpointError(f"{where}: format {version}, expected {manifest.format}")
+    provenance = provenance_of(manifest, rank)
+    if manifest.has_provenance:
+        check_provenance(record.take_field("origin", dict), provenance, where)
+    elif (found := (record.take_field("save_id", str), record.take_count("rank"))) != (provenance.save_id, rank):
+        raise CheckpointError(f"{where}: expected rank {rank} of save {provenance.save_id}, found rank {found[1]} of "
+                              f"save {found[0]:.40}: it is of another checkpoint")
+    lineage = record.take_field("lineage", dict) if rank == 0 and manifest.format > 4 else None
+    if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
+        raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
+    rank_manifest = RankManifest(provenance, parse_file_entries(record.take_field("files", dict), where),
+                                 record.fields.pop("state", None), lineage)
+    record.check_all_taken()
+    if unknown := [file for file in rank_manifest.files if file == name or rank_of_file(file) != rank]:
+        raise CheckpointError(f"{where}: lists {unknown[0]!r}, which rank {rank} does not write")
+    return rank_manifest, FileEntry(len(data), f"{crc32(data):08x}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from math import prod
@@ -26,17 +26,14 @@ from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors,
                                               reraise_as_corrupt)
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
-from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, TensorEntry, piece_key
-from megatron.checkpoint.pieces import tp_sharding_of
-from megatron.checkpoint.rank_manifest import (SHARED_STATE_FILE, RankManifest, provenance_of, rank_manifest_name,
-                                               read_rank_manifest)
-from megatron.checkpoint.reshard import TensorSegment
-from megatron.checkpoint.resolve_tag import (assumed_ancestor_note, latest_file_warning, latest_tag, load_candidates,
-                                             no_fallback_reason)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, Manifest, RankManifest, TensorEntry,
+                                          manifest_checksum, piece_key, provenance_of, rank_manifest_name,
+                                          read_rank_manifest)
+from megatron.checkpoint.reshard import TensorSegment, tp_sharding_of
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import (PrintLine, check_tag_exists, parse_shared_state, print_to_stderr,
-                                      read_tag_manifest, tag_folder, unexpected_names, unknown_files_warning,
-                                      verify_share)
+from megatron.checkpoint.tags import (PrintLine, TagChoice, check_tag_exists, choose_tag, latest_file_warning,
+                                      print_to_stderr, read_tag_manifest, tag_folder, unknown_files_warning)
+from megatron.checkpoint.verify import parse_shared_state, unexpected_names, verify_share
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, ConfigError
@@ -59,23 +56,24 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
 
 
 def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool, print_line: PrintLine) -> Checkpoint:
-    first = str(on_rank_0(lambda: check_tag_exists(root, tag) if tag is not None else latest_tag(root) or
-                          load_candidates(root)[0], world))
+    def choose() -> list[Any]:
+        return [*astuple(choose_tag(root, tag if tag is None else check_tag_exists(root, tag)))]
+
+    choice = TagChoice(*on_rank_0(choose, world))
     try:
-        if tag is None and world.rank == 0 and (warning := latest_file_warning(root, first)):
+        if tag is None and world.rank == 0 and (warning := latest_file_warning(root, choice.first)):
             print_line(warning)
-        return _open_verified(root, first, world, print_line)
+        return _open_verified(root, choice.first, world, print_line)
     except CheckpointError as error:
         last = error
-    others = on_rank_0(lambda: load_candidates(root, tag)[1:], world) if fallback or tag is None else []
-    if not fallback or not others:
-        advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
-                  f"; {on_rank_0(lambda: no_fallback_reason(root, tag), world)}" if fallback else "")
+    if not fallback or not choice.fallbacks:
+        advice = (f"; {choice.no_fallback_reason}" if fallback else
+                  "; --resume-fallback takes the newest good one that it continues from"
+                  if choice.fallbacks and tag is None else "")
         raise CheckpointError(f"{last}{advice}") from last
-    assumed = on_rank_0(lambda: assumed_ancestor_note(root, tag), world)
-    for name in others:
+    for name in choice.fallbacks:
         if world.rank == 0:
-            print_line(f"warning: {last}; falling back to an older tag, {name}{assumed}")
+            print_line(f"warning: {last}; falling back to an older tag, {name}{choice.assumption}")
         try:
             return _open_verified(root, name, world, print_line)
         except CheckpointError as error:
@@ -95,7 +93,8 @@ def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) ->
             return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
     manifest, checked = all_succeed_or_raise(check, world)
-    assert_equal_across_ranks({f"tag {tag}": manifest.save_name}, world, "the ranks find different checkpoints")
+    assert_equal_across_ranks({f"tag {tag}": manifest_checksum(tag_folder(root, tag))}, world,
+                              "the ranks find different checkpoints")
     count = sum_over_ranks(checked, world)
     if others := all_succeed_or_raise(find_others, world):
         print_line(unknown_files_warning(tag, others))
@@ -108,8 +107,7 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.tag, self.iteration = folder, manifest, manifest.tag, manifest.iteration
         self.config, self.layout = manifest.config, manifest.layout
-        self.tensors = {(tensor.kind, tensor.name): _StoredTensor(
-            tensor, manifest.tp_dp_sizes[0] if manifest.has_rank_manifests else 1) for tensor in manifest.tensors}
+        self.tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
 
@@ -124,7 +122,7 @@ class Checkpoint:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        return self._stored_tensor(kind, name).sharding.logical_shape
+        return self._entry(kind, name).sharding.logical_shape
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class Checkpoint:
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
-        stored, wanted = self._stored_tensor(kind, name), tp_sharding_of(shape, partition, tp_size)
+        stored, wanted = self._entry(kind, name), tp_sharding_of(shape, partition, tp_size)
         if wanted.logical_shape != stored.sharding.logical_shape:
             raise CheckpointError(f"tag {self.tag}: {kind} {name!r}: shape expected {list(wanted.logical_shape)}, "
                                   f"found {list(stored.sharding.logical_shape)}")
@@ -156,17 +154,35 @@ class Checkpoint:
                 start = run.local_start - offset + part.logical_start - run.logical_start
                 self._copy_segment(stored, part, out[start:start + part.count])
 
-    def _copy_segment(self, stored: _StoredTensor, segment: TensorSegment, out: torch.Tensor) -> None:
+    def _copy_segment(self, entry: TensorEntry, segment: TensorSegment, out: torch.Tensor) -> None:
         """Copy a segment of one rank's stored local tensor, piece by piece."""
         done = 0
-        for holder, key, start, count in stored.locate(segment):
+        for holder, key, start, count in self._locate(entry, segment):
             file = self._file_holding(holder, key)
-            if (dtype := file.tensors[key].dtype) != stored.entry.dtype:
-                raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {stored.entry.dtype}")
+            if (dtype := file.tensors[key].dtype) != entry.dtype:
+                raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {entry.dtype}")
             file.read(key, start, out[done:done + count])
             done += count
 
-    def _stored_tensor(self, kind: str, name: str) -> _StoredTensor:
+    def _locate(self, entry: TensorEntry, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
+        """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
+        start, stop = segment.local_start, segment.local_start + segment.count
+        if entry.dp_sharding is not None:
+            for shard, offset, within, count in entry.dp_sharding.locate(start, stop):
+                rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
+                yield rank, piece_key(entry, segment.tp_rank, offset), within, count
+            return
+        # Formats 1 and 2: pieces are contiguous and ordered by rank.
+        place = segment.tp_rank, start
+        after = bisect_right(entry.pieces, place, key=lambda piece: (piece.tp_rank, piece.offset))
+        for piece in entry.pieces[after - 1:]:
+            if start >= stop:
+                return
+            count = min(stop, piece.offset + piece.count) - start
+            yield piece.file, piece.key, start - piece.offset, count
+            start += count
+
+    def _entry(self, kind: str, name: str) -> TensorEntry:
         if (kind, name) not in self.tensors:
             raise CheckpointError(f"tag {self.tag}: holds no {kind} {name!r}")
         return self.tensors[kind, name]
@@ -206,31 +222,6 @@ class Checkpoint:
         if not isinstance(state, dict):
             raise CheckpointError(f"{where}: expected an object, found {type(state).__name__}")
         return state
-
-
-class _StoredTensor:
-    """A tensor of the manifest, indexed for look-ups."""
-
-    def __init__(self, entry: TensorEntry, tp_size: int) -> None:
-        self.entry, self.sharding, self._tp_size = entry, entry.sharding, tp_size
-        self._starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
-
-    def locate(self, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
-        """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
-        start, stop = segment.local_start, segment.local_start + segment.count
-        if self.entry.dp_sharding is not None:
-            for shard, offset, within, count in self.entry.dp_sharding.locate(start, stop):
-                yield (shard * self._tp_size + segment.tp_rank, piece_key(self.entry, segment.tp_rank, offset), within,
-                       count)
-            return
-        # Formats 1 and 2: pieces are contiguous and ordered by rank.
-        index = bisect_right(self._starts, (segment.tp_rank, start)) - 1
-        while start < stop:
-            piece = self.entry.pieces[index]
-            count = min(stop, piece.offset + piece.count) - start
-            assert piece.tp_rank == segment.tp_rank and count > 0, (self.entry.label, segment, start)
-            yield piece.file, piece.key, start - piece.offset, count
-            start, index = start + count, index + 1
 
 
 DIGEST_BLOCK = 1 << 22

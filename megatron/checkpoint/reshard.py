@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megatron.errors import CheckpointError
+from mpu.split import Partition
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,20 @@ class TPSharding:
             yield TensorSegment(tp_rank, block * local + beyond, start, count)
             start += count
 
-    def check(self) -> None:
-        """Raise unless such a sharding can exist."""
+    @property
+    def can_exist(self) -> bool:
         if self.dim is None:
-            good = (self.stride, self.size, self.tp_size) == (1, None, 1)
-        else:
-            good = self.tp_size >= 1 and self.dim < len(self.local_shape) and self.stride >= 1 \
-                and self.local_shape[self.dim] % self.stride == 0 \
-                and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
-        if not good:
-            raise CheckpointError(f"no such cut: {self}")
+            return (self.stride, self.size, self.tp_size) == (1, None, 1)
+        return self.tp_size >= 1 and self.dim < len(self.local_shape) and self.stride >= 1 \
+            and self.local_shape[self.dim] % self.stride == 0 \
+            and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
+
+
+def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
+    """mpu's Partition as a TPSharding."""
+    if partition is None:
+        return TPSharding(tuple(shape), None, 1, None, 1)
+    return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)
 
 
 @dataclass(frozen=True)

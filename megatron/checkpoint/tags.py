@@ -1,9 +1,16 @@
-"""Which checkpoints (tags) a save root holds, and whether their files are intact. Reads only; no torch.
+"""Which checkpoints (tags) a save root holds, and which one a load uses. Reads only; no torch.
 
 A tag is a folder with a valid manifest. It gets its name in one rename after its last byte is on disk (commit.py), so a
 `global_step<N>` without a valid manifest is damaged, not unfinished. Links that lead out of the save root are not
 followed, read, written or deleted; files that no save wrote are reported and left alone.
-Not here: which tag a load uses (resolve_tag.py).
+
+    DIR:TAG, --ckpt-step N    the tag that was asked for
+    DIR                       the tag that the file `latest` names
+    DIR without `latest`      the newest tag, with a warning (likewise if `latest` names no tag)
+
+*Newest* means committed last, by the commit number in the manifest, not by step or clock: after going back to step 4,
+step 6 of the new branch follows step 8 of the abandoned one. If the chosen tag is damaged, only its ancestors may
+replace it. `.latest-pending` covers a kill between the commit of a tag and the writing of `latest`.
 """
 
 from __future__ import annotations
@@ -11,24 +18,34 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
-from data.storage import crc32_file, escape_to_one_line
+from data.storage import escape_to_one_line
 from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
-from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, explain_read_errors,
-                                              parse_json, read_bytes, read_header)
-from megatron.checkpoint.manifest import (LATEST, MANIFEST, FileEntry, Manifest, check_safe_name, iteration_of_tag,
-                                          piece_key, read_manifest)
-from megatron.checkpoint.rank_manifest import (CONFIG_FILE, FileProvenance, check_provenance, provenance_of,
-                                               rank_manifest_name, rank_of_file, read_rank_manifest)
+from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
+                                              unseal_record)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
+                                          iteration_of_tag, manifest_checksum, parse_lineage, rank_manifest_name,
+                                          rank_of_file, read_manifest)
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3
 """File names in a message; of further ones it gives the number."""
+ASIDE_PREFIX = ".aside-"
+"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
+PENDING_LATEST = ".latest-pending"
+"""What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
+another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
 _OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
+
+PrintLine = Callable[[str], None]
+
+
+def print_to_stderr(line: str) -> None:
+    print(escape_to_one_line(line), file=sys.stderr, flush=True)
 
 
 def link_target_outside(path: Path, root: Path) -> str | None:
@@ -77,16 +94,6 @@ def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
     return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"
 
 
-PrintLine = Callable[[str], None]
-
-ASIDE_PREFIX = ".aside-"
-"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
-
-
-def print_to_stderr(line: str) -> None:
-    print(escape_to_one_line(line), file=sys.stderr, flush=True)
-
-
 def tag_folder(root: Path, tag: str) -> Path:
     """The folder of `tag`, or its aside copy after a kill between the two renames of a replacement."""
     folder, aside = root / check_safe_name(tag, "tag"), root / (ASIDE_PREFIX + tag)
@@ -113,8 +120,51 @@ def read_tag_manifest(root: Path, tag: str) -> Manifest:
     return manifest
 
 
+# ---- all tags -------------------------------------------------------------------------------------------------------
+
+def scan_tags(root: Path, check: Callable[[Path, str], Manifest] = read_tag_manifest
+              ) -> dict[str, Manifest | CheckpointError]:
+    """Every folder that is or should be a tag, by step: what `check` returns for it, or its error. These are folders
+    or links that are named by a step, that `latest` names, or that hold a manifest (perhaps under another name)."""
+    try:
+        entries = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}  # a missing root holds no checkpoint; the caller reports it
+    except OSError as error:  # an unreadable one may hold some, so this is not a fresh start
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
+    latest, found = latest_tag(root), dict[str, Manifest | CheckpointError]()
+    for entry in entries:
+        tag, folder = entry.removeprefix(ASIDE_PREFIX), root / entry
+        if entry.startswith(".") and tag == entry:
+            continue
+        is_step = iteration_of_tag(tag) is not None and (folder.is_symlink() or _holds_files(folder))
+        if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
+            try:
+                with explain_read_errors(f"tag {tag}"):
+                    found[tag] = check(root, tag)
+            except CheckpointError as error:
+                found[tag] = error
+
+    def step(tag: str) -> float:
+        """Of the name or the manifest; damaged tags of other names are last."""
+        manifest, number = found[tag], iteration_of_tag(tag)
+        return number if number is not None else manifest.iteration if isinstance(manifest, Manifest) else inf
+
+    return {tag: found[tag] for tag in sorted(found, key=lambda tag: (step(tag), tag))}
+
+
+def iterations_by_tag(root: Path) -> dict[str, int]:
+    """Tag -> iteration, by iteration: every folder named global_step<N>, and any other with a valid manifest."""
+    iterations: dict[str, int] = {}
+    for tag, manifest in scan_tags(root).items():
+        if (step := iteration_of_tag(tag)) is not None:
+            iterations[tag] = step
+        elif isinstance(manifest, Manifest):
+            iterations[tag] = manifest.iteration
+    return iterations
+
+
 def tag_names(root: Path) -> list[str]:
-    """Tags by step: every folder named global_step<N>, and any other with a valid manifest."""
     return list(iterations_by_tag(root))
 
 
@@ -124,156 +174,170 @@ def names_in(root: Path) -> str:
     return ", ".join(names if len(names) < 8 else [*names[:2], f"{len(names) - 5} more", *names[-3:]]) or "none"
 
 
-def iterations_by_tag(root: Path) -> dict[str, int]:
-    """Tag -> iteration, sorted by iteration."""
-    iterations: dict[str, int] = {}
-    for name in tag_folder_names(root):
-        tag = name.removeprefix(ASIDE_PREFIX)
-        if (step := iteration_of_tag(tag)) is not None:
-            iterations[tag] = step
-        elif (root / name / MANIFEST).is_file():
-            with suppress(CheckpointError):
-                iterations[tag] = read_tag_manifest(root, tag).iteration
-    return dict(sorted(iterations.items(), key=lambda entry: (entry[1], entry[0])))
-
-
-def tag_folder_names(root: Path) -> Iterator[str]:
-    """Names of folders that may be tags."""
-    try:
-        with os.scandir(root) as entries:
-            yield from (entry.name for entry in entries
-                        if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE_PREFIX)))
-    except (FileNotFoundError, NotADirectoryError):
-        return  # a missing root holds no checkpoint; the caller reports it
-    except OSError as error:  # an unreadable one may hold some, so this is not a fresh start
-        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
-
-
 def complete_manifests(root: Path) -> list[Manifest]:
     """The manifests of all complete tags by step."""
-    manifests = []
-    for tag in tag_names(root):
-        with suppress(CheckpointError):
-            manifests.append(read_tag_manifest(root, tag))
-    return manifests
+    return [manifest for manifest in scan_tags(root).values() if isinstance(manifest, Manifest)]
 
 
-def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> Manifest:
-    """Check every byte of the tag; returns the manifest with all files filled in. `print_line` gets a warning of other
-    files."""
-    manifest = read_tag_manifest(root, tag)
-    folder = tag_folder(root, tag)
-    files = verify_share(folder, manifest)
-    if others := unexpected_names(folder, manifest, len(files)):
-        print_line(unknown_files_warning(tag, others))
-    return replace(manifest, files=files)
+def commit_records(root: Path) -> list[CommitRecord]:
+    """Of all complete tags, in order of commit."""
+    records = [manifest.commit_record for manifest in complete_manifests(root)]
+    return sorted(records, key=lambda record: record.commit_order)
 
 
-def check_sizes(root: Path, tag: str) -> Manifest:
-    """The manifest of a tag whose files all exist with the right size. No tensor is read."""
-    manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
-    for rank in range(manifest.world_size if manifest.has_rank_manifests else 1):
-        files = read_rank_manifest(folder, manifest, rank)[0].files if manifest.has_rank_manifests else manifest.files
-        for name, entry in files.items():
-            _check_size(folder / name, entry.size, manifest)
-    return manifest
+def has_no_checkpoint(root: Path) -> bool:
+    """Whether the root has no checkpoint. Raises CheckpointError if it holds another program's."""
+    check_latest_inside(root)
+    empty = not scan_tags(root)
+    if empty and describe_format(root):
+        raise CheckpointError(no_checkpoint_message(root))
+    return empty
 
 
-def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
-    """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
-    of another share."""
-    if manifest.has_rank_manifests:
-        found: dict[str, FileEntry] = {}
-        for rank in range(share, manifest.world_size, shares):
-            part, itself = read_rank_manifest(folder, manifest, rank)
-            verify_files(folder, part.files, manifest)
-            verify_pieces(folder, rank, part.tensor_files, manifest)
-            found |= {rank_manifest_name(rank): itself, **part.files}
-        return found
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
-    verify_files(folder, mine, manifest)
-    return mine
+# ---- what the user names --------------------------------------------------------------------------------------------
+
+def parse_checkpoint_path(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """`DIR`, `DIR:TAG` or the folder of one tag -> (save root, tag or None). An existing folder is taken literally,
+    colons included."""
+    path = Path(name)
+    if (path / MANIFEST).is_file():
+        folder = path.resolve()
+        return folder.parent, folder.name
+    root, colon, tag = str(name).rpartition(":")
+    if colon and root and is_safe_name(tag) and not path.exists():
+        return Path(root), tag
+    return path, None
 
 
-def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
-    """Names beside the manifest and the `count` files that all shares together have checked."""
-    names = set(os.listdir(folder)) - {MANIFEST}
-    if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
-        return []
-    expected = set(manifest.files)
-    # Rank manifests are opened only after a mismatch, and only those that `names` concern.
-    for rank in {rank_of_file(name) for name in names} if manifest.has_rank_manifests else ():
-        if rank is not None and rank < manifest.world_size:
-            expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank)[0].files}
-    return sorted(names - expected)
+def find_tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
+    """The tag of iteration `step`, and a note if there are several; the one committed last is used."""
+    found = [record.tag for record in commit_records(root) if record.iteration == step]
+    # a damaged one: loading it reports the damage
+    found = found or [tag for tag, of in iterations_by_tag(root).items() if of == step]
+    if not found:
+        raise CheckpointError(f"--ckpt-step {step}: no checkpoint of it under {root}, which holds {names_in(root)}")
+    *others, tag = found
+    return tag, f"step {step} has {len(found)} tags; {tag} was saved after {', '.join(others)}" if others else None
 
 
-# ---- the files of one rank ------------------------------------------------------------------------------------------
+# ---- latest ---------------------------------------------------------------------------------------------------------
 
-def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    """Check the files of one rank; all sizes first, since they are cheap."""
-    for name, entry in files.items():
-        _check_size(folder / name, entry.size, manifest)
-    for name, entry in files.items():
-        path, where = folder / name, f"tag {manifest.tag}: file {name}"
-        with explain_read_errors(where):
-            if (found := crc32_file(path)) != entry.crc32:
-                raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            if not manifest.has_provenance:
-                continue
-            rank = rank_of_file(name)
-            assert rank is not None, name
-            expected = provenance_of(manifest, rank)
-            if path.suffix == ".safetensors":
-                check_provenance(read_file_header(path, where).metadata, expected, where)
-            elif name != CONFIG_FILE:
-                parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
-            elif parse_json(read_bytes(path, where), where) != manifest.config:
-                raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
+def read_latest(root: Path) -> str | None:
+    """Content of `latest`; None if it is missing. A link out of the root is not followed."""
+    path = root / LATEST
+    try:
+        if link_target_outside(path, root) is not None or not path.is_file():  # reading a named pipe would never end
+            return None
+        with open(path, "rb") as file:
+            return file.read(256).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
 
 
-def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
-    """Check that the rank's tensor files hold each piece of the manifest once, with its dtype and count, and no key
-    twice."""
-    found: dict[str, TensorLocation] = {}
-    for name in names:
-        where = f"tag {manifest.tag}: file {name}"
-        for key, place in read_file_header(folder / name, where).tensors.items():
-            if key in found:
-                raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
-            found[key] = place
-    for tensor in manifest.tensors:
-        if (piece := manifest.piece_of_rank(tensor, rank)) is None:
-            continue
-        key, expected = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (tensor.dtype, (piece[1],))
-        stored = found.get(key)
-        if stored is None or (stored.dtype, stored.shape) != expected:
-            actual = "nothing" if stored is None else f"{stored.dtype} {str(list(stored.shape)):.80}"
-            raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
-                                  f"{tensor.dtype:.20} {list(expected[1])}, found {actual}")
+def committed_pending_tag(root: Path) -> str | None:
+    """The tag of a save that was interrupted after its commit and before `latest` was written; usually None."""
+    try:
+        record = StrictRecord(parse_json(read_bytes(root / PENDING_LATEST, PENDING_LATEST), PENDING_LATEST),
+                              PENDING_LATEST)
+        tag, seal, was = record.take_field("tag", str), record.take_field("seal", str), record.fields.get("was")
+    except CheckpointError:
+        return None
+    is_outdated = not is_safe_name(tag) or (was if isinstance(was, str) else None) != read_latest(root)
+    return None if is_outdated or manifest_checksum(tag_folder(root, tag)) != seal else tag
 
 
-def read_file_header(path: Path, where: str) -> SafetensorsHeader:
-    with explain_read_errors(where), open(path, "rb") as file:
-        return read_header(file, where)
+def latest_tag(root: Path) -> str | None:
+    """The tag that a load uses, if `latest` names an existing, non-empty folder; else None."""
+    tag = committed_pending_tag(root) or read_latest(root)
+    return tag if tag is not None and is_safe_name(tag) and _holds_files(tag_folder(root, tag)) else None
 
 
-def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
-    if not path.is_file():
-        rank, file = rank_of_file(path.name), f"file {path.name}"
-        if rank is not None and path.name.startswith("rank"):
-            world = manifest.world_size if manifest.has_rank_manifests else sum(
-                other.endswith(".json") and other.startswith("rank") for other in manifest.files)
-            file = f"shard {file} (rank {rank} of {world})"
-        raise CheckpointError(f"tag {manifest.tag}: {file} missing")
-    if (found := path.stat().st_size) != expected:
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class TagChoice:
+    """Which tag a load uses. Any may be damaged."""
+
+    first: str
+    """The tag that was asked for, or that of `latest`, or the newest."""
+    fallbacks: list[str]
+    """Its ancestors, newest commit first, which may replace it."""
+    no_fallback_reason: str
+    """Why no other tag may."""
+    assumption: str
+    """A note if its ancestry is unknown and was assumed; otherwise ""."""
 
 
-def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
-    """The state in `shared.json`, after checking its provenance."""
-    record = StrictRecord(value, where)
-    check_provenance(record.take_field("origin", dict), expected, where)
-    state = record.take_field("state", dict)
-    record.check_all_taken()
-    return state
+def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
+    """CheckpointError if there is no tag."""
+    if requested is None:
+        check_latest_inside(root)
+    tags, first = scan_tags(root), requested or latest_tag(root)
+    if not tags and first is None:
+        raise CheckpointError(no_checkpoint_message(root) + dangling(root))
+    complete = [manifest.commit_record for manifest in tags.values() if isinstance(manifest, Manifest)]
+    good = {record.tag: record for record in sorted(complete, key=lambda record: record.commit_order, reverse=True)}
+    newest = next(iter(good.values()), None)
+    if first is None:  # a damaged manifest has no commit number: use step and history
+        stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "")
+                  for tag in reversed(tags) if tag not in good]
+        damaged = [record for record in stated if newest is None or record.iteration > newest.iteration
+                   or record.descends_from(newest)]
+        first = max(damaged, key=lambda record: record.iteration).tag if damaged or newest is None else newest.tag
+    known = good.get(first) or _record_stated_by_rank_0(root, first)
+    if known is None and newest is not None:  # assume it continues the newest tag, unless another tag contradicts that
+        step = iteration_of_tag(first)
+        last = replace(newest, iteration=newest.iteration if step is None else step)
+        known = last if all(last.descends_from(record) for record in good.values()) else None
+    fallbacks = [tag for tag, record in good.items() if tag != first and known and known.descends_from(record)]
+    reason = (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
+              if known is None and good else "no tag is there that it continues from: name another one")
+    assumption = "" if known is None or known.tag == first else (
+        f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
+    return TagChoice(first, fallbacks, reason, assumption)
+
+
+def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
+    """The CommitRecord in rank 0's manifest, for a damaged main manifest; None if unreadable. The commit number is not
+    stored there: every other tag then counts as earlier."""
+    folder, where = tag_folder(root, tag), rank_manifest_name(0)
+    if link_target_outside(folder, root) is not None:
+        return None
+    try:
+        record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
+        origin = StrictRecord(record.take_field("origin", dict), where)
+        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict),
+                                                     where)) if "lineage" in record.fields else ("", ())
+        stated = CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
+                              origin.take_field("run_id", str), saved_at=10**18, branch=branch, history=history)
+    except CheckpointError:
+        return None
+    return stated if stated.tag == tag else None
+
+
+def _holds_files(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and any(folder.iterdir())
+    except OSError:
+        return True  # opening it reports the error
+
+
+def latest_file_warning(root: Path, chosen: str) -> str | None:
+    """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
+    content = read_latest(root)
+    if content == chosen:
+        return None
+    if committed_pending_tag(root) == chosen:
+        state = "is missing" if content is None else f"says {content!r:.60}"
+        return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"
+    state = dangling(root) or f"; {root / LATEST} is missing"
+    return f"warning: {state[2:]}; {root} holds {names_in(root)}, and the tag saved last is {chosen}"
+
+
+def dangling(root: Path) -> str:
+    """A clause naming a tag in `latest` that does not exist; "" without the file."""
+    content = read_latest(root)
+    if content is None:
+        return ""
+    return f"; {root / LATEST} " + (f"names {content}, which is not there" if is_safe_name(content) else
+                                    f"says {content!r:.60}, which is no name of a tag")

@@ -1,13 +1,15 @@
 """Save a checkpoint: every rank writes the pieces it owns, rank 0 commits. Collective.
 
-    share     what this rank writes, copied first if it is written later                     all ranks agree
-    staging   rank 0 creates the folder if the disk has room for all shares                  all ranks agree
-    writing   rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json        all ranks agree
-    commit    rank 0: manifest.json, fsync, rename; old tags are deleted                     all ranks agree
+A *piece* is a run of consecutive elements of one parameter's state, as the engine hands it to a save. A save has three
+phases, and after each all ranks agree (megatron/distributed/consistency.py): if one rank fails, all raise its error and
+no tag is touched.
 
-"Agree" is megatron/distributed/consistency.py: if one rank fails, all raise its error and no tag is touched. The
-protocol is a generator (`save_protocol`) that yields its slow parts as jobs: `save` runs them at once, async_save.py in
-a thread. Replicated parameters are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
+    agree     what each rank writes, copied first if it is written later; rank 0 makes the staging folder
+    write     rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json
+    commit    rank 0: manifest.json, fsync, rename; old tags are deleted
+
+`save` runs the phases one after the other, async_save.py runs `write` and `commit` in a thread. Replicated parameters
+are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
 """
 
 from __future__ import annotations
@@ -17,29 +19,78 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from data.storage import crc32
-from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
-                                        last_commit_number, open_staging_folder)
-from megatron.checkpoint.deletion import BackgroundDeleter, delete_folder
-from megatron.checkpoint.file_formats import check_json_size
+from megatron.checkpoint.commit import (BackgroundDeleter, Keep, commit_tag, delete_folder, delete_old_tags,
+                                        exclusive_access, explain_disk_errors, last_commit_number, open_staging_folder)
 from megatron.checkpoint.json_state import encode_state
-from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Lineage, Manifest, TensorEntry, lineage_to_json,
-                                          read_commit_record)
-from megatron.checkpoint.pieces import TensorPiece
-from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, RankManifest, provenance_of,
-                                               rank_manifest_name, tensor_file_name)
-from megatron.checkpoint.safetensors_io import FileTensor, split_files, write_blob, write_file
-from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, tag_folder, unknown_files
-from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, explain_out_of_memory, sum_over_ranks
-from megatron.errors import CheckpointError
+from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
+                                          RankManifest, TensorEntry, lineage_to_json, provenance_of,
+                                          rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, read_tag_manifest, unknown_files
+from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
+from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
+from mpu.split import Partition
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LazyData:
+    """Data that is loaded when it is written (from NVMe, for example), so that a rank never holds all of it."""
+
+    count: int
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """Elements from `offset` on of the flattened local tensor of one tensor-parallel rank."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    """Local (tensor-parallel) shape of the full parameter."""
+    partition: Partition | None
+    tp_rank: int
+    tp_size: int
+    offset: int
+    data: torch.Tensor | LazyData
+    """1-D, on any device."""
+
+    @property
+    def count(self) -> int:
+        return self.data.count if isinstance(self.data, LazyData) else self.data.numel()
+
+    @property
+    def key(self) -> str:
+        """Unique in a checkpoint: pieces of replicated tensors are written with tp_rank 0."""
+        return f"{self.kind}/{self.name}/{self.tp_rank}/{self.offset}"
+
+    def load(self) -> torch.Tensor:
+        """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""
+        data = self.data.load() if isinstance(self.data, LazyData) else self.data
+        # A sum is fast and finds any non-finite element, but may overflow itself: then check each element.
+        if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
+            raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
+        return data
+
+    def to_tensor_entry(self) -> TensorEntry:
+        """The manifest entry if one data-parallel rank holds the whole tensor."""
+        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
+                           tp_sharding_of(self.shape, self.partition, self.tp_size), DPSharding(0, prod(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -51,99 +102,167 @@ class SaveReport:
     seconds: float
 
 
-SaveJob = Callable[[], int]
-"""A slow part of a save without communication; returns the bytes written."""
-
-SaveSteps = Generator[SaveJob, int, SaveReport]
-"""A save in progress: yields a job, and is sent the sum of the results over all ranks."""
-
 Snapshot = Callable[[list[FileTensor]], list[FileTensor]]
 """Copies the items' data, so that later training steps do not change it."""
 
 
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
-    """`save_protocol` at once: on return the checkpoint of all ranks is complete and durable. Collective."""
-    return finish_save(save_protocol(root, tag, world=world, **content), world)
+    """Save at once, with the arguments of `PendingSave`: on return the checkpoint is complete and durable. Collective.
+    """
+    return PendingSave(root, tag, world=world, **content).finish()
 
 
-def finish_save(steps: SaveSteps, world: Group) -> SaveReport:
-    """Run the rest of a save in this thread."""
-    try:
-        job = next(steps)
-        while True:
-            job = advance_save(steps, job, world)
-    except StopIteration as end:
-        report: SaveReport = end.value
-        return report
+@dataclass(frozen=True)
+class RankFiles:
+    """What one rank writes; `rank_manifest` still without its files."""
+
+    rank_manifest: RankManifest
+    tensors: list[FileTensor]
+    texts: Mapping[str, bytes]
+    """Other files: name -> content."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.tensors) + sum(len(text) for text in self.texts.values())
+
+    def write(self, folder: Path) -> int:
+        """Write the files, the rank manifest last; returns the bytes."""
+        files: dict[str, FileEntry] = {}
+        provenance = self.rank_manifest.provenance
+        for index, batch in enumerate(split_files(self.tensors)):
+            name = tensor_file_name(provenance.rank, index)
+            with explain_disk_errors(folder / name, self.nbytes):
+                files[name] = write_file(folder / name, batch, provenance.as_metadata())
+        for name, text in self.texts.items():
+            with explain_disk_errors(folder / name, self.nbytes):
+                files[name] = write_blob(folder / name, text)
+        name, text = rank_manifest_name(provenance.rank), replace(self.rank_manifest, files=files).to_bytes()
+        with explain_disk_errors(folder / name, len(text)):
+            write_blob(folder / name, text)
+        return sum(entry.size for entry in files.values()) + len(text)
 
 
-def advance_save(steps: SaveSteps, job: SaveJob, world: Group) -> SaveJob:
-    """Run `job`, agree with all ranks, return the next job; StopIteration at the end. An error of any rank is raised
-    inside the save on every rank, so that it cleans up. Collective."""
-    try:
-        written = sum_over_ranks(all_succeed_or_raise(job, world), world)
-    except BaseException as error:
-        return steps.throw(error)
-    return steps.send(written)
+def collect_rank_files(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                       shared_state: Mapping[str, Any]) -> RankFiles:
+    """What `rank` writes; tensors of the states go into the same files as the pieces."""
+    items: list[FileTensor] = []
+    provenance = provenance_of(manifest, rank)
+    own = encode_state(rank_state, f"rank{rank}", items)
+    texts, lineage = {}, None
+    if rank == 0:
+        lineage = lineage_to_json(manifest.branch, manifest.history)
+        shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
+        texts = {SHARED_STATE_FILE: _json_bytes(shared),
+                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
+    items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
+    return RankFiles(RankManifest(provenance, {}, own, lineage), items, texts)
 
 
-def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
-                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any],
-                  world: Group, run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None,
-                  place: int | None = None, say: PrintLine = print_to_stderr, keep: Keep = Keep(),
-                  hold: Snapshot | None = None, latest: bool = True, trash: BackgroundDeleter | None = None,
-                  lineage: Lineage | None = None) -> SaveSteps:
-    """Write the checkpoint `tag` under `root`, then delete older ones that `keep` does not name.
+class PendingSave:
+    """A save on which all ranks have agreed. Every rank runs its part of a phase (`run_phase`, in any thread), then
+    calls `finish_phase`, until that returns False; `finish` does both."""
 
-    `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full local
-    tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams); `shared_state` and
-    `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
-    "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp * data-parallel rank, and names its
-    files; default: the rank. `hold` copies the data for an asynchronous save. With `latest` False the tag is loaded
-    only by name. `trash` deletes folders in the background; None: before the save ends. The save continues `lineage`;
-    None starts a branch."""
-    begin = time.perf_counter()
-    delete = delete_folder if trash is None else trash.delete
-    root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
-    own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
-                     key=lambda entry: (entry.kind, entry.name))
-    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(entries), branch=lineage.branch,
-                        history=lineage.history)
-    manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
-    with_memory_check = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
-    share = all_succeed_or_raise(lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state,
-                                                                                     shared_state, hold)), world)
-    needed = sum_over_ranks(share.nbytes, world)
-    with ExitStack() as until_saved:  # rank 0 keeps the staging folder locked
+    report: SaveReport
+    """Of the complete save."""
+
+    def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                 shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
+                 run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
+                 say: PrintLine = print_to_stderr, keep: Keep = Keep(), hold: Snapshot | None = None,
+                 latest: bool = True, trash: BackgroundDeleter | None = None, lineage: Lineage | None = None) -> None:
+        """The checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
+
+        `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full
+        local tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams);
+        `shared_state` and `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout`
+        holds at least "tp" and "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp *
+        data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
+        With `latest` False the tag is loaded only by name. `trash` deletes folders in the background; None: before the
+        save ends. The save continues `lineage`; None starts a branch."""
+        self._begin, self.root, self.world = time.perf_counter(), Path(root), world
+        self._written: int | None = None
+        self._say, self._keep, self._latest, self._lineage = say, keep, latest, lineage or Lineage()
+        self._delete = delete_folder if trash is None else trash.delete
+        place = world.rank if place is None else place
+        own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
+        entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
+                         key=lambda entry: (entry.kind, entry.name))
+        self.manifest = Manifest(run_id, tag, iteration, layout, config, tuple(entries), branch=self._lineage.branch,
+                                 history=self._lineage.history)
+        self.manifest = replace(self.manifest, save_id=_agree_on_save_id(self.manifest, own, place, world))
+
+        def collect() -> RankFiles:
+            files = collect_rank_files(self.manifest, place, own, rank_state, shared_state)
+            return files if hold is None else replace(files, tensors=hold(files.tensors))
+
+        self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)
+        needed = sum_over_ranks(self._files.nbytes, world)
+        self._staging_lock = ExitStack()  # of rank 0
+
         def prepare() -> str:
-            return str(until_saved.enter_context(open_staging_folder(root, tag, run_id, say, needed, trash)))
+            return str(self._staging_lock.enter_context(
+                open_staging_folder(self.root, tag, run_id, say, needed, trash)))
 
-        staging = Path(on_rank_0(lambda: with_memory_check(prepare), world))
+        self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(prepare), world))
 
-        def publish() -> int:
-            with explain_disk_errors(root / tag, 0), exclusive_access(root):
-                if replaced := _replacement_note(root, tag):
-                    say(replaced)
-                now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
-                made = replace(manifest, nbytes=written, saved_at=now,
-                               commit=lineage.next_commit_number(last_commit_number(root)))
-                data = made.to_bytes()  # the last file written
-                with explain_disk_errors(staging / MANIFEST, len(data)):
-                    write_blob(staging / MANIFEST, data)
-                commit_tag(staging, root, tag, latest, delete)
-                lineage.set_parent(made.commit_record)
-                delete_old_tags(root, keep, made.commit_record, say, delete)
-                return len(data)
+    def _explain_out_of_memory(self, action: Callable[[], T]) -> T:
+        return explain_out_of_memory(action, self.world, f"saving {self.manifest.tag}")
 
+    @property
+    def is_committing(self) -> bool:
+        """Whether the next or current phase is the last one."""
+        return self._written is not None
+
+    def run_phase(self) -> int:
+        """This rank's part of the phase; returns the bytes written. No communication."""
+        if not self.is_committing:
+            return self._explain_out_of_memory(lambda: self._files.write(self._staging))
+        return self._explain_out_of_memory(self._commit) if self.world.rank == 0 else 0
+
+    def finish_phase(self, result: Callable[[], int]) -> bool:
+        """Agree that every rank has done its part, whose bytes or error `result` returns or raises; returns whether
+        another phase follows. An error of any rank ends the save on every rank. Collective."""
         try:
-            written = yield partial(with_memory_check, partial(_write_rank_files, staging, share))
-            size = yield partial(with_memory_check, publish) if world.rank == 0 else lambda: 0
-        except Exception:  # not if the save is abandoned: a thread may still write, and the next save cleans up
-            if world.rank == 0:
-                shutil.rmtree(staging, ignore_errors=True)
+            nbytes = sum_over_ranks(all_succeed_or_raise(result, self.world), self.world)
+        except BaseException as error:
+            if isinstance(error, Exception) and self.world.rank == 0:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            self.close()
             raise
-    return SaveReport(tag, written + size, time.perf_counter() - begin)
+        if self._written is None:
+            self._written = nbytes
+            return True
+        self.close()
+        self.report = SaveReport(self.manifest.tag, self._written + nbytes, time.perf_counter() - self._begin)
+        return False
+
+    def finish(self) -> SaveReport:
+        """Run the remaining phases in this thread. Collective."""
+        while self.finish_phase(self.run_phase):
+            pass
+        return self.report
+
+    def close(self) -> None:
+        """Release the staging folder. The next save removes it if the save is not complete."""
+        self._staging_lock.close()
+
+    def _commit(self) -> int:
+        """Write the manifest, rename the staging folder to the tag, delete old tags; returns the manifest's bytes."""
+        root, tag = self.root, self.manifest.tag
+        with explain_disk_errors(root / tag, 0), exclusive_access(root):
+            if replaced := _replacement_note(root, tag):
+                self._say(replaced)
+            assert self._written is not None
+            now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+            made = replace(self.manifest, nbytes=self._written, saved_at=now,
+                           commit=self._lineage.next_commit_number(last_commit_number(root)))
+            data = made.to_bytes()
+            with explain_disk_errors(self._staging / MANIFEST, len(data)):
+                write_blob(self._staging / MANIFEST, data)  # the last file written
+            commit_tag(self._staging, root, tag, self._latest, self._delete)
+            self._lineage.set_parent(made.commit_record)
+            delete_old_tags(root, self._keep, made.commit_record, self._say, self._delete)
+            return len(data)
 
 
 def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int, world: Group) -> str:
@@ -183,61 +302,13 @@ def _replacement_note(root: Path, tag: str) -> str | None:
         return f"replacing {root / tag}, a link; what it leads to stays as it is"
     others = unknown_files(root / tag)
     lost = f", and what no save wrote with it: {format_file_names(others)}" if others else ""
-    record = read_commit_record(tag_folder(root, tag))
-    if record is None or record.tag != tag:
+    try:
+        saved_at = read_tag_manifest(root, tag).saved_at
+    except CheckpointError:
         return f"replacing {root / tag}, which is damaged{lost}"
-    saved_at = record.saved_at
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
 
 
-@dataclass(frozen=True)
-class _RankShare:
-    """What one rank writes; `rank_manifest` still without its files."""
-
-    rank_manifest: RankManifest
-    tensors: list[FileTensor]
-    texts: Mapping[str, bytes]
-    """Other files: name -> content."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.tensors) + sum(map(len, self.texts.values()))
-
-
-def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
-                      shared_state: Mapping[str, Any], snapshot: Snapshot | None) -> _RankShare:
-    """Collect what this rank writes; tensors of the states go into the same files as the pieces."""
-    items: list[FileTensor] = []
-    provenance = provenance_of(manifest, rank)
-    own = encode_state(rank_state, f"rank{rank}", items)
-    texts, lineage = {}, None
-    if rank == 0:
-        lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
-        texts = {SHARED_STATE_FILE: _json_bytes(shared),
-                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
-    items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
-    items = items if snapshot is None else snapshot(items)
-    return _RankShare(RankManifest(provenance, {}, own, lineage), items, texts)
-
-
-def _write_rank_files(staging: Path, share: _RankShare) -> int:
-    """Write a rank's share, then its rank manifest; returns the bytes."""
-    files: dict[str, FileEntry] = {}
-    provenance = share.rank_manifest.provenance
-    for index, batch in enumerate(split_files(share.tensors)):
-        name = tensor_file_name(provenance.rank, index)
-        with explain_disk_errors(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch, provenance.as_metadata())
-    for name, text in share.texts.items():
-        with explain_disk_errors(staging / name, share.nbytes):
-            files[name] = write_blob(staging / name, text)
-    name, text = rank_manifest_name(provenance.rank), replace(share.rank_manifest, files=files).to_bytes()
-    with explain_disk_errors(staging / name, len(text)):
-        write_blob(staging / name, text)
-    return sum(entry.size for entry in files.values()) + len(text)
-
-
 def _json_bytes(value: object) -> bytes:
-    return check_json_size(json.dumps(value, indent=1).encode() + b"\n")
+    return json.dumps(value, indent=1).encode() + b"\n"

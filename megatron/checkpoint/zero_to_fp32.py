@@ -8,9 +8,8 @@ The first argument is the folder of the tags, or one tag's; the second a file, o
 `pytorch_model.bin` (`model.safetensors` with --safe_serialization). Larger than --max_shard_size, the output is several
 files and an index, as Hugging Face's loaders expect them. Exit codes: 0 good, 2 usage, 4 damaged, 7 not writable.
 
-This file is complete in itself: a copy of it is in every save root, and needs Python and numpy, and torch only to
-write a `.bin`. Every byte of the files it reads is checked first; no more than one output file is in memory at a time,
-for `.safetensors` no more than one tensor.
+A copy of this file is in every save root, and needs Python and numpy, and torch only to write a `.bin`. Every byte of
+the tag is checked first. In memory is at most one output file, for `.safetensors` one tensor.
 """
 
 from __future__ import annotations
@@ -21,30 +20,22 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
-
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
           "I8": "|i1", "U8": "|u1", "BOOL": "|b1"}
-OUTPUT_DTYPES = {**DTYPES, "F64": "<f4", "F16": "<f4", "BF16": "<f4"}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-MAX_JSON_BYTES = 256 << 20
-PROVENANCE_FIELDS = ("save_id", "rank", "run_id", "tag", "iteration")
-"""What a file says of the checkpoint that it is of."""
 
 
 class DamagedCheckpoint(Exception):
@@ -66,270 +57,151 @@ def explain_damage(path: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{path}: not a checkpoint of this format ({type(error).__name__}: {error})") from error
 
 
+def require(is_good: object, path: Path, problem: str) -> None:
+    if not is_good:
+        raise DamagedCheckpoint(f"{path}: {problem}; choose another tag with -t")
+
+
 class OutputTensor(NamedTuple):
     """One tensor of the output: its size is known now, its data is loaded when it is written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    load: Callable[[], Array]
+    load: Callable[[], Any]
     saved_as: str
     """The name that it has in the checkpoint; a tied tensor has several in the output."""
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
+        return prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
-
-# ---- reading --------------------------------------------------------------------------------------------------------
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is: `offset` is its first byte in the safetensors file."""
-
     path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    """Its first byte in the safetensors file."""
 
-    def read(self, start: int, count: int) -> Array:
-        """`count` elements from `start` on of the flattened tensor, floating point numbers as fp32; fewer if the file
-        was cut off since it was verified."""
+    def read(self, start: int, count: int) -> Any:
+        """`count` elements from `start` on of the flattened tensor, floating point numbers as fp32."""
         dtype = np.dtype(DTYPES[self.dtype])
         with explain_damage(self.path):
             data = np.fromfile(self.path, dtype, count, offset=self.offset + start * dtype.itemsize)
+        require(len(data) == count, self.path, "was cut off while it was read")
         if self.dtype == "BF16":  # the upper half of an fp32
             data = (data.astype("<u4") << 16).view("<f4")
-        return data.astype(OUTPUT_DTYPES[self.dtype], copy=False)
+        return data.astype("<f4") if "F" in self.dtype else data
 
-    def load(self) -> Array:
-        with explain_damage(self.path):
-            return self.read(0, prod(self.shape)).reshape(self.shape)
+    def load(self) -> Any:
+        return self.read(0, prod(self.shape)).reshape(self.shape)
 
 
 class TagReader:
-    """One checkpoint. Its manifest says how each tensor is cut, from which follows which rank holds which elements.
-    `rank<k>.json` lists the files of rank k; before format 3 the manifest lists all."""
+    """One checkpoint, whose rank k wrote the files that `rank<k>.json` lists; before format 3 the manifest lists all.
+    A piece of a weight is stored under `weight/NAME/TP_RANK/OFFSET`: consecutive elements of the flattened tensor that
+    a tensor parallel rank holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / "manifest.json"
-        with explain_damage(folder):
-            manifest = self.manifest = read_sealed(path)
-            self.version, save_id = manifest["format"], manifest.get("save_id", "")
-            if self.version not in (1, 2, 3, 4, 5):
-                raise DamagedCheckpoint(f"{path}: format {self.version!r:.20}, this script reads formats 1 to 5")
-            digest = ""
-            if self.version > 3:  # the save_id ends with a digest of what the manifest says
+        with explain_damage(path):
+            self.manifest = read_sealed(path)
+            self.format, digest = self.manifest["format"], ""
+            require(self.format in range(1, 6), path, f"format {self.format!r:.20}, this script reads formats 1 to 5")
+            if self.format > 3:  # the save_id ends with a digest of what the manifest says
                 stated = "run_id", "tag", "iteration", "layout", "config", "tensors"
-                content = {name: manifest[name] for name in stated}
-                digest = sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
-            if save_id.partition("-")[2] != digest:
-                raise DamagedCheckpoint(f"{path}: is of another checkpoint, or was changed; choose another tag with -t")
-            self.files: dict[str, Any] = manifest.get("files", {})
-        self._stored: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
-        """Rank -> key -> where in the files of the rank."""
+                content = json.dumps({name: self.manifest[name] for name in stated}, separators=(",", ":"))
+                digest = sha256(content.encode()).hexdigest()[:32]
+            is_own = self.manifest.get("save_id", "").partition("-")[2] == digest
+            require(is_own, path, "is of another checkpoint, or was changed")
+        self._verified: set[Path] = set()
+        self._stored: dict[str, StoredTensor] = {}
+        self._pieces: dict[str, list[tuple[int, int, StoredTensor]]] = defaultdict(list)
 
     def output_tensors(self, exclude_frozen: bool = False) -> list[OutputTensor]:
-        """The weights and the model's buffers, by name; every file they are in is verified."""
+        """The weights and the model's buffers, by name, after checking every byte of the tag."""
         with explain_damage(self.folder):
-            if any(tensor["kind"] == "int8" for tensor in self.manifest["tensors"]):
-                raise InvalidArguments(
-                    f"{self.folder.name} holds int8 weights; give the checkpoint they were made from")
-            weights = [tensor for tensor in self.manifest["tensors"] if tensor["kind"] == "weight"]
-            if exclude_frozen:
-                trained = {tensor["name"] for tensor in self.manifest["tensors"] if tensor["kind"] != "weight"}
-                if not trained:
-                    raise InvalidArguments(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, "
-                                           "which would show what is frozen; leave the flag out")
-                weights = [tensor for tensor in weights if tensor["name"] in trained]
-            for rank in range(self.manifest["layout"]["tp"] * self.manifest["layout"]["dp"] if self.version > 2 else 0):
-                self._read_rank_manifest(rank)
-            for name in ("shared.json", *sorted(name for name in self.files if name.endswith(".safetensors"))):
-                self._verify_file(name)
-            shared = json.loads(read_json_bytes(self.folder / "shared.json"))
-            if self.version > 3:
-                self._check_provenance(self.folder / "shared.json", shared["origin"], 0)
-                shared = shared["state"]
-            outputs = [OutputTensor(tensor["name"], logical_shape(tensor["sharding"]), "<f4",
-                                    partial(self._load_weight, tensor), tensor["name"]) for tensor in weights]
+            tensors, layout = self.manifest["tensors"], self.manifest["layout"]
+            trained = {tensor["name"] for tensor in tensors if tensor["kind"] != "weight"}
+            if any(tensor["kind"] == "int8" for tensor in tensors):
+                raise InvalidArguments(f"{self.folder} holds int8 weights; give the checkpoint they were made from")
+            if exclude_frozen and not trained:
+                raise InvalidArguments(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, "
+                                       "which would show what is frozen; leave the flag out")
+            self._verify_files(self.manifest.get("files", {}), 0)
+            for rank in range(layout["tp"] * layout["dp"] if self.format > 2 else 0):
+                path = self.folder / f"rank{rank}.json"
+                part = read_sealed(path)
+                self._check_origin(path, part["origin"] if self.format > 3 else part, rank)
+                self._verify_files(part["files"], rank)
+            path = self.folder / "shared.json"
+            require(path in self._verified, path, "is listed nowhere")
+            with explain_damage(path):
+                shared = json.loads(path.read_bytes())
+                if self.format > 3:
+                    self._check_origin(path, shared["origin"], 0)
+                    shared = shared["state"]
+            found = {tensor["name"]: OutputTensor(tensor["name"], logical_shape(tensor["sharding"]), "F32",
+                                                  partial(self._load_weight, tensor), tensor["name"])
+                     for tensor in tensors if tensor["kind"] == "weight"
+                     and (tensor["name"] in trained or not exclude_frozen)}
             for name, value in shared.get("buffers", {}).items():
-                stored = self._stored[0][value["$tensor"]]
-                outputs.append(OutputTensor(name, stored.shape, OUTPUT_DTYPES[stored.dtype], stored.load, name))
-            by_name = {entry.name: entry for entry in outputs}
-            outputs += [by_name[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items()
-                        if saved in by_name]
-            return sorted(outputs, key=lambda entry: (entry.saved_as, entry.name))
+                stored = self._stored[value["$tensor"]]
+                dtype = "F32" if "F" in stored.dtype else stored.dtype
+                found[name] = OutputTensor(name, stored.shape, dtype, stored.load, name)
+            tied = [found[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items()
+                    if saved in found]
+            return sorted([*found.values(), *tied], key=lambda entry: (entry.saved_as, entry.name))
 
-    def _load_weight(self, tensor: Mapping[str, Any]) -> Array:
-        """The whole tensor as fp32, put together from its pieces a block at a time."""
-        with explain_damage(self.folder):
-            sharding, shape = tensor["sharding"], logical_shape(tensor["sharding"])
-            out, filled = np.empty(prod(shape), "<f4"), 0
-            for tp_rank, offset, count, stored in self._pieces(tensor):
-                for start in range(offset, offset + count, BLOCK):
-                    data = stored.read(start - offset, min(BLOCK, offset + count - start))
-                    for local, logical, length in segments(sharding, tp_rank, start, start + len(data)):
-                        out[logical:logical + length] = data[local - start:local - start + length]
-                        filled += length
-            if filled != out.size:
-                raise DamagedCheckpoint(
-                    f"{self.folder}: weight {tensor['name']!r}: {filled} of {out.size} elements found")
-            return out.reshape(shape)
+    def _verify_files(self, files: dict[str, Any], rank: int) -> None:
+        """Check size and checksum of each file; if it holds tensors, also its origin, and add them."""
+        for name, entry in files.items():
+            path, size, crc = self.folder / Path(name).name, 0, 0
+            with explain_damage(path), open(path, "rb") as file:
+                while data := file.read(BLOCK):
+                    size, crc = size + len(data), crc32(data, crc)
+            require((size, f"{crc:08x}") == (entry["size"], entry["crc32"]), path, f"damaged: expected {entry['size']} "
+                    f"bytes of crc32 {entry['crc32']}, found {size} of {crc:08x}")
+            self._verified.add(path)
+            if path.suffix == ".safetensors":
+                origin, stored = read_header(path)
+                if self.format > 3:
+                    self._check_origin(path, origin, rank)
+                self._stored |= stored
+                for key, where in stored.items():
+                    if key.startswith("weight/"):
+                        weight, tp_rank, offset = key.removeprefix("weight/").rsplit("/", 2)
+                        self._pieces[weight].append((int(tp_rank), int(offset), where))
 
-    def _pieces(self, tensor: Mapping[str, Any]) -> Iterator[tuple[int, int, int, StoredTensor]]:
-        """(tensor parallel rank, offset, count, where) of consecutive elements of a rank's flattened local tensor."""
-        if "pieces" in tensor:  # formats 1 and 2
-            for piece in tensor["pieces"]:
-                stored = self._stored[rank_of_file(piece["file"])][piece["key"]]
-                yield piece["tp_rank"], piece["offset"], piece["count"], stored
-            return
-        # The local tensor begins at `start` of a flat buffer that is cut into one shard of `each` elements for each
-        # data parallel rank.
-        layout, start, each = self.manifest["layout"], tensor["start"], tensor["each"]
-        numel = prod(tensor["sharding"]["local_shape"])
-        for tp_rank in range(tensor["sharding"]["tp_size"]):
-            for shard in range(layout["dp"]):
-                low, high = max(shard * each - start, 0), min((shard + 1) * each - start, numel)
-                if low < high:
-                    key = f"{tensor['kind']}/{tensor['name']}/{tp_rank}/{low}"
-                    yield tp_rank, low, high - low, self._stored[shard * layout["tp"] + tp_rank][key]
-
-    def _read_rank_manifest(self, rank: int) -> None:
-        """Add the files that a rank's manifest lists."""
-        path = self.folder / f"rank{rank}.json"
-        part = read_sealed(path)
-        self._check_provenance(path, part["origin"] if self.version > 3 else part, rank)
-        if any(not re.fullmatch(r"rank%d(-\d+)?\.safetensors" % rank, name) for name in part["files"]
-               if rank or name not in ("shared.json", "config.json")):
-            raise DamagedCheckpoint(f"{path}: lists files that rank {rank} does not write")
-        self.files |= part["files"]
-
-    def _check_provenance(self, path: Path, stated: Mapping[str, Any], rank: int) -> None:
+    def _check_origin(self, path: Path, stated: dict[str, Any], rank: int) -> None:
         """Raise if a file is of another checkpoint; format 3 states only save and rank, and only in `rank<k>.json`."""
-        for name in PROVENANCE_FIELDS[:2 if self.version == 3 else None]:
-            expected = rank if name == "rank" else self.manifest[name]
-            if str(stated.get(name)) != str(expected):
-                raise DamagedCheckpoint(f"{path}: is of another checkpoint: {name} expected {expected}, found "
-                                        f"{str(stated.get(name)):.80}; choose another tag with -t")
+        for name in ("save_id", "rank", "run_id", "tag", "iteration")[:5 if self.format > 3 else 2]:
+            expected, found = str(rank if name == "rank" else self.manifest[name]), str(stated.get(name))
+            require(found == expected, path, f"is of another checkpoint: {name} expected {expected}, found {found:.80}")
 
-    def _verify_file(self, name: str) -> None:
-        """Check size and checksum of a file; if it holds tensors, also its origin, and add them."""
-        entry, path = self.files.get(name), self.folder / name
-        if entry is None or not SAFE_NAME.fullmatch(name):
-            raise DamagedCheckpoint(f"{self.folder}: file {name!r:.80} is not listed in the manifest")
-        size, crc = 0, 0
-        with explain_damage(path), open(path, "rb") as file:
-            while data := file.read(BLOCK):
-                size, crc = size + len(data), crc32(data, crc)
-        if (size, f"{crc:08x}") != (entry["size"], entry["crc32"]):
-            raise DamagedCheckpoint(f"{path}: damaged: expected {entry['size']} bytes of crc32 {entry['crc32']}, found "
-                                    f"{size} of {crc:08x}; choose another tag with -t")
-        if path.suffix == ".safetensors":
-            metadata, tensors = read_header(path)
-            if self.version > 3:
-                self._check_provenance(path, metadata, rank_of_file(name))
-            self._stored[rank_of_file(name)].update(tensors)
-
-
-def open_tag(folder: Path, tag: str | None = None) -> TagReader:
-    """`folder` is one tag's own, or the root of the tags: there the one that `latest` names is taken, otherwise the one
-    saved last."""
-    if tag is None and (folder / "manifest.json").exists():
-        return TagReader(folder)
-    with explain_damage(folder):  # a tag's own folder wins over one set aside, from a kill during its replacement
-        names = sorted(os.listdir(folder), key=lambda name: not name.startswith(".aside-"))
-    folders = {tag_name: folder / name for name in names if (folder / name).is_dir()
-               and SAFE_NAME.fullmatch(tag_name := name.removeprefix(".aside-"))}
-
-    def open_named(name: str) -> TagReader:
-        check_link_inside(folders[name], folder)
-        reader = TagReader(folders[name])
-        if reader.manifest["tag"] != name:
-            raise DamagedCheckpoint(f"{reader.folder}: its manifest is of tag {reader.manifest['tag']!r:.80}")
-        return reader
-
-    def commit_order(reader: TagReader) -> tuple[int, int, int, str]:
-        """By commit number; before format 5, which has it, by time."""
-        manifest, number = reader.manifest, int(reader.manifest.get("commit", 0))
-        saved_at = 0 if number else int(manifest.get("saved_at", 0))
-        return number, saved_at, int(manifest["iteration"]), str(manifest["tag"])
-
-    if tag is not None and tag not in folders:
-        raise DamagedCheckpoint(f"no tag {tag!r:.80} under {folder}, found {', '.join(folders) or 'none'}")
-    chosen = latest_tag(folder, folders) if tag is None else tag
-    if chosen is not None:
-        return open_named(chosen)
-    tags = [open_named(name) for name, path in folders.items() if (path / "manifest.json").exists()
-            or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
-    if not tags:
-        raise DamagedCheckpoint(f"no committed checkpoint under {folder}")
-    return max(tags, key=commit_order)
+    def _load_weight(self, tensor: dict[str, Any]) -> Any:
+        """The whole tensor as fp32, put together from its pieces a block at a time."""
+        name, sharding = tensor["name"], tensor["sharding"]
+        with explain_damage(self.folder):
+            shape, dim, stride, tp = (sharding[key] for key in ("local_shape", "dim", "stride", "tp_size"))
+            # For each index before `dim` and each of its `stride` parts, every rank holds one equal block.
+            blocks = prod(shape[:dim or 0]) * stride
+            out, end = np.empty((blocks, tp, prod(shape) // max(blocks, 1)), "<f4"), (0, 0)
+            for tp_rank, offset, stored in sorted(self._pieces[name]):
+                local, count = out[:, tp_rank], prod(stored.shape)
+                require((tp_rank, offset) == end and offset + count <= local.size, stored.path,
+                        f"a piece of {name!r:.80} is not where the one before it ends")
+                for start in range(0, count, BLOCK):
+                    data = stored.read(start, min(BLOCK, count - start))
+                    local.flat[offset + start:offset + start + len(data)] = data
+                end = divmod(tp_rank * local.size + offset + count, local.size)
+            require(end == (tp, 0) or out.size == 0, self.folder, f"weight {name!r:.80} is not complete")
+            padded = shape if dim is None else [*shape[:dim], shape[dim] * tp, *shape[dim + 1:]]
+            return out.reshape(padded)[tuple(map(slice, logical_shape(sharding)))]
 
 
-def check_link_inside(path: Path, folder: Path) -> None:
-    """Refuse a link that leads out of the folder."""
-    target, folder_path = os.path.realpath(path), os.path.realpath(folder)
-    if path.is_symlink() and os.path.commonpath([target, folder_path]) != folder_path:
-        raise DamagedCheckpoint(f"{path} is a link to {target}, outside {folder}, and is not followed")
-
-
-def latest_tag(folder: Path, tag_folders: Mapping[str, Path]) -> str | None:
-    """The tag that `latest` names, or was about to name when the save was interrupted after its commit."""
-    path, latest = folder / "latest", None
-    check_link_inside(path, folder)
-    if path.is_file():
-        with explain_damage(path), open(path, "rb") as file:
-            latest = file.read(256).decode("utf-8", "replace").strip()
-    with suppress(OSError, DamagedCheckpoint, AttributeError, KeyError, TypeError, ValueError):
-        pending = json.loads(read_json_bytes(folder / ".latest-pending"))
-        if pending["was"] == latest and (tag_folders[pending["tag"]] / "manifest.json").read_bytes().endswith(
-                b'%s"}\n' % pending["seal"].encode()):
-            return str(pending["tag"])
-    return latest if latest is not None and latest in tag_folders and any(tag_folders[latest].iterdir()) else None
-
-
-def read_json_bytes(path: Path) -> bytes:
-    with explain_damage(path):
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:  # a sparse file, say: not read into memory
-            raise DamagedCheckpoint(f"{path}: has {size} bytes, and no file of its kind more than {MAX_JSON_BYTES}")
-        return path.read_bytes()
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """A JSON file that ends with the checksum of what is before."""
-    data = read_json_bytes(path)
-    text, mark, rest = data.rpartition(b',"crc32":"')
-    if not mark or rest != b'%08x"}\n' % crc32(text):
-        raise DamagedCheckpoint(
-            f"{path}: damaged: its {len(data)} bytes do not match its checksum; choose another tag with -t")
-    record: dict[str, Any] = json.loads(text + b"}")
-    return record
-
-
-def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """(metadata, tensors by key) of a safetensors file, whose tensors must follow one another to its end."""
-    with explain_damage(path), open(path, "rb") as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length)) if length <= min(size - 8, MAX_JSON_BYTES) else None
-    if not isinstance(header, dict):
-        raise DamagedCheckpoint(f"{path}: its header is damaged; choose another tag with -t")
-    metadata, tensors, end = header.pop("__metadata__", {}), {}, 0
-    for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        start, stop = entry["data_offsets"]
-        if start != end or stop - start != prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize:
-            raise DamagedCheckpoint(f"{path}: {key!r:.80} is not where its header says; choose another tag with -t")
-        tensors[key] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
-        end = stop
-    if 8 + length + end != size:
-        raise DamagedCheckpoint(f"{path}: holds more or less than its header says; choose another tag with -t")
-    return metadata, tensors
-
-
-def rank_of_file(name: str) -> int:
-    match = re.match(r"rank(\d+)", name)
-    return int(match[1]) if match else 0
-
-
-def logical_shape(sharding: Mapping[str, Any]) -> tuple[int, ...]:
+def logical_shape(sharding: dict[str, Any]) -> tuple[int, ...]:
     """The shape without tensor parallelism and padding."""
     shape, dim = list(sharding["local_shape"]), sharding["dim"]
     if dim is not None:
@@ -337,28 +209,69 @@ def logical_shape(sharding: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def segments(sharding: Mapping[str, Any], tp_rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(local, logical, count) of what is consecutive in both in [start, stop) of a rank's part; no padding.
-
-    Flattened, a rank holds the same part of every block: of each index before `dim`, of each of the `stride` parts.
-    """
-    if sharding["dim"] is None:
-        yield start, start, stop - start
-        return
-    inner = prod(sharding["local_shape"][sharding["dim"] + 1:])
-    mine = sharding["local_shape"][sharding["dim"]] // sharding["stride"] * inner
-    whole = mine * sharding["tp_size"] if sharding["size"] is None else sharding["size"] * inner
-    for block in range(start // mine, -(-stop // mine)):
-        low, high = max(start, block * mine), min(stop, (block + 1) * mine)
-        shift = (tp_rank - block) * mine
-        first, last = low + shift, min(high + shift, whole)
-        if first < last:
-            yield low, block * whole + first, last - first
+def read_sealed(path: Path) -> dict[str, Any]:
+    """A JSON file that ends with the checksum of what is before."""
+    with explain_damage(path):
+        data = path.read_bytes()
+        text, mark, end = data.rpartition(b',"crc32":"')
+        is_sealed = mark and end == b'%08x"}\n' % crc32(text)
+        require(is_sealed, path, f"damaged: its {len(data)} bytes do not match its checksum")
+        record: dict[str, Any] = json.loads(text + b"}")
+        return record
 
 
-# ---- writing --------------------------------------------------------------------------------------------------------
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """(metadata, tensors by key) of a safetensors file, whose tensors must follow one another to its end."""
+    with explain_damage(path), open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        metadata, tensors, end = header.pop("__metadata__", {}), {}, 0
+        for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            nbytes = prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
+            require(entry["data_offsets"] == [end, end + nbytes], path, f"{key!r:.80} is not where its header says")
+            tensors[key] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + end)
+            end += nbytes
+        require(8 + length + end == path.stat().st_size, path, "holds more or less than its header says")
+        return metadata, tensors
 
-def write_output(entries: Iterable[OutputTensor], output: Path, max_shard_size: int) -> list[Path]:
+
+def open_tag(root: Path, tag: str | None = None) -> TagReader:
+    """The checkpoint `tag`, or the one that `latest` names; `root` may also be one tag's own folder."""
+    if tag is None and (root / "manifest.json").exists():
+        return TagReader(root)
+    with explain_damage(root):
+        tags = sorted({path.parent.name.removeprefix(".aside-") for path in root.glob("*/manifest.json")})
+        chosen = tag or latest_tag(root)
+        require(chosen in tags, root, f"holds no tag {chosen!r:.80}, which `latest` names or -t, but "
+                f"{', '.join(tags) or 'none'}")
+        folder = root / str(chosen)
+        if not folder.exists():  # a kill while it was replaced
+            folder = root / f".aside-{chosen}"
+        check_link_inside(folder, root)
+        reader = TagReader(folder)
+        require(reader.manifest["tag"] == chosen, folder, f"its manifest is of tag {reader.manifest['tag']!r:.80}")
+        return reader
+
+
+def check_link_inside(path: Path, root: Path) -> None:
+    """Refuse a link that leads out of the root."""
+    require(path.resolve().is_relative_to(root.resolve()), path,
+            f"is a link to {path.resolve()}, outside {root}, and is not followed")
+
+
+def latest_tag(root: Path) -> str | None:
+    """The tag that `latest` names, or was about to name when the save was interrupted after its commit."""
+    check_link_inside(root / "latest", root)
+    latest = (root / "latest").read_text("utf-8", "replace").strip() if (root / "latest").is_file() else None
+    with suppress(OSError, LookupError, TypeError, ValueError):
+        pending = json.loads((root / ".latest-pending").read_bytes())
+        manifest = (root / pending["tag"] / "manifest.json").read_bytes()
+        if pending["was"] == latest and manifest.endswith(b'%s"}\n' % pending["seal"].encode()):
+            return str(pending["tag"])
+    return latest
+
+
+def write_output(entries: list[OutputTensor], output: Path, max_shard_size: int) -> list[Path]:
     """Write the tensors into one file, safetensors or torch's by its suffix, or into several with an index; returns the
     files."""
     shards: list[list[OutputTensor]] = [[]]
@@ -367,37 +280,35 @@ def write_output(entries: Iterable[OutputTensor], output: Path, max_shard_size: 
         if shards[-1] and not is_tied and sum(other.nbytes for other in shards[-1]) + entry.nbytes > max_shard_size:
             shards.append([])
         shards[-1].append(entry)
-    files = [output] if len(shards) == 1 else [
-        output.with_name(f"{output.stem}-{number:05d}-of-{len(shards):05d}{output.suffix}")
-        for number in range(1, len(shards) + 1)]
+    files, index = [output], output.with_name(f"{output.name}.index.json")
+    if len(shards) > 1:
+        files = [output.with_name(f"{output.stem}-{number:05d}-of-{len(shards):05d}{output.suffix}")
+                 for number in range(1, len(shards) + 1)]
     for path, shard in zip(files, shards):
-        with staged_file(path) as file:
-            write_shard(file, shard, output.suffix)
-    index = output.with_name(f"{output.name}.index.json")
+        replace_file(path, partial(write_safetensors if path.suffix == ".safetensors" else write_bin, shard))
     if len(shards) == 1:
         index.unlink(missing_ok=True)  # of an earlier output: it would name other files
         return files
-    content = {"metadata": {"total_size": sum(entry.nbytes for shard in shards for entry in shard)},
+    content = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)},
                "weight_map": {entry.name: path.name for path, shard in zip(files, shards) for entry in shard}}
-    with staged_file(index) as file:
-        file.write(json.dumps(content, indent=2).encode() + b"\n")
+    replace_file(index, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
     output.unlink(missing_ok=True)  # likewise: loaders would take it first
     return [*files, index]
 
 
-def write_shard(file: IO[bytes], entries: list[OutputTensor], suffix: str) -> None:
-    if suffix != ".safetensors":
-        import torch
+def write_bin(entries: list[OutputTensor], file: Any) -> None:
+    import torch
 
-        loaded = {entry.name: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
-        torch.save({entry.name: loaded[entry.saved_as] for entry in entries}, file)  # which writes each tensor once
-        return
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    entries = sorted(entries, key=lambda entry: -np.dtype(entry.dtype).itemsize)  # each aligned to its width
+    loaded = {entry.name: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
+    torch.save({entry.name: loaded[entry.saved_as] for entry in entries}, file)  # which writes each tensor once
+
+
+def write_safetensors(entries: list[OutputTensor], file: Any) -> None:
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    entries = sorted(entries, key=lambda entry: -np.dtype(DTYPES[entry.dtype]).itemsize)  # each aligned to its width
     for entry in entries:
-        start, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        offsets = [end, end := end + entry.nbytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -405,13 +316,12 @@ def write_shard(file: IO[bytes], entries: list[OutputTensor], suffix: str) -> No
         file.write(np.ascontiguousarray(entry.load()).reshape(-1).view(np.uint8).data)
 
 
-@contextmanager
-def staged_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears complete or not at all."""
+def replace_file(path: Path, write: Callable[[Any], object]) -> None:
+    """The file appears complete or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            yield file
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -433,8 +343,6 @@ def parse_byte_count(text: str) -> int:
         raise InvalidArguments(f"--max_shard_size {text}: expected a size such as 5GB or 500MiB")
     return size
 
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 class Fp32ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -462,7 +370,7 @@ def convert(arguments: list[str]) -> None:
           f"world size {tp * dp} (tp {tp}, dp {dp})", flush=True)
     entries = tag.output_tensors(options.exclude_frozen_parameters)
     for entry in entries if options.debug else ():
-        print(f"  {entry.name} {list(entry.shape)} {DTYPE_NAMES[entry.dtype]}")
+        print(f"  {entry.name} {list(entry.shape)} {entry.dtype}")
     for path in write_output(entries, output_path(options.output, options.safe_serialization), limit):
         print(f"wrote {path} ({path.stat().st_size} bytes)", flush=True)
     print(f"{len(entries)} tensors, {sum(prod(entry.shape) for entry in entries)} elements in fp32")

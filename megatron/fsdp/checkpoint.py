@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
-from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
-from megatron.checkpoint.writer import save
+from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp.full_params import local_masters, param_ranges

@@ -23,10 +23,10 @@ from data.default_corpus import DEFAULT_FOLDER
 from data.format import TokenizerFacts
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
-from megatron.checkpoint.convert.huggingface import open_huggingface
+from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.int8_weights import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint, read_recorded_model
-from megatron.checkpoint.resolve_tag import find_tag_of_step, parse_checkpoint_path
+from megatron.checkpoint.tags import find_tag_of_step, parse_checkpoint_path
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
 from megatron.config.model_config import QuantizeConfig
 from megatron.config.tree import ModelConfig, require

@@ -13,8 +13,7 @@ from pathlib import Path
 from data.cli import format_count
 from data.storage import (DataError, check_is_rereadable, check_outputs_are_not_inputs, escape_to_one_line,
                           prefix_storage_errors, staged_file)
-from megatron.checkpoint.resolve_tag import latest_tag
-from megatron.checkpoint.tags import read_tag_manifest
+from megatron.checkpoint.tags import latest_tag, read_tag_manifest
 from megatron.config.cli_help import CommandArgumentParser
 from megatron.config.tree import require
 from megatron.errors import CheckpointError, ConfigError

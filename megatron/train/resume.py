@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from data.format import TokenizerFacts, tokenizer_facts_of_state
-from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, explain_disk_errors,
-                                        lock_save_root)
+from megatron.checkpoint.commit import (BackgroundDeleter, Keep, check_save_root_is_writable, clean_up_save_root,
+                                        explain_disk_errors, lock_save_root)
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
-from megatron.checkpoint.convert.huggingface import open_huggingface
-from megatron.checkpoint.deletion import BackgroundDeleter
+from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.resolve_tag import (dangling, find_tag_of_step, has_no_checkpoint, load_candidates,
-                                             parse_checkpoint_path)
-from megatron.checkpoint.tags import check_tag_exists, iterations_by_tag, tag_names
+from megatron.checkpoint.tags import (check_tag_exists, choose_tag, dangling, find_tag_of_step, has_no_checkpoint,
+                                      iterations_by_tag, parse_checkpoint_path, tag_names)
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_config import read_model_fields
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
@@ -192,7 +190,7 @@ class RunCheckpoints:
         if same and tag is None and has_no_checkpoint(root):
             return None, None
         if tag is None:
-            load_candidates(root)  # raises CheckpointError if there are none
+            choose_tag(root)  # raises CheckpointError if there is none
         else:
             check_tag_exists(root, tag)
         return str(root), tag

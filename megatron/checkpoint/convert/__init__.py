@@ -1,4 +1,4 @@
 """Checkpoints of other programs (Hugging Face, nanoGPT, Megatron-LM): detect, import, export.
 
-Begin with import_weights.py; detect_format.py tells formats apart, and each program has a file.
+Begin with external_checkpoint.py and importers.py; detect_format.py tells formats apart.
 """

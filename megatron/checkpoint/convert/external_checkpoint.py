@@ -1,15 +1,16 @@
-"""A GPT-2 that another program saved, with our parameter names: whole, unpadded tensors as [out, in].
+"""A GPT-2 that another program saved, with our parameter names: whole, unpadded tensors as [out, in]; and saving one as
+a checkpoint of ours.
 
-`ExternalCheckpoint` reads like a checkpoint of ours (reader.py), so an engine of any layout loads from it. A
-`NameTable` per program maps `<prefixes><layers>.<i>.<module>.weight` to `blocks.<i>.<module>.weight`. Torch files are
-read with the restricted loader; anything but tensors and plain values becomes an `InertObject`.
+`ExternalCheckpoint` reads like a checkpoint of ours (reader.py), so an engine of any layout loads from it. Torch files
+are read with the restricted loader; anything but tensors and plain values becomes an `InertObject`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -17,78 +18,21 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.pieces import tp_sharding_of
-from megatron.config.tree import ModelConfig
+from megatron.checkpoint.commit import check_save_root_is_writable, lock_save_root
+from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantised, quantise_matrix, row_maxima,
+                                              scales_from_maxima)
+from megatron.checkpoint.manifest import tag_of_iteration
+from megatron.checkpoint.reader import Checkpoint, read_recorded_model
+from megatron.checkpoint.reshard import tp_sharding_of
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.writer import LazyData, SaveReport, TensorPiece, save
+from megatron.config.tree import Config, ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import CheckpointError, ConfigError
-from mpu.groups import Group
+from megatron.model import GPT2
+from mpu.groups import SOLO, Group
+from mpu.partition import partition_of
 from mpu.split import Partition
-
-
-@dataclass(frozen=True)
-class NameTable:
-    """Parameter names of one program. If several of its names map to one of ours, the first is used for writing."""
-
-    title: str
-    prefixes: tuple[str, ...]
-    """Prefixes added by releases and wrappers, in any order and number."""
-    layers: str
-    modules: Mapping[str, str]
-    """Module names inside a layer: theirs -> ours."""
-    top_level: Mapping[str, str]
-    """Module names outside layers: theirs -> ours."""
-    skipped: str
-    """Pattern of names to skip: masks, and output layers tied to the token table."""
-    transposes_matrices: bool = False
-    """Matrices in layers are stored [in, out]."""
-
-    def to_their_name(self, ours: str, prefix: str) -> str:
-        module, _, kind = ours.rpartition(".")
-        layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
-        table = self.modules if layer else self.top_level
-        found = next(their for their, our in table.items() if our == (layer[2] if layer else module))
-        return f"{prefix}{self.layers}.{layer[1]}.{found}.{kind}" if layer else f"{prefix}{found}.{kind}"
-
-    def is_transposed(self, ours: str) -> bool:
-        """Whether their tensor is the transpose of ours."""
-        return self.transposes_matrices and re.fullmatch(r"blocks\.\d+\.(attn|mlp)\.\w+\.weight", ours) is not None
-
-    def rename_tensors(self, tensors: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
-        """Tensors by our names; CheckpointError for an unknown or duplicate name."""
-        renamed: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            bare = re.sub(f"^({'|'.join(map(re.escape, self.prefixes))})+", "", name)
-            module, _, kind = bare.rpartition(".")
-            layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", module)
-            known = self.modules.get(layer[2]) if layer else self.top_level.get(module)
-            if known is None or kind not in ("weight", "bias"):
-                if re.fullmatch(self.skipped, bare):
-                    continue
-                raise CheckpointError(f"{where}: {name} belongs to no GPT-2 of {self.title} that this program knows")
-            ours = f"blocks.{layer[1]}.{known}.{kind}" if layer else f"{known}.{kind}"
-            if ours in renamed:
-                raise CheckpointError(f"{where}: {name} is there twice, with and without a prefix")
-            renamed[ours] = tensor
-        return renamed
-
-
-HUGGING_FACE = NameTable(
-    "Hugging Face", prefixes=("_orig_mod.", "module.", "transformer."), layers="h", transposes_matrices=True,
-    modules={"ln_1": "ln_1", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj", "ln_2": "ln_2",
-             "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"}, top_level={"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"},
-    skipped=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias")
-
-NANOGPT = replace(HUGGING_FACE, title="nanoGPT", transposes_matrices=False)
-
-MEGATRON_LM = NameTable(
-    "Megatron-LM", prefixes=("module.", "model.", "language_model.", "embedding.", "transformer.", "encoder."),
-    layers="layers",
-    modules={"input_layernorm": "ln_1", "attention.query_key_value": "attn.qkv", "attention.dense": "attn.proj",
-             "self_attention.query_key_value": "attn.qkv", "self_attention.dense": "attn.proj",
-             "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.fc", "mlp.dense_4h_to_h": "mlp.proj"},
-    top_level={"word_embeddings": "wte", "position_embeddings": "wpe", "final_layernorm": "ln_f"},
-    skipped=r"word_embeddings_for_head\..*|.*\._extra_state|layers\.\d+\..*\.(masked_)?bias")
-
 
 LoadTensor = Callable[[], Tensor]
 
@@ -96,15 +40,17 @@ SAMPLES_PER_TENSOR = 32
 """Elements of each tensor that ranks compare; each reads one page of a mapped file."""
 
 
+@lru_cache(1)
+def parameter_partitions(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], Partition | None]]:
+    """Parameter name -> logical shape and how tensor parallelism splits it, in the order of the model."""
+    parameters = GPT2(model, deferred=True).named_parameters()
+    return {name: (tp_sharding_of(tuple(value.shape), partition_of(value), 1).logical_shape, partition_of(value))
+            for name, value in parameters}
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> logical shape, for the whole model (megatron/model/)."""
-    h, ffn = model.hidden_size, model.ffn_size
-    block = {"ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
-             "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
-             "mlp.fc.weight": (ffn, h), "mlp.fc.bias": (ffn,), "mlp.proj.weight": (h, ffn), "mlp.proj.bias": (h,)}
-    return {"wte.weight": (model.known_vocab_size, h), "wpe.weight": (model.max_position_embeddings, h),
-            **{f"blocks.{i}.{name}": shape for i in range(model.num_layers) for name, shape in block.items()},
-            "ln_f.weight": (h,), "ln_f.bias": (h,)}
+    """Parameter name -> logical shape, for the whole model."""
+    return {name: shape for name, (shape, _) in parameter_partitions(model).items()}
 
 
 @final
@@ -208,3 +154,57 @@ def load_torch_file(path: Path) -> Any:
     except Exception as error:  # a damaged file can raise anything
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: cannot be read as a torch file of tensors: {reason:.300}") from error
+
+
+# ---- saving one as a checkpoint of ours ---------------------------------------------------------------------------
+
+def import_weights(source: ExternalCheckpoint, root: Path, quantise: bool = False) -> SaveReport:
+    """Save the weights as tag `global_step0`, with one tensor in memory at a time."""
+    return _save_tag(root, source, source.shapes, tag_of_iteration(0), Config(model=source.model).as_dict(), 0, {},
+                     quantise)
+
+
+def quantise_checkpoint(source: Checkpoint, root: Path) -> SaveReport:
+    """Save the weights of a run's tag with int8 matrices (int8_weights.py), under its name."""
+    read_recorded_model(source)  # raises if it is no GPT-2
+    shapes = {name: source.shape("weight", name) for name in source.names("weight")}
+    if "wte.weight" not in shapes:
+        raise CheckpointError(f"tag {source.tag} is not of this program's GPT-2, which is what int8 is for")
+    state = {name: value for name, value in source.shared_state["client_state"].items() if name == "tokenizer"}
+    return _save_tag(root, source, shapes, source.tag, source.config, source.iteration, state, True)
+
+
+def _save_tag(root: Path, source: Checkpoint | ExternalCheckpoint, shapes: Mapping[str, tuple[int, ...]], tag: str,
+              config: Mapping[str, Any], iteration: int, client_state: Mapping[str, Any],
+              quantise: bool) -> SaveReport:
+    if tag_names(root):
+        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
+    run_id = secrets.token_hex(8)
+    shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
+                              "client_state": dict(client_state)}
+    pieces = [piece for name, shape in shapes.items() for piece in _lazy_pieces(source, name, shape, quantise)]
+    check_save_root_is_writable(root, "--output")
+    with lock_save_root(root):
+        return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
+                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
+
+
+def _lazy_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...],
+                 quantise: bool) -> list[TensorPiece]:
+    """One weight as fp32, or as int8 levels and scales. The matrix is then read twice, since the two are written to
+    different places of the file."""
+    def read(start: int, out: Tensor) -> None:
+        source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+
+    def load_whole() -> Tensor:
+        read(0, whole := torch.empty(prod(shape)))
+        return whole
+
+    def piece(kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> TensorPiece:
+        return TensorPiece(name, kind, shape, None, 0, 1, 0, LazyData(prod(shape), dtype, load))
+
+    if not quantise or not is_quantised(name, shape):
+        return [piece("weight", shape, torch.float32, load_whole)]
+    where = f"weight {name!r}"
+    return [piece(INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
+            piece(SCALE_KIND, shape[:1], torch.float32, lambda: scales_from_maxima(row_maxima(read, shape), where))]

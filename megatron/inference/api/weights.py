@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.checkpoint.convert.detect_format import describe_format
-from megatron.checkpoint.convert.external_checkpoint import HUGGING_FACE, ExternalCheckpoint, parameter_shapes
-from megatron.checkpoint.convert.huggingface import REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
+from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, parameter_shapes
+from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
 from megatron.config.config_errors import ErrorList
 from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
 from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS, model_fields_of

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, assert_same_weights
 from megatron.checkpoint.file_formats import reraise_as_corrupt
-from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.pieces import LazyData, TensorPiece, tp_sharding_of
-from megatron.checkpoint.rank_manifest import rank_manifest_name
+from megatron.checkpoint.manifest import TensorEntry, rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
-from megatron.checkpoint.writer import SaveSteps, save_protocol
+from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
 from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
                                               raise_if_arguments_differ)
@@ -101,11 +99,11 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(reserved)} is the engine's own; choose another name")
 
 
-def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
-                         scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
-                         rng: bool, frozen: bool, **options: Any) -> SaveSteps:
-    """The steps of saving checkpoint `tag` under `root`, for the caller to run; `options` are `save_protocol`'s. The
-    client state must have been checked. Collective over the world."""
+def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
+                      scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
+                      rng: bool, frozen: bool, **options: Any) -> PendingSave:
+    """The save of checkpoint `tag` under `root`, for the caller to finish; `options` are `PendingSave`'s. The client
+    state must have been checked. Collective over the world."""
     engine.assert_collective_call(SAVE)
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
@@ -128,10 +126,10 @@ def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, *, run_id: st
         "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
         "loop": dict(loop_state),
         "client_state": dict(client_state)}
-    return save_protocol(root, tag, pieces=pieces, tensors=_tensor_entries(engine, kinds, frozen),
-                         place=_grid_index(engine.groups), rank_state={"rng": capture_rng()} if rng else {},
-                         shared_state=shared, world=engine.groups.world, run_id=run_id, iteration=engine.global_steps,
-                         **options)
+    return PendingSave(root, tag, pieces=pieces, tensors=_tensor_entries(engine, kinds, frozen),
+                       place=_grid_index(engine.groups), rank_state={"rng": capture_rng()} if rng else {},
+                       shared_state=shared, world=engine.groups.world, run_id=run_id, iteration=engine.global_steps,
+                       **options)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:

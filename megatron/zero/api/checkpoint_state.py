@@ -17,12 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.file_formats import StrictRecord
-from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
-from megatron.checkpoint.rank_manifest import SHARED_STATE_FILE
+from megatron.checkpoint.manifest import SHARED_STATE_FILE, TensorEntry
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
+from megatron.checkpoint.writer import TensorPiece
 from megatron.errors import CheckpointError
 from megatron.optim.rule import ParamGroup
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR

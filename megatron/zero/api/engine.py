@@ -23,19 +23,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
-from megatron.checkpoint.commit import Keep, check_save_root_is_writable
-from megatron.checkpoint.deletion import BackgroundDeleter
+from megatron.checkpoint.commit import BackgroundDeleter, Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.resolve_tag import has_no_checkpoint
-from megatron.checkpoint.writer import SaveReport, finish_save
+from megatron.checkpoint.tags import has_no_checkpoint
+from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config
 from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
-                                             load_module_weights, restore_rng_streams, save_engine_protocol,
+                                             load_module_weights, restore_rng_streams, begin_engine_save,
                                              write_state_dict)
 from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
 from megatron.zero.api.data_loader import BatchSizes, EpochDataLoader
@@ -410,7 +409,7 @@ class Engine(EngineStatus):
         wait_for_earlier_saves(earlier, self.groups.world)
         in_background &= not self.core.engine_storage.has_offloaded_state
         epochs = self.training_dataloader
-        steps = save_engine_protocol(
+        save = begin_engine_save(
             self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
             loop_state={**self._batch_sizes.state_dict(),
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
@@ -418,9 +417,9 @@ class Engine(EngineStatus):
             config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
             hold=self._host_copy.copy_tensors if in_background else None, trash=self._deleter)
         if in_background:
-            self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name)
+            self._background_save.start(save, partial(self._on_save_complete, on_complete))
         else:
-            self._on_save_complete(on_complete, finish_save(steps, self.groups.world))
+            self._on_save_complete(on_complete, save.finish())
         return True
 
     def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:

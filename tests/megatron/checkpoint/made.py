@@ -21,13 +21,12 @@ from data.storage import crc32
 from megatron.checkpoint import writer
 from megatron.checkpoint.file_formats import checksum_ending, seal_record, unseal_record
 from megatron.checkpoint.manifest import (MANIFEST, CommitRecord, FileEntry, Lineage, Manifest, PieceEntry, TensorEntry,
-                                          piece_key, read_manifest)
-from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
-from megatron.checkpoint.rank_manifest import rank_manifest_name, read_rank_manifest
-from megatron.checkpoint.reshard import DPSharding
-from megatron.checkpoint.resolve_tag import latest_tag
+                                          piece_key, rank_manifest_name, read_manifest, read_rank_manifest)
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import SafetensorsReader
-from megatron.checkpoint.tags import read_tag_manifest, verify_tag
+from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
+from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import consistency
 from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
@@ -322,3 +321,9 @@ def _pieces(manifest: Manifest, tensor: TensorEntry, file_of: dict[str, str]) ->
             if (piece := manifest.piece_of_rank(tensor, shard * manifest.tp_dp_sizes[0] + tp_rank)) is not None:
                 key = piece_key(tensor, tp_rank, piece[0])
                 yield PieceEntry(tp_rank, *piece, file_of[key], key)
+
+
+def load_candidates(root: Path) -> list[str]:
+    """The tag that a load takes, then those that may replace it."""
+    choice = choose_tag(root)
+    return [choice.first, *choice.fallbacks]

@@ -28,9 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.manifest import MANIFEST, Lineage, TensorEntry, read_manifest
-from megatron.checkpoint.pieces import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.writer import LazyData, TensorPiece
 from megatron.config.tree import ModelConfig
 from megatron.distributed import consistency
 from megatron.model import GPT2
@@ -277,7 +277,7 @@ def _write_the_others(folder: Path, size: int) -> None:
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.partition is not None or piece.tp_rank == 0]
-            writer._write_rank_files(folder, writer._build_rank_share(manifest, rank, pieces, {"seed": rank}, {}, None))
+            writer.collect_rank_files(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

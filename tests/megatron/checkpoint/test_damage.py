@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify_tag
+from megatron.checkpoint.verify import verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import GRIDS, Grid, save_grid
 

@@ -1,24 +1,23 @@
-"""Checkpoints from other surroundings: umask, locale, `python -O`, closed standard streams, no free inodes, one folder
-under several names. A run that is stopped and resumed there has the text and the state of one that was not."""
+"""Checkpoints from other surroundings: umask, locale, `python -O`, closed standard streams, one folder under
+several names. A run that is stopped and resumed there has the text and the state of one that was not."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.commit import Keep, lock_save_root
 from megatron.checkpoint.manifest import Lineage
-from megatron.checkpoint.resolve_tag import load_candidates
-from megatron.checkpoint.tags import complete_manifests, tag_names, verify_tag
-from megatron.errors import ConfigError, StorageError
+from megatron.checkpoint.tags import complete_manifests, tag_names
+from megatron.checkpoint.verify import verify_tag
+from megatron.errors import ConfigError
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.checkpoint.made import load_candidates, save_solo
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest
 
 RUN = [*TINY, "--mock-data", "--train-iters", 4, "--save-interval", 1]
@@ -123,36 +122,3 @@ def test_programs_that_save_into_one_folder_have_numbers_and_branches_of_their_o
 
 
 # ---- a file system without room for one more file -------------------------------------------------------------------
-
-@pytest.fixture
-def few_inodes(tmp_path: Path) -> Iterator[Path]:
-    """32 MB, 40 files."""
-    folder = tmp_path / "few"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=40,size=32m", "tmpfs", str(folder)],
-                             capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no mounts here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_no_free_inodes_is_an_error_of_the_storage_that_says_so(few_inodes: Path) -> None:
-    """At whichever file it comes: the tags that are there are whole, and with room it goes on."""
-    root, lineage, failed = few_inodes / "s", Lineage(), set[str]()
-    for free in range(12):
-        save_solo(root, 2 * free, lineage=lineage, keep=Keep(1))
-        before = load_candidates(root)
-        while os.statvfs(few_inodes).f_ffree > free:
-            (few_inodes / f"taken{os.statvfs(few_inodes).f_ffree}").touch()
-        try:
-            save_solo(root, 2 * free + 1, lineage=lineage)
-        except StorageError as error:
-            failed.add(re.sub(r"[0-9]+", "N", str(error).partition(": ")[2].partition(": ")[0].rpartition("/")[2]))
-            assert "No space left on device" in str(error) and "; no free inodes" in str(error), error
-            assert load_candidates(root)[-1:] == before
-        verify_tag(root, load_candidates(root)[0])
-        for path in few_inodes.glob("taken*"):
-            path.unlink()
-    save_solo(root, 100, lineage=lineage, keep=Keep(1))
-    assert len(failed) > 4 and sorted(os.listdir(root)) == ["global_step100", "latest", "zero_to_fp32.py"], failed

@@ -16,9 +16,8 @@ from torch import nn
 from megatron import fsdp, zero
 from megatron.checkpoint import cli, zero_to_fp32
 from megatron.checkpoint.convert.fp32_state_dict import LazyStateDict
-from megatron.checkpoint.pieces import TensorPiece
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
-from megatron.checkpoint.writer import save
+from megatron.checkpoint.writer import TensorPiece, save
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.model import GPT2
 from mpu.groups import SOLO, Group

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.cli import main
-from megatron.checkpoint.convert import huggingface
+from megatron.checkpoint.convert.export_huggingface import export_huggingface
 from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
-from megatron.checkpoint.convert.import_weights import open_external_checkpoint
+from megatron.checkpoint.convert.importers import open_external_checkpoint
 from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
@@ -191,7 +191,7 @@ def test_sharded_folders_are_read_and_written(safe: bool, hf: Path, tmp_path: Pa
         (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         (tmp_path / "in" / "model.safetensors.index.json").unlink()
     assert main(["convert", str(tmp_path / "in"), "--output", str(tmp_path / "ours")]) == 0
-    huggingface.export_huggingface(open_checkpoint(tmp_path / "ours"), tmp_path / "out", shard_bytes=20_000)
+    export_huggingface(open_checkpoint(tmp_path / "ours"), tmp_path / "out", shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
     assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(hf))
 

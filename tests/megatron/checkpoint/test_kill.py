@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.manifest import iteration_of_tag
-from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.verify import verify_tag
 from megatron.errors import CheckpointError
 from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint.faults import CALLS, Call, Death, Fault, calls, out_of_order, save_under, strace_works

@@ -21,10 +21,10 @@ from megatron.checkpoint.cli import main
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.manifest import Lineage, iteration_of_tag
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.resolve_tag import latest_tag, load_candidates, manifests_in_commit_order
-from megatron.checkpoint.tags import read_tag_manifest, tag_names
+from megatron.checkpoint.tags import (latest_tag, commit_records, read_tag_manifest,
+                                      tag_names)
 from megatron.zero.api.engine import Engine
-from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.checkpoint.made import load_candidates, save_solo
 from tests.megatron.checkpoint.test_commit import Killed, dying_at, kill
 
 DYING_THREADS = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -156,8 +156,8 @@ class Story:
 
     def check(self) -> None:
         expected = self.reference
-        assert [m.tag for m in manifests_in_commit_order(self.root)] == sorted(expected.there,
-                                                                               key=lambda tag: expected.there[tag])
+        assert [record.tag for record in commit_records(self.root)] == sorted(
+            expected.there, key=lambda tag: expected.there[tag])
         assert latest_tag(self.root) == expected.latest
         assert load_candidates(self.root) == expected.candidates()
         for tag, commit in expected.there.items():

@@ -14,7 +14,7 @@ import pytest
 from megatron.checkpoint import cli, zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import digest_lines, open_checkpoint
-from megatron.checkpoint.tags import verify_tag
+from megatron.checkpoint.verify import verify_tag
 from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
 from mpu.groups import build
 from tests.distributed import run_ranks

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.manifest import Lineage
-from megatron.checkpoint.tags import verify_tag
+from megatron.checkpoint.verify import verify_tag
 from tests.megatron.checkpoint import scale
 
 SMALL = 16
@@ -44,16 +42,6 @@ def test_the_manifest_does_not_grow_and_the_tag_is_whole(tmp_path: Path) -> None
         verify_tag(tmp_path / str(size), "global_step1")
         lengths.append((tmp_path / str(size) / "global_step1" / "manifest.json").stat().st_size)
     assert abs(lengths[1] - lengths[0]) <= 0.01 * lengths[0]  # digits of the shards' lengths
-
-
-def test_pruning_parses_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lineage = Lineage()
-    for step in (1, 2):
-        scale.save(tmp_path, SMALL, step, lineage=lineage)
-    monkeypatch.setattr("megatron.checkpoint.tags.read_manifest", None)
-    scale.save(tmp_path, SMALL, 3, Keep(last=2), lineage)
-    kept = sorted(name for name in os.listdir(tmp_path) if name.startswith("global"))
-    assert kept == ["global_step2", "global_step3"]
 
 
 @pytest.mark.parametrize("size", [16, 4096])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,11 @@ import pytest
 from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
-from megatron.checkpoint.tags import verify_tag
+from megatron.checkpoint.verify import verify_tag
 from megatron.errors import CheckpointError, ConfigError
 from tests.megatron.checkpoint.made import Grid, rejoin, reseal, rewrite, save_grid, set_header
 from tests.megatron.checkpoint.senseless import copies
-from tests.megatron.helpers import ROOT, TINY, train
+from tests.megatron.helpers import TINY, train
 
 TAG = "global_step1"
 
@@ -137,9 +134,9 @@ NAMED: dict[str, tuple[str, Callable[[Path], Any]]] = {
                                  shared(lambda state: state["engine"].update(micro_steps="x"))),
     "a negative iteration": ("shared.json: field 'client_state': field 'iteration' must not be negative, found -3",
                              shared(lambda state: state["client_state"].update(iteration=-3))),
-    "a huge iteration": ("field 'iteration' is 1.000e[+]18", shared(
+    "a huge iteration": ("field 'iteration' must be below", shared(
         lambda state: state["client_state"].update(iteration=10**18))),
-    "the manifest's iteration": ("manifest.json: field 'iteration' is 1.000e[+]30",
+    "the manifest's iteration": ("manifest.json: field 'iteration' must be below",
                                  manifest(lambda body: body.update(iteration=10**30))),
     "a key of a schedule": ("schedule: unknown field 'cosine'", shared(
         lambda state: state["client_state"]["schedule"].update(cosine=1))),
@@ -178,25 +175,3 @@ def test_it_is_named(what: str, run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         resumes(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [
-    MANIFEST, "rank0.safetensors", "latest", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "rank0.json", "shared.json", "config.json", ".latest-pending"))])
-def test_a_sparse_file_takes_no_memory(name: str, made: Path, tmp_path: Path) -> None:
-    """Three GiB of nothing, where a process may have one."""
-    shutil.copytree(made, tmp_path / TAG)
-    path = tmp_path / name if "latest" in name else tmp_path / TAG / name
-    os.truncate(path if path.exists() else (path.write_bytes(b"") and path or path), 3 << 30)
-    script = ("import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
-              "from megatron.checkpoint.cli import main\nfrom megatron.checkpoint import zero_to_fp32\n"
-              f"print(main(['verify', {str(tmp_path)!r}]), main(['list', {str(tmp_path)!r}]),"
-              f" zero_to_fp32.main([{str(tmp_path)!r}, {str(tmp_path / 'out.safetensors')!r}]))")
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    codes = done.stdout.split("\n")[-2].split() if done.stdout else []
-    assert len(codes) == 3 and set(codes) <= {"0", "4"}, (done.stdout, done.stderr[-2000:])
-    assert "latest" in name or codes[0] == "4"
-    assert "Traceback" not in done.stderr

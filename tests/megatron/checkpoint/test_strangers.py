@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import cli, resolve_tag, zero_to_fp32
+from megatron.checkpoint import cli, tags, zero_to_fp32
 from megatron.checkpoint.commit import Keep, clean_up_save_root, delete_old_tags
 from megatron.checkpoint.reader import digest_lines, open_checkpoint
-from megatron.checkpoint.tags import format_file_names, read_tag_manifest, verify_tag
+from megatron.checkpoint.tags import format_file_names, read_tag_manifest
+from megatron.checkpoint.verify import verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import Grid, save_grid, saved
 
@@ -94,7 +95,7 @@ def test_neither_a_save_nor_its_pruning_touches_what_a_link_leads_to(keep: int, 
         save_grid(root, GRID, step=step, seed=step)
         delete_old_tags(root, Keep(keep), saved(root, f"global_step{step}"))
     assert content(other) == before
-    assert sorted(resolve_tag.tag_names(
+    assert sorted(tags.tag_names(
         root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
     assert (root / "global_step2").is_symlink()
 
@@ -150,7 +151,7 @@ def test_a_save_root_with_nothing_but_such_a_latest_is_no_fresh_start(tmp_path: 
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "latest").symlink_to(tmp_path / "elsewhere" / "latest")
     with pytest.raises(CheckpointError, match=OUTSIDE):
-        resolve_tag.has_no_checkpoint(tmp_path / "root")
+        tags.has_no_checkpoint(tmp_path / "root")
 
 
 @pytest.mark.parametrize("name", ["latest", ".latest-pending", "zero_to_fp32.py"])

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from megatron.checkpoint import zero_to_fp32
-from megatron.checkpoint.manifest import MANIFEST, read_commit_number, read_commit_record
-from megatron.checkpoint.rank_manifest import rank_of_file
+from megatron.checkpoint.manifest import MANIFEST, rank_of_file, read_commit_number
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import complete_manifests, read_tag_manifest, tag_names, verify_share, verify_tag
+from megatron.checkpoint.tags import complete_manifests, read_tag_manifest, tag_names
+from megatron.checkpoint.verify import verify_share, verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import (Grid, make_format_2, make_format_3, make_format_4, make_signed, save_grid,
                                             save_solo)
@@ -70,8 +70,7 @@ def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: P
     assert len(verify_tag(tmp_path, "global_step1").files) == 6
     assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
     assert zero_to_fp32.open_tag(tmp_path, "global_step1").output_tensors()
-    record, commit = read_commit_record(tmp_path / "global_step1"), read_commit_number(tmp_path / "global_step1")
-    assert record is not None and record.saved_at > 0 and record.commit == commit == (0 if is_format_4 else 1)
+    assert read_commit_number(tmp_path / "global_step1") == (0 if is_format_4 else 1)
 
 
 FILES = ["rank0.safetensors", "rank1.safetensors", "rank0.json", "rank1.json", "shared.json", "config.json", MANIFEST]
@@ -120,28 +119,11 @@ def test_a_missing_shard_is_named_with_its_rank(root: Path) -> None:
         verify_tag(root, "global_step2")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_tag_is_found(root: Path, name: str) -> None:
-    save_grid(root, Grid(2, 1), step=3, seed=3)
-    theirs, ours = root / "global_step3" / name, root / "global_step2" / name
-    if theirs.read_bytes() == ours.read_bytes():
-        return  # the same state: not a foreign file
-    shutil.copy(theirs, ours)
-    shutil.rmtree(root / "global_step3")
-    check_named(root, name)
-
-
 def test_a_file_too_many_is_told(root: Path) -> None:
     (root / "global_step2" / "rank2.safetensors").write_bytes(b"")
     said: list[str] = []
     verify_tag(root, "global_step2", print_line=said.append)
     assert said == ["warning: tag global_step2: not part of this checkpoint, and not read: 'rank2.safetensors'"]
-
-
-def test_a_renamed_tag_is_found(root: Path) -> None:
-    (root / "global_step2").rename(root / "global_step8")
-    with pytest.raises(CheckpointError, match="tag global_step8: manifest.json is of tag global_step2"):
-        read_tag_manifest(root, "global_step8")
 
 
 def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(root: Path, tmp_path: Path) -> None:
@@ -156,11 +138,11 @@ def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
     unreadable = OSError(errno.EIO, os.strerror(errno.EIO), str(root))
-    with mock.patch.object(os, "scandir", side_effect=unreadable), \
+    with mock.patch.object(os, "listdir", side_effect=unreadable), \
             pytest.raises(CheckpointError, match="cannot be read .Input/output error"):
         tag_names(root)
     with mock.patch.object(os, "listdir", side_effect=unreadable), \
-            pytest.raises(CheckpointError, match="tag global_step2: .*cannot be read .Input/output error"):
+            pytest.raises(CheckpointError, match="cannot be read .Input/output error"):
         open_checkpoint(root)
 
 
@@ -173,16 +155,3 @@ def test_every_rank_looks_at_its_share_of_the_files_alone(tmp_path: Path) -> Non
         assert sum(map(len, found)) == len(set().union(*found)) == len(os.listdir(folder)) - 1
         for share, files in enumerate(found):
             assert {rank for rank in map(rank_of_file, files)} == set(range(4)[share::shares])
-
-
-def test_files_of_one_rank_of_another_save_are_found_even_all_together(tmp_path: Path) -> None:
-    """The same run, the same step, the same layout: only the save is another one."""
-    for name, seed in (("a", 1), ("b", 2)):
-        save_grid(tmp_path / name, Grid(1, 2), seed=seed)
-    for path in (tmp_path / "b" / "global_step1").glob("rank1*"):
-        shutil.copy(path, tmp_path / "a" / "global_step1" / path.name)
-    for attempt in (lambda: verify_tag(tmp_path / "a", "global_step1"), lambda: open_checkpoint(tmp_path / "a"),
-                    lambda: zero_to_fp32.open_tag(tmp_path / "a").output_tensors()):
-        with pytest.raises((CheckpointError, zero_to_fp32.DamagedCheckpoint),
-                           match="rank1.json: .*is of another checkpoint"):
-            attempt()

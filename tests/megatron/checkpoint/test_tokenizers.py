@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from data.storage import UsageError  # noqa: E402
 from data.tokenizer import build, train_sentencepiece  # noqa: E402
 from megatron.checkpoint.cli import main  # noqa: E402
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, build_tokenizer_files  # noqa: E402
+from megatron.checkpoint.convert.export_huggingface import TokenizerFiles, build_tokenizer_files  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,13 @@ import pytest
 import torch
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.checkpoint import commit, deletion, writer
-from megatron.checkpoint.commit import Keep, clean_up_save_root
-from megatron.checkpoint.deletion import MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, delete_folder
-from megatron.checkpoint.pieces import TensorPiece
+from megatron.checkpoint import commit, writer
+from megatron.checkpoint.commit import (BackgroundDeleter, Keep, MAX_PENDING_FOLDERS, TRASH_PREFIX, clean_up_save_root,
+                                        delete_folder)
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.writer import TensorPiece
 from megatron.config.cli import parse_args
 from megatron.distributed import process_group
 from megatron.distributed.rank_status import STATUS
@@ -38,19 +38,10 @@ from tests.megatron.helpers import ROOT, TINY
 
 
 def save(root: Path, step: int, behind: BackgroundDeleter | None, tag: str | None = None, last: int = 1) -> None:
-    writer.save(root,
-                tag or f"global_step{step}",
-                pieces=[TensorPiece("w", "weight", (4, ), None, 0, 1, 0, torch.ones(4))],
-                rank_state={},
-                shared_state={},
-                config={},
-                layout={"tp": 1, "dp": 1},
-                world=SOLO,
-                run_id="run",
-                iteration=step,
-                say=lambda line: None,
-                keep=Keep(last),
-                trash=behind)
+    piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
+    writer.save(root, tag or f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={},
+                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run", iteration=step, say=lambda line: None,
+                keep=Keep(last), trash=behind)
 
 
 def in_trash(root: Path) -> list[str]:
@@ -68,7 +59,7 @@ def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
         assert go.wait(10)
         remove(*words, **more)
 
-    with mock.patch.object(deletion.shutil, "rmtree", later):
+    with mock.patch.object(commit.shutil, "rmtree", later):
         yield go
 
 
@@ -146,23 +137,6 @@ def test_a_start_does_not_wait_for_what_a_kill_left(tmp_path: Path) -> None:
     assert in_trash(tmp_path) == []
 
 
-def test_the_copy_that_a_save_of_the_same_name_replaces_goes_behind_the_run_too(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    save(tmp_path, 1, behind)
-    with slow_disk() as go:
-        save(tmp_path, 1, behind)
-        assert len(in_trash(tmp_path)) == 1
-        go.set()
-    behind.wait_for_deletions()
-    assert in_trash(tmp_path) == [] and tag_names(tmp_path) == ["global_step1"]
-
-
-def test_without_a_trash_of_its_own_a_save_leaves_nothing(tmp_path: Path) -> None:
-    for step in (1, 2, 2):
-        save(tmp_path, step, None)
-    assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
-
-
 @pytest.mark.parametrize("leave", [process_group.run_shutdown_callbacks, process_group.shutdown])
 def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
     behind, events = BackgroundDeleter(), list[str]()
@@ -216,19 +190,6 @@ def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, 
     assert in_trash(tmp_path) == [] and len(said) == 1
 
 
-def test_what_somebody_else_deletes_meanwhile_is_no_warning(tmp_path: Path) -> None:
-    said: list[str] = []
-    behind = BackgroundDeleter(said.append)
-    save(tmp_path, 1, behind)
-    with slow_disk() as go:
-        save(tmp_path, 2, behind)
-        for name in in_trash(tmp_path):
-            subprocess.run(["rm", "-r", str(tmp_path / name)], check=True)
-        go.set()
-        behind.wait_for_deletions()
-    assert said == []
-
-
 def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_path: Path) -> None:
     behind, start = BackgroundDeleter(), threading.Thread.start
     save(tmp_path, 1, behind)
@@ -249,76 +210,6 @@ def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_p
     behind.wait_for_deletions()
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError, RuntimeError])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_warning_that_nobody_can_be_told_ends_no_deletion(error: type[Exception], tmp_path: Path) -> None:
-    behind = BackgroundDeleter(mock.Mock(side_effect=error))
-    folders = [tmp_path / f"{TRASH_PREFIX}{number}" for number in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    go = threading.Event()
-
-    def deleted(path: Path) -> OSError | None:
-        assert go.wait(10)
-        return OSError(errno.EIO, "x") if path == folders[0] else delete_folder(path)
-
-    with mock.patch.object(deletion, "delete_folder", deleted):
-        for folder in folders[:2]:
-            behind.delete(folder)
-        go.set()
-        behind.wait_for_deletions()
-        for thread in threading.enumerate():
-            if thread.name == "delete":
-                thread.join()
-        assert folders[1].exists() == (error is RuntimeError)  # a bug: its traceback, and no more
-    behind.delete(folders[2])
-    behind.wait_for_deletions()
-    assert not folders[1].exists() and not folders[2].exists()
-
-
-def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    for name in "ab":
-        (tmp_path / f"{TRASH_PREFIX}{name}").mkdir()
-    begun: list[Any] = []
-    with slow_disk(begun) as go:
-        behind.delete(tmp_path / f"{TRASH_PREFIX}a")
-        while not begun:
-            time.sleep(0.01)
-        with behind._changed:  # as another thread has it where the fork comes
-            child = os.fork()
-            if child == 0:
-                deletion.shutil.rmtree = lambda path, **more: os.rmdir(path)  # type: ignore[assignment]
-                signal.alarm(20)
-                in_thread(behind.wait_for_deletions).join()
-                in_thread(lambda: behind.delete(tmp_path / f"{TRASH_PREFIX}b")).join()
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0 and in_trash(tmp_path) == [f"{TRASH_PREFIX}a"]
-        go.set()
-        behind.wait_for_deletions()
-    assert os.listdir(tmp_path) == []
-
-
-def test_many_folders_from_several_threads_are_all_deleted(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    folders = [tmp_path / f"{TRASH_PREFIX}{number}" for number in range(200)]
-    for folder in folders:
-        (folder / "deeper").mkdir(parents=True)
-
-    def give(share: list[Path]) -> None:
-        for folder in share:
-            behind.delete(folder)
-            behind.wait_for_deletions()
-
-    threads = [threading.Thread(target=give, args=(folders[start::4],)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    behind.wait_for_deletions()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / f"{TRASH_PREFIX}link").symlink_to(tmp_path / "kept")
@@ -333,22 +224,13 @@ def ranks_save(rank: int, world: int, root: str) -> bool:
         in_time.append(saved.wait(20))
         really(*words, **more)
 
-    with mock.patch.object(deletion.shutil, "rmtree", wait):
+    with mock.patch.object(commit.shutil, "rmtree", wait):
         for step in (1, 2):
             piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
-            writer.save(root,
-                        f"global_step{step}",
-                        pieces=[piece] if rank == 0 else [],
-                        tensors=[piece.to_tensor_entry()],
-                        rank_state={},
-                        shared_state={},
-                        config={},
-                        layout={"tp": 1, "dp": world},
-                        world=build().world,
-                        run_id="run",
-                        iteration=step,
-                        keep=Keep(1),
-                        trash=behind)
+            writer.save(root, f"global_step{step}", pieces=[piece] if rank == 0 else [],
+                        tensors=[piece.to_tensor_entry()], rank_state={}, shared_state={}, config={},
+                        layout={"tp": 1, "dp": world}, world=build().world, run_id="run", iteration=step,
+                        keep=Keep(1), trash=behind)
         saved.set()
         process_group.run_shutdown_callbacks()
         behind.wait_for_deletions()
@@ -363,7 +245,7 @@ def test_no_rank_waits_for_a_deletion(tmp_path: Path) -> None:
 KILLED = """
 import os, shutil, sys
 import pretrain_gpt2
-from megatron.checkpoint import deletion
+from megatron.checkpoint import commit
 
 def half(path, *words, **more):
     for name in sorted(os.listdir(path))[:2]:
@@ -371,7 +253,7 @@ def half(path, *words, **more):
     print("half deleted", path, flush=True)
     os.kill(os.getpid(), 9)
 
-deletion.shutil.rmtree = half
+commit.shutil.rmtree = half
 pretrain_gpt2.main()
 """
 

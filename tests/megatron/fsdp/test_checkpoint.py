@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.resolve_tag import load_candidates
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint
 from megatron.zero.api.initialize import initialize
 from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import load_candidates
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, train, whole
 from tests.megatron.fsdp.test_state import Everything, equal_state, same
 from tests.megatron.zero.models import Net

@@ -16,7 +16,7 @@ from torch import nn
 from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
 from megatron.checkpoint.cli import main as checkpoint
-from megatron.checkpoint.convert.huggingface import open_huggingface
+from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.errors import CheckpointError, ConfigError, TrainerError
 from megatron.evaluate.cli import main as evaluate
 from megatron.inference import init_inference

@@ -99,7 +99,7 @@ def main() -> int:
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
-            before(engine, "save_engine_protocol")
+            before(engine, "begin_engine_save")
     return pretrain_gpt2.main(StopListener().listen())
 
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.verify import verify_tag
 from megatron.inference.cli import main as generate
 from tests.megatron.helpers import ROOT, records, total_digest, write_corpus
 from tests.megatron.launch.processes import begin, end_all

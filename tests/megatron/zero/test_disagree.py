@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron import zero
-from megatron.checkpoint.convert.huggingface import open_huggingface
+from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
 from megatron.inference import load

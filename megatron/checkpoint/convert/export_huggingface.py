@@ -1,4 +1,5 @@
-"""The run's tokenizer as files that transformers' AutoTokenizer loads, or the reason why that is not possible.
+"""Write a Hugging Face GPT-2 folder: weights, config.json, and the run's tokenizer as files that transformers'
+AutoTokenizer loads, or the reason why that is not possible.
 
     GPT-2's BPE      vocab.json and merges.txt
     bytes            tokenizer.json: byte-level BPE without merges
@@ -11,23 +12,83 @@ Encoding and decoding match ours; `<|endoftext|>` in a text is text. Exception: 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
 from data.format import TokenizerFacts
 from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
-from data.storage import DataError
+from data.storage import DataError, make_folder, staged_file, write_json_atomic
 from data.tokenizer import build
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
+from megatron.checkpoint.commit import explain_disk_errors
+from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
+from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SAFETENSORS_FILE, SUPPORTED_GELU
+from megatron.checkpoint.reader import Checkpoint, read_logical, read_recorded_model
+from megatron.checkpoint.tags import PrintLine, print_to_stderr
+from megatron.checkpoint.zero_to_fp32 import OutputTensor, write_output
+from megatron.config.hf_config import HF_CONFIG_FILE
 from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES,
+                       print_line: PrintLine = print_to_stderr) -> list[Path]:
+    """Write a folder that transformers loads, weights first and config.json last; returns the files. Holds one tensor
+    in memory at a time. `print_line` gets the reason if no tokenizer files are written."""
+    recorded = read_recorded_model(checkpoint)
+    model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    if holds != parameter_shapes(model):
+        raise CheckpointError(f"tag {checkpoint.tag}: its weights are not those of this program's GPT-2 of "
+                              f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
+                              "zero_to_fp32.py writes any model")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
+    entries = [_output_tensor(checkpoint, name, shape) for name, shape in parameter_shapes(model).items()]
+    tokenizer = build_tokenizer_files(recorded.data, model, recorded.tokenizer)
+    if tokenizer.note is not None:
+        print_line(tokenizer.note)
+    elif not recorded.data["tokenizer_type"]:
+        print_line("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
+    with explain_disk_errors(output, sum(entry.nbytes for entry in entries), "--output"):
+        make_folder(output)
+        files = write_output(entries, output / SAFETENSORS_FILE, shard_bytes)
+        for name, content in tokenizer.files.items():
+            with staged_file(output / name) as file:
+                file.write(content)
+        write_json_atomic(output / HF_CONFIG_FILE, {
+            **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
+            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
+            "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
+            "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
+            "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
+            "embd_pdrop": model.hidden_dropout, "layer_norm_epsilon": model.layernorm_epsilon,
+            "initializer_range": model.init_method_std, "bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod,
+            "torch_dtype": "float32"})
+    return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
+
+
+def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
+    is_transposed = HUGGING_FACE.is_transposed(name)
+
+    def load() -> Any:
+        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
+        return whole.T if is_transposed else whole
+
+    their_shape = shape[::-1] if is_transposed else shape
+    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "F32", load, name)
+
+
+# ---- the tokenizer --------------------------------------------------------------------------------------------------
 
 DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
 SPACE = "\u2581"
-NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
-"""SentencePiece piece types: learned, user-defined (never split), unused."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +147,21 @@ def _character_files(section: Mapping[str, Any], path: str | None, eod: int, len
 
 
 def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    proto = read_flag_file(str(path), "--tokenizer-path")
-    model = parse_protobuf(proto)
-    pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
-    trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
-
-    def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
-        return record.get(number, [default])[-1]
-
-    is_plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1
-                and setting(normalizer, 1, b"") == b"identity" and setting(normalizer, 3, 1) == 0
-                and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
-                and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    schema: Any = import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = read_flag_file(str(path), "--tokenizer-path")  # `build` has loaded it
+    model, kinds = schema.ModelProto.FromString(proto), schema.ModelProto.SentencePiece
+    trainer, normalizer, pieces = model.trainer_spec, model.normalizer_spec, model.pieces
+    is_plain = (trainer.model_type == schema.TrainerSpec.BPE and trainer.byte_fallback and normalizer.name == "identity"
+                and not normalizer.add_dummy_prefix and not normalizer.remove_extra_whitespaces
+                and not trainer.treat_whitespace_as_suffix
+                and not {kinds.USER_DEFINED, kinds.UNUSED} & {piece.type for piece in pieces})
     if not is_plain:
         return TokenizerFiles({"tokenizer.model": proto}, eod,
                               "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
                               "is not BPE with byte fallback): load it with the sentencepiece package")
-    names = [setting(piece, 1, b"").decode() for piece in pieces]
+    names = [piece.piece for piece in pieces]
     vocabulary = {name: i for i, name in enumerate(names)}
-    scores = {name: setting(piece, 2, 0.0) for name, piece in zip(names, pieces, strict=True)
-              if setting(piece, 3, NORMAL) == NORMAL}
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == kinds.NORMAL}
     return _fast_tokenizer_files(
         {"type": "BPE", "vocab": vocabulary, "merges": _merges(vocabulary, scores),
          "byte_fallback": True, "unk_token": names[0], "fuse_unk": False}, eod, length,
@@ -143,38 +199,3 @@ def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
 FILE_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
     "GPT2BPETokenizer": _gpt2_files, "ByteLevelTokenizer": _byte_level_files,
     "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files}
-
-
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-
-
-def parse_protobuf(data: bytes) -> dict[int, list[Any]]:
-    """Decode a protocol buffer without its schema: field number -> integers, 32-bit floats and bytes, in order."""
-    found: dict[int, list[Any]] = {}
-    at = 0
-    while at < len(data):
-        key, at = _parse_varint(data, at)
-        value: Any
-        if key & 7 == VARINT:
-            value, at = _parse_varint(data, at)
-        elif key & 7 == BYTES:
-            length, at = _parse_varint(data, at)
-            value, at = data[at:at + length], at + length
-        elif key & 7 == FIXED32:
-            value, at = struct.unpack_from("<f", data, at)[0], at + 4
-        elif key & 7 == FIXED64:
-            value, at = data[at:at + 8], at + 8
-        else:
-            raise DataError(f"not a protocol buffer: wire type {key & 7} at byte {at}")
-        found.setdefault(key >> 3, []).append(value)
-    return found
-
-
-def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
-        if byte < 128:
-            return value, at
-    raise DataError("not a protocol buffer: it ends within a number")

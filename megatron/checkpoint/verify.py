@@ -1,0 +1,138 @@
+"""Check every byte of a tag: sizes, checksums, the provenance of each file, and that it holds the pieces it should.
+Reads only; no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from data.storage import crc32_file
+from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, explain_read_errors,
+                                              parse_json, read_bytes, read_header)
+from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, FileEntry, FileProvenance, Manifest, check_provenance,
+                                          piece_key, provenance_of, rank_manifest_name, rank_of_file,
+                                          read_rank_manifest)
+from megatron.checkpoint.tags import (PrintLine, print_to_stderr, read_tag_manifest, tag_folder,
+                                      unknown_files_warning)
+from megatron.errors import CheckpointError
+
+
+def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> Manifest:
+    """Check every byte of the tag; returns the manifest with all files filled in. `print_line` gets a warning of other
+    files."""
+    manifest = read_tag_manifest(root, tag)
+    folder = tag_folder(root, tag)
+    files = verify_share(folder, manifest)
+    if others := unexpected_names(folder, manifest, len(files)):
+        print_line(unknown_files_warning(tag, others))
+    return replace(manifest, files=files)
+
+
+def check_sizes(root: Path, tag: str) -> Manifest:
+    """The manifest of a tag whose files all exist with the right size. No tensor is read."""
+    manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
+    for rank in range(manifest.world_size if manifest.has_rank_manifests else 1):
+        files = read_rank_manifest(folder, manifest, rank)[0].files if manifest.has_rank_manifests else manifest.files
+        for name, entry in files.items():
+            _check_size(folder / name, entry.size, manifest)
+    return manifest
+
+
+def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
+    """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
+    of another share."""
+    if manifest.has_rank_manifests:
+        found: dict[str, FileEntry] = {}
+        for rank in range(share, manifest.world_size, shares):
+            part, itself = read_rank_manifest(folder, manifest, rank)
+            verify_files(folder, part.files, manifest)
+            verify_pieces(folder, rank, part.tensor_files, manifest)
+            found |= {rank_manifest_name(rank): itself, **part.files}
+        return found
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
+    verify_files(folder, mine, manifest)
+    return mine
+
+
+def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
+    """Names beside the manifest and the `count` files that all shares together have checked."""
+    names = set(os.listdir(folder)) - {MANIFEST}
+    if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
+        return []
+    expected = set(manifest.files)
+    # Rank manifests are opened only after a mismatch, and only those that `names` concern.
+    for rank in {rank_of_file(name) for name in names} if manifest.has_rank_manifests else ():
+        if rank is not None and rank < manifest.world_size:
+            expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank)[0].files}
+    return sorted(names - expected)
+
+
+def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
+    """Check the files of one rank; all sizes first, since they are cheap."""
+    for name, entry in files.items():
+        _check_size(folder / name, entry.size, manifest)
+    for name, entry in files.items():
+        path, where = folder / name, f"tag {manifest.tag}: file {name}"
+        with explain_read_errors(where):
+            if (found := crc32_file(path)) != entry.crc32:
+                raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
+            if not manifest.has_provenance:
+                continue
+            rank = rank_of_file(name)
+            assert rank is not None, name
+            expected = provenance_of(manifest, rank)
+            if path.suffix == ".safetensors":
+                check_provenance(read_file_header(path, where).metadata, expected, where)
+            elif name != CONFIG_FILE:
+                parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
+            elif parse_json(read_bytes(path, where), where) != manifest.config:
+                raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
+
+
+def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
+    """Check that the rank's tensor files hold each piece of the manifest once, with its dtype and count, and no key
+    twice."""
+    found: dict[str, TensorLocation] = {}
+    for name in names:
+        where = f"tag {manifest.tag}: file {name}"
+        for key, place in read_file_header(folder / name, where).tensors.items():
+            if key in found:
+                raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
+            found[key] = place
+    for tensor in manifest.tensors:
+        if (piece := manifest.piece_of_rank(tensor, rank)) is None:
+            continue
+        key, expected = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (tensor.dtype, (piece[1],))
+        stored = found.get(key)
+        if stored is None or (stored.dtype, stored.shape) != expected:
+            actual = "nothing" if stored is None else f"{stored.dtype} {str(list(stored.shape)):.80}"
+            raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
+                                  f"{tensor.dtype:.20} {list(expected[1])}, found {actual}")
+
+
+def read_file_header(path: Path, where: str) -> SafetensorsHeader:
+    with explain_read_errors(where), open(path, "rb") as file:
+        return read_header(file, where)
+
+
+def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
+    if not path.is_file():
+        rank, file = rank_of_file(path.name), f"file {path.name}"
+        if rank is not None and path.name.startswith("rank"):
+            world = manifest.world_size if manifest.has_rank_manifests else sum(
+                other.endswith(".json") and other.startswith("rank") for other in manifest.files)
+            file = f"shard {file} (rank {rank} of {world})"
+        raise CheckpointError(f"tag {manifest.tag}: {file} missing")
+    if (found := path.stat().st_size) != expected:
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
+
+
+def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
+    """The state in `shared.json`, after checking its provenance."""
+    record = StrictRecord(value, where)
+    check_provenance(record.take_field("origin", dict), expected, where)
+    state = record.take_field("state", dict)
+    record.check_all_taken()
+    return state
