@@ -32,7 +32,7 @@ from megatron.report.cli import main as report_command
 from megatron.report.history import RunHistory
 from megatron.report.page import report_page
 from megatron.serve import cli as serve
-from megatron.serve.app import PlaygroundPage
+from megatron.serve.app import playground_response
 from tests.megatron.report.written import CONFIG, evaluation, step, write
 
 TEXTS = {
@@ -232,8 +232,8 @@ def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:
-    shown = PlaygroundPage()
+    shown = playground_response()
     for way in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval(", b"srcdoc"):
         assert way not in shown.body
-    policy = dict(shown.headers)["Content-Security-Policy"]
+    policy = shown.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy

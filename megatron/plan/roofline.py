@@ -53,7 +53,7 @@ class MachineRates:
 @dataclass(frozen=True)
 class ElementPasses:
     """Reads and writes of a tensor by elementwise operations, (in the forward, in the backward). A CPU computes GELU,
-    softmax and random numbers for as long as it would take for so many reads."""
+    softmax and random numbers for the time of that many reads."""
 
     hidden: tuple[int, int]
     """Of [T, h] in a block: LayerNorm, bias, residual sums, copies."""
