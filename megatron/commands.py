@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from megatron.distributed.exit_codes import prepare_streams, run, write_error
+from megatron.distributed.exit_codes import prepare_streams, run, run_command, write_error
 from megatron.distributed.signals import exit_on_stop_signal
 from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
@@ -43,46 +43,17 @@ def launch() -> int:
     return main(sys.argv[1:])
 
 
-@_command
-def checkpoint() -> int:
-    from megatron.checkpoint.cli import main
-    return run(lambda: main(sys.argv[1:]))
+def _command_of(module: str) -> Callable[[], int]:
+    return _command(lambda: run_command(module))
 
 
-@_command
-def plan() -> int:
-    from megatron.plan.cli import main
-    return run(main)
-
-
-@_command
-def generate() -> int:
-    from megatron.inference.cli import main
-    return run(main)
-
-
-@_command
-def evaluate() -> int:
-    from megatron.evaluate.cli import main
-    return run(main)
-
-
-@_command
-def serve() -> int:
-    from megatron.serve.cli import main
-    return run(main)
-
-
-@_command
-def report() -> int:
-    from megatron.report.cli import main
-    return run(main)
-
-
-@_command
-def tune() -> int:
-    from megatron.tune.cli import main
-    return run(main)
+checkpoint = _command_of("megatron.checkpoint.cli")
+plan = _command_of("megatron.plan.cli")
+generate = _command_of("megatron.inference.cli")
+evaluate = _command_of("megatron.evaluate.cli")
+serve = _command_of("megatron.serve.cli")
+report = _command_of("megatron.report.cli")
+tune = _command_of("megatron.tune.cli")
 
 
 @_command

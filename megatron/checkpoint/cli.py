@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,7 +155,7 @@ def _print_quantised_note(checkpoint: Checkpoint) -> None:
 COMMAND = "python -m megatron.checkpoint"
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandArgumentParser(COMMAND, __doc__ or "")
     parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
     parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",
@@ -183,9 +183,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options = parse_arguments(arguments)
+        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         if options.command == "list":
             list_tags(options.dir, options.tag)
         elif options.command == "verify":

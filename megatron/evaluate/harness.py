@@ -15,11 +15,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron.config.tree import require
-from megatron.distributed.exit_codes import run
+from megatron.distributed.exit_codes import run_command
 from megatron.errors import ConfigError
 from megatron.evaluate.eval_args import build_model_parser, model_args_from_flags
 from megatron.inference.model_args import ModelArgumentParser
-from megatron.package import check_package_shadowing
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -94,10 +93,5 @@ def _stdout_to_stderr(is_enabled: bool) -> Iterator[None]:
         yield
 
 
-def _checked_main() -> int:
-    check_package_shadowing()
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(run(_checked_main))
+    sys.exit(run_command("megatron.evaluate.harness"))

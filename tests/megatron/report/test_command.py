@@ -178,7 +178,7 @@ def test_a_page_an_empty_file_and_a_device_are(tmp_path: Path, cli: Cli) -> None
 
 def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     write(tmp_path / "m", CONFIG, step(1))
-    program = ("import sys; from megatron.report.__main__ import main; code = main(); "
+    program = ("import sys; from megatron.report.cli import main; code = main(); "
                "print(code, {'torch', 'numpy'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", program, "m"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
