@@ -10,6 +10,7 @@ import argparse
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -67,12 +68,15 @@ def _edit_distance(one: str, other: str) -> int:
 
 
 class StrictArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line usage errors, dashes or underscores in flags, and no abbreviations."""
+    """argparse whose usage errors are exceptions, with dashes or underscores in flags, and no abbreviations."""
 
-    def __init__(self, prog: str, description: str | None = None, **more: Any) -> None:
+    def __init__(self, prog: str, description: str | None = None, *, hint: str | None = None,
+                 usage_error: type[Exception] = UsageError, **more: Any) -> None:
+        """`hint` ends each usage error; None: where the flags are described."""
         if prog.startswith("data."):  # a sub-command's prog is set by argparse
             prog = command_name(f"python -m {prog}")
         super().__init__(prog=prog, description=description, allow_abbrev=False, **more)
+        self._hint, self._usage_error = hint or f"see {self.prog} --help", usage_error
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         args_found, unknown = self.parse_known_args(normalize_flag_names(sys.argv[1:] if args is None else args))
@@ -90,9 +94,8 @@ class StrictArgumentParser(argparse.ArgumentParser):
         return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flag_names())}
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {self.prog.removeprefix('python -m ')}: {escape_to_one_line(message)} (see --help)",
-              file=sys.stderr)
-        sys.exit(2)
+        message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)  # the first of its names
+        raise self._usage_error(f"{message}; {self._hint}")
 
 
 def positive(text: str) -> int:

@@ -70,8 +70,11 @@ def of_data_errors(text: str, capfd: Any) -> str:
 
 
 def of_usage_errors(text: str, capfd: Any) -> str:
-    with pytest.raises(SystemExit):
+    def parse() -> None:
         cli.StrictArgumentParser("data.verify", "").parse_args([text])
+
+    with pytest.raises(SystemExit):
+        cli.run_command(parse)
     return str(capfd.readouterr().err)
 
 

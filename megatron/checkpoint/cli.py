@@ -24,7 +24,7 @@ from megatron.checkpoint.manifest import LATEST, CommitRecord, Manifest
 from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, choose_tag, dangling, latest_file_warning,
                                       latest_tag, parse_checkpoint_path, scan_tags, tag_names)
 from megatron.checkpoint.verify import check_sizes, verify_tag
-from megatron.config.cli_help import CommandArgumentParser
+from megatron.config.cli_help import command_parser
 from megatron.config.run_config import refuse_checkpoint_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
 
@@ -156,7 +156,7 @@ COMMAND = "python -m megatron.checkpoint"
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = CommandArgumentParser(COMMAND, __doc__ or "")
+    parser = command_parser(COMMAND, __doc__ or "")
     parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
     parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",
                         help="save root, or the folder of one tag; convert: also what another program saved")

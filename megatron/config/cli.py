@@ -7,7 +7,6 @@ default. Dashes and underscores in flag names are the same.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from data.cli import normalize_flag_names, suggest_spelling
+from data.cli import StrictArgumentParser, normalize_flag_names, suggest_spelling
 from megatron.config import cli_help, ds_json
 from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames
 from megatron.config.ds_json import value_text
@@ -28,14 +27,6 @@ from megatron.package import DISTRIBUTION, __version__
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}  # values that may follow a switch
 OPTIMIZER_DEVICE = "offload_optimizer_device"
 CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
-
-
-class TrainerArgumentParser(argparse.ArgumentParser):
-    """argparse that raises ConfigErrors, so that a usage error prints one line like every other error."""
-
-    def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)
-        raise ConfigError(f"{message}; `--help-all` lists every flag")
 
 
 class _PrintTextAction(argparse.Action):
@@ -110,8 +101,8 @@ def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = TrainerArgumentParser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False,
-                                   argument_default=argparse.SUPPRESS)
+    parser = StrictArgumentParser("pretrain_gpt2.py", hint="`--help-all` lists every flag", usage_error=ConfigError,
+                                  add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=cli_help.short_help)
     parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=cli_help.full_help)
     parser.add_argument("--version", action=_PrintTextAction, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")

@@ -11,7 +11,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from data.cli import StrictArgumentParser, command_name
 from megatron.config.model_config import PRESETS
@@ -183,17 +183,12 @@ RARE_FLAGS = {"--dry-run": "print the plan of the run (memory, traffic, what is 
               "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
 
 
-class CommandArgumentParser(StrictArgumentParser):
-    """The parser of `python -m megatron.NAME`; usage errors are ConfigErrors, so they print one line."""
-
-    def __init__(self, module: str, description: str, examples: str = "", **more: Any) -> None:
-        """`module` is the command's module form; help and examples show the command as typed."""
-        program = command_name(module)
-        super().__init__(program, description.replace(module, program), epilog=examples.replace(module, program),
-                         formatter_class=argparse.RawDescriptionHelpFormatter, **more)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+def command_parser(module: str, description: str, examples: str = "", **more: Any) -> StrictArgumentParser:
+    """The parser of `python -m megatron.NAME`, its module form; help and examples show the command as typed."""
+    program = command_name(module)
+    return StrictArgumentParser(program, description.replace(module, program),
+                                epilog=examples.replace(module, program), usage_error=ConfigError,
+                                formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
 
 def _usage_lines() -> list[str]:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from data.cli import StrictArgumentParser
 from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalModelArgs, EvalRequest, build_model_parser,
                                          model_args_from_flags, task_name)
-from megatron.inference.model_args import ModelArgumentParser
 
 if TYPE_CHECKING:
     from megatron.evaluate.context import EvalContext
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 docs/evaluate.md says what the protocols are, and where the data comes from."""
 
 
-def build_parser() -> ModelArgumentParser:
+def build_parser() -> StrictArgumentParser:
     parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)

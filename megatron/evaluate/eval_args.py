@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.cli import StrictArgumentParser
 from megatron.config.config_errors import ErrorList
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import model_args
-from megatron.inference.model_args import ModelArgumentParser, ModelSource, flags_to_compare, model_source_from_args
+from megatron.inference.model_args import ModelSource, flags_to_compare, model_parser, model_source_from_args
 
 PROTOCOLS: Mapping[str, tuple[str, ...]] = {
     "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
@@ -114,8 +115,8 @@ class EvalModelArgs:
     """All flags, which must be equal on every rank."""
 
 
-def build_model_parser(module: str, description: str, examples: str) -> ModelArgumentParser:
-    parser = ModelArgumentParser(module, description, examples)
+def build_model_parser(module: str, description: str, examples: str) -> StrictArgumentParser:
+    parser = model_parser(module, description, examples)
     parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
                         help="windows at a time (8)")
     model_args.add_megatron_flags(parser, IGNORED_TRAINING_SWITCHES, IGNORED_TRAINING_OPTIONS)

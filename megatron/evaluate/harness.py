@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from data.cli import StrictArgumentParser
 from megatron.config.tree import require
 from megatron.distributed.exit_codes import run_command
 from megatron.errors import ConfigError
 from megatron.evaluate.eval_args import build_model_parser, model_args_from_flags
-from megatron.inference.model_args import ModelArgumentParser
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -33,7 +33,7 @@ REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n
 """Keys of lm-eval's results that are printed; the others describe the machine."""
 
 
-def build_parser() -> ModelArgumentParser:
+def build_parser() -> StrictArgumentParser:
     parser = build_model_parser(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")

@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from data.cli import StrictArgumentParser
 from data.storage import check_outputs_are_not_inputs, prefix_data_errors, prefix_storage_errors, staged_file
 from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import model_args
-from megatron.inference.model_args import ModelArgumentParser, flags_to_compare, model_source_from_args
+from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
 from megatron.inference.prompts import (PromptSource, StaticPrompts, StreamingPrompts, Terminal, prompts_from_args,
                                         prompts_from_file, prompts_from_stream)
 from megatron.inference.request import GenerationConfig, Sampling
@@ -40,8 +41,8 @@ Without prompts they are read from standard input, one a line; at a terminal tha
 explains the rest."""
 
 
-def build_parser() -> ModelArgumentParser:
-    parser = ModelArgumentParser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
+def build_parser() -> StrictArgumentParser:
+    parser = model_parser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
     model_args.add_megatron_flags(parser)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
-from megatron.config.cli_help import CommandArgumentParser
+from data.cli import StrictArgumentParser
+from megatron.config.cli_help import command_parser
 from megatron.config.run_config import refuse_checkpoint_key
 from megatron.config.schema import location_presence
 from megatron.config.tree import require
@@ -43,22 +44,22 @@ class ModelSource:
     """Flags of the model's shape, which the checkpoint must have."""
 
 
-@final
-class ModelArgumentParser(CommandArgumentParser):
-    def __init__(self, module: str, description: str, examples: str) -> None:
-        super().__init__(module, description, examples)
-        add = self.add_argument
-        add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
-        add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
-        add("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
-        add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
-        add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-            help="split each layer over this many ranks, whatever the model was trained on (1)")
-        add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
-        group = self.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
-                                        "where its files are now")
-        for name, (metavar, text) in TOKENIZER_FLAGS.items():
-            group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+def model_parser(module: str, description: str, examples: str) -> StrictArgumentParser:
+    """A command's parser with the flags of the model."""
+    parser = command_parser(module, description, examples)
+    add = parser.add_argument
+    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
+    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
+    add("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
+    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="split each layer over this many ranks, whatever the model was trained on (1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
+    group = parser.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
+                                      "where its files are now")
+    for name, (metavar, text) in TOKENIZER_FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    return parser
 
 
 def flags_to_compare(args: argparse.Namespace) -> dict[str, object]:

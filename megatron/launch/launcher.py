@@ -37,18 +37,16 @@ FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native 
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
-class LauncherArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, in the trainer's error format."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"launcher: {message}; see {self.prog} --help")
-
-
-def build_launcher_parser() -> LauncherArgumentParser:
+def build_launcher_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
     typed = os.path.basename(sys.argv[0])  # as data.cli.command_name; `data` is not checked yet
     prog = typed if typed.startswith("gpt2-") else "python -m megatron.launch"
-    p = LauncherArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
+    p = argparse.ArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
+
+    def raise_usage_error(message: str) -> NoReturn:
+        raise ConfigError(f"launcher: {message}; see {prog} --help")
+
+    p.error = raise_usage_error  # type: ignore[method-assign]
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from data.cli import normalize_flag_names
+from data.cli import StrictArgumentParser, normalize_flag_names
 from megatron.config.cli import parse_args
-from megatron.config.cli_help import CommandArgumentParser
+from megatron.config.cli_help import command_parser
 from megatron.config.tree import Config, require
 from megatron.plan.footprint import PlannedRun, configured_placement
 from megatron.plan.plan_report import TargetMachine, build_report, describe_requirements, format_forecast, format_table
@@ -79,9 +79,9 @@ def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Plan
                                placement)
 
 
-def _parser(ranks: int) -> CommandArgumentParser:
-    parser = CommandArgumentParser(MODULE, "The memory, the traffic and the time of a training run, before it starts.",
-                                   EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+def _parser(ranks: int) -> StrictArgumentParser:
+    parser = command_parser(MODULE, "The memory, the traffic and the time of a training run, before it starts.",
+                            EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=ranks, metavar="N",
                         help=f"ranks of the run ({ranks}); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data.cli import format_count
+from data.cli import StrictArgumentParser, format_count
 from data.storage import (DataError, check_is_rereadable, check_outputs_are_not_inputs, escape_to_one_line,
                           prefix_storage_errors, staged_file)
 from megatron.checkpoint.tags import latest_tag, read_tag_manifest
-from megatron.config.cli_help import CommandArgumentParser
+from megatron.config.cli_help import command_parser
 from megatron.config.tree import require
 from megatron.errors import CheckpointError, ConfigError
 from megatron.report.history import MetricsFileReader, RunHistory, looks_like_metrics
@@ -57,8 +57,8 @@ EXAMPLES = """examples:
 docs/report.md says what the page shows."""
 
 
-def _parser() -> CommandArgumentParser:
-    parser = CommandArgumentParser(MODULE, "One page of curves from what training runs have written.", EXAMPLES)
+def _parser() -> StrictArgumentParser:
+    parser = command_parser(MODULE, "One page of curves from what training runs have written.", EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics file, or the folder of a run that holds it")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="the page to write (report.html)")
     return parser

@@ -12,12 +12,13 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
+from data.cli import StrictArgumentParser
 from data.storage import escape_to_one_line
 from megatron.config.tree import require
 from megatron.distributed import process_group
 from megatron.distributed.signals import StopListener, write_stderr
 from megatron.errors import ConfigError
-from megatron.inference.model_args import ModelArgumentParser, flags_to_compare, model_source_from_args
+from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
 from megatron.serve import admission
 from megatron.serve.admission import is_loopback
 
@@ -33,8 +34,8 @@ EXAMPLES = """examples:
 docs/serve.md explains the rest."""
 
 
-def build_parser() -> ModelArgumentParser:
-    parser = ModelArgumentParser(
+def build_parser() -> StrictArgumentParser:
+    parser = model_parser(
         MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.", EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")

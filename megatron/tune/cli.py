@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from data.cli import StrictArgumentParser
 from data.cli import normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
-from megatron.config.cli_help import CommandArgumentParser
+from megatron.config.cli_help import command_parser
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
 from megatron.plan.cli import num_visible_gpus, refuse_retired, with_vocabulary
@@ -107,9 +108,9 @@ Every flag of pretrain_gpt2.py is a training flag; those of the search begin wit
 searches."""
 
 
-def _parser() -> CommandArgumentParser:
-    parser = CommandArgumentParser(MODULE, "The fastest settings of this machine for a model and a batch, by a few "
-                                   "real trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+def _parser() -> StrictArgumentParser:
+    parser = command_parser(MODULE, "The fastest settings of this machine for a model and a batch, by a few "
+                            "real trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",

@@ -28,7 +28,7 @@ from megatron.distributed import preflight
 from megatron.distributed.preflight import _modules, check_ranks_match, code_digest, mismatch_message
 from megatron.distributed.rank_text import describe_differences, format_ranks
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.inference.model_args import ModelArgumentParser, flags_to_compare
+from megatron.inference.model_args import flags_to_compare, model_parser
 from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
@@ -369,7 +369,7 @@ def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: 
 
 
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
-    parser = ModelArgumentParser("python -m megatron.generate", "", "")
+    parser = model_parser("python -m megatron.generate", "", "")
     plain = flags_to_compare(parser.parse_args(["--load", "run"]))
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-path"):
         one, two = (flags_to_compare(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
