@@ -171,14 +171,13 @@ class ChecksumCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[str, Any] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         self._has_new_entries = False
         self._lock = ExitStack()
 
     def __enter__(self) -> None:
         self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
-        found = read_json_or_none(self._folder / CHECKSUMS_FILE)
-        self._known = found if isinstance(found, dict) else {}
+        self._known = read_json_or_none(self._folder / CHECKSUMS_FILE) or {}
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
@@ -189,7 +188,7 @@ class ChecksumCache:
         status = os.stat(path)
         stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
-        if isinstance(known, dict) and known.get("mark") == stamp and isinstance(known.get("crc32"), str):
+        if known and known["mark"] == stamp:
             return str(known["crc32"])
         now_ns = time.time_ns()
         crc = crc32_file(path)

@@ -13,10 +13,10 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO, Any, Literal, overload
+from typing import IO, Any
 
 from data.file_lock import LockFile, LockResult, lock_when_free, unlock_on_exit
 
@@ -111,14 +111,6 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 
 fsync_directory = fsync_file
 """Waits until the entries of a folder are on disk: only then does a rename survive a power loss."""
-
-
-@overload
-def staged_file(path: str | os.PathLike[str], mode: Literal["wb"] = ...) -> AbstractContextManager[IO[bytes]]: ...
-
-
-@overload
-def staged_file(path: str | os.PathLike[str], mode: Literal["w"]) -> AbstractContextManager[IO[str]]: ...
 
 
 @contextmanager
