@@ -9,12 +9,11 @@ size. `--split` cuts every training source by documents.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -29,8 +28,9 @@ from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, 
 from data.plain_text import Separator
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
-from data.storage import (DataError, StorageFault, check_is_file, check_is_rereadable, crc32_file, escape_to_one_line,
-                          make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock, write_json_atomic)
+from data.storage import (DataError, StorageFault, change_detector, check_is_file, check_is_rereadable, crc32_file,
+                          escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
+                          read_json_or_none, wait_for_lock, write_json_atomic)
 from data.tokenizer import Tokenizer
 
 
@@ -125,6 +125,7 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
     are_tokens = found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
     beside = os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
+    check_unchanged = change_detector(found.files)
     contents, size = _content_keys(found.files, ChecksumCache(folder))
     key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
@@ -134,13 +135,11 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
             if size >= ANNOUNCED_BYTES:
                 print(escape_to_one_line(f"{source}: {'copying' if are_tokens else 'tokenizing'} {size / 1e9:.2f} GB "
                                          f"into {prefix} (once)"), file=sys.stderr, flush=True)
+            check_unchanged()  # since the checksums; each build checks the time from here on
             if are_tokens:
                 import_tokens(found.files, prefix, tokenizer, warn=lambda line: None)  # warnings come at every start
             else:
                 build_corpus(found.files, prefix, tokenizer, options, checksum_threads=len(os.sched_getaffinity(0)))
-            if _content_keys(found.files, ChecksumCache(None))[0] != contents:
-                prefix.with_name(prefix.name + ".idx").unlink()
-                raise DataError(f"{source}: changed while it was read; start again when it is complete")
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
     warnings = order_warnings(list(map(inspect_token_file, found.files)), tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
@@ -168,32 +167,28 @@ def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[
 
 
 class ChecksumCache:
-    """Checksums of files, stored in a folder that processes share; valid while inode, size and times are unchanged.
-    Without a folder they are always computed."""
+    """Checksums of files, stored in a folder that processes share; valid while inode, size and times are unchanged."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[str, Any] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         self._has_new_entries = False
         self._lock = ExitStack()
 
     def __enter__(self) -> None:
-        if self._folder is not None:
-            self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
-            with suppress(OSError, ValueError):
-                found = json.loads((self._folder / CHECKSUMS_FILE).read_bytes())
-                self._known = found if isinstance(found, dict) else {}
+        self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
+        self._known = read_json_or_none(self._folder / CHECKSUMS_FILE) or {}
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            if self._has_new_entries and self._folder is not None:
+            if self._has_new_entries:
                 write_json_atomic(self._folder / CHECKSUMS_FILE, self._known)
 
     def checksum_of(self, path: str) -> str:
         status = os.stat(path)
         stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
-        if isinstance(known, dict) and known.get("mark") == stamp and isinstance(known.get("crc32"), str):
+        if known and known["mark"] == stamp:
             return str(known["crc32"])
         now_ns = time.time_ns()
         crc = crc32_file(path)

@@ -50,7 +50,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     skipped = before = kept_of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # all files appear together at the end
-        if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
+        if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl")):
             remove_stale_files(prefix, [left for path in paths.values() for left in stale_temporary_files(path)])
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_line_chunks(path, limit=max_bytes)):

@@ -13,10 +13,10 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO, Any, Literal, overload
+from typing import IO, Any
 
 from data.file_lock import LockFile, LockResult, lock_when_free, unlock_on_exit
 
@@ -111,14 +111,6 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 
 fsync_directory = fsync_file
 """Waits until the entries of a folder are on disk: only then does a rename survive a power loss."""
-
-
-@overload
-def staged_file(path: str | os.PathLike[str], mode: Literal["wb"] = ...) -> AbstractContextManager[IO[bytes]]: ...
-
-
-@overload
-def staged_file(path: str | os.PathLike[str], mode: Literal["w"]) -> AbstractContextManager[IO[str]]: ...
 
 
 @contextmanager
@@ -266,21 +258,13 @@ def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
-    """Exclude other writers of this name, and of the real paths (`targets`) of its files; raises StorageFault. Yields
-    False if the file system has no locks."""
-    parts = [os.path.split(os.path.abspath(place)) for place in (path, *targets)]
-    with ExitStack() as stack:
-        # Links of the folders are resolved; sorted, so that two writers cannot block each other.
-        are_locked = [stack.enter_context(_hold_lock_file(place, os.fspath(path)))
-                      for place in sorted({os.path.join(os.path.realpath(folder), name) for folder, name in parts})]
-        yield all(are_locked)
-
-
-@contextmanager
-def _hold_lock_file(path: str, name: str) -> Iterator[bool]:
+def hold_writer_lock(path: str | os.PathLike[str], name: str | os.PathLike[str] | None = None) -> Iterator[bool]:
+    """Exclude other writers of `path`, whose folder may be a link; raises StorageFault, which says `name`. Yields False
+    if the file system has no locks."""
+    name = os.fspath(name or path)
+    folder, base = os.path.split(os.path.abspath(path))
     with write_errors_for(name):
-        lock = LockFile(Path(path).with_name(f".{Path(path).name}.writing"))
+        lock = LockFile(Path(os.path.realpath(folder), f".{base}.writing"))
     with lock.file, unlock_on_exit(lock.file):
         if lock.result is LockResult.HELD_BY_OTHER:
             raise StorageFault(f"{name}: {lock.holder} is writing under this name now; wait for its end, or choose "

@@ -78,9 +78,9 @@ class CorpusDraft:
 
     def __enter__(self) -> CorpusDraft:
         with ExitStack() as stack, write_errors_for(self._prefix):
-            # With links resolved, as used by writers without a link.
-            targets = (str(target).removesuffix(suffix) for suffix, target in self._targets.items())
-            is_locked = stack.enter_context(hold_writer_lock(self._prefix, *targets))
+            # The index with links resolved, as a writer without a link names it.
+            target = str(self._targets[".idx"]).removesuffix(".idx")
+            is_locked = stack.enter_context(hold_writer_lock(target, self._prefix))
             unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
             self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
                             for suffix, target in self._targets.items()}

@@ -196,12 +196,14 @@ def test_a_file_of_unknown_kind_is_refused_with_what_is_expected(folder: Path) -
 def test_a_source_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = write_texts(folder / "texts", 3)
 
-    def build(*arguments: Any, **named: Any) -> None:
-        build_corpus(*arguments, **named)
+    def checksums(*arguments: Any) -> tuple[list[str], int]:
+        found = content_keys(*arguments)
         (texts / "00.txt").write_text("changed")
+        return found
 
-    monkeypatch.setattr(sources, "build_corpus", build)
-    with pytest.raises(DataError, match="texts: changed while it was read"):
+    content_keys = sources._content_keys
+    monkeypatch.setattr(sources, "_content_keys", checksums)
+    with pytest.raises(DataError, match="00.txt: changed while it was read"):
         opened(texts)
     monkeypatch.undo()
     assert "tokenized in" in opened(texts).notes[0]

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.sampling import parse_split
-from data.split_json import split_json
-from data.storage import StorageFault, hold_writer_lock
+from data.storage import StorageFault
 from data.writer import CorpusWriter
 from tests.data.test_writer import is_whole, write
 
@@ -21,11 +19,6 @@ SUFFIXES = (".bin", ".idx", ".json")
 def every_file(folder: Path) -> Path:
     for suffix in SUFFIXES:
         (folder / f"link{suffix}").symlink_to(f"real{suffix}")
-    return folder / "link"
-
-
-def the_tokens(folder: Path) -> Path:
-    (folder / "link.bin").symlink_to(folder / "real.bin")
     return folder / "link"
 
 
@@ -43,7 +36,7 @@ def one_by_one(folder: Path) -> Path:
 
 
 LINKS: dict[str, Callable[[Path], Path]] = {
-    "every file": every_file, "the tokens": the_tokens, "the folder": the_folder, "the index, twice": one_by_one}
+    "every file": every_file, "the folder": the_folder, "the index, twice": one_by_one}
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["the link is first", "the link is second"])
@@ -62,15 +55,3 @@ def test_a_second_writer_by_another_name_is_refused_and_harms_nothing(
     assert not [*tmp_path.rglob("*.writing"), *tmp_path.rglob("*.tmp")]
     write(names[1], 2)
     assert is_whole(IndexedCorpus(names[1]))
-
-
-def test_a_second_split_by_another_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "link.train.jsonl").symlink_to("real.train.jsonl")
-    with hold_writer_lock(tmp_path / "real.jsonl", tmp_path / "real.train.jsonl"):
-        (tmp_path / ".real.train.jsonl.1.00000000.tmp").write_text("its draft")
-        with pytest.raises(StorageFault, match="link.jsonl: process .* is writing under this name"):
-            split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))
-        assert (tmp_path / ".real.train.jsonl.1.00000000.tmp").exists()
-    split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))
-    assert (tmp_path / "link.train.jsonl").is_symlink() and (tmp_path / "real.train.jsonl").read_bytes()
