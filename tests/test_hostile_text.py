@@ -94,7 +94,7 @@ def of_console(text: str, capfd: Any) -> str:
 
 
 def of_checkpoint_list(text: str, capfd: Any) -> str:
-    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_rank_manifests=True, nbytes=1)
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, nbytes=1)
     return f"{checkpoint._tag_line(found)}\n"
 
 

@@ -74,7 +74,7 @@ def list_tags(root: Path, tag: str | None) -> None:
 def _tag_line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
     return escape_to_one_line(
-        f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_total_bytes(manifest)} bytes")
+        f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
 
 
 def _branch_text(record: CommitRecord, records: Mapping[str, CommitRecord], used: CommitRecord | None) -> str:
@@ -88,10 +88,6 @@ def _branch_text(record: CommitRecord, records: Mapping[str, CommitRecord], used
     return text + ("  other branch" if is_other else "")
 
 
-def _total_bytes(manifest: Manifest) -> int:
-    return manifest.nbytes if manifest.has_rank_manifests else sum(entry.size for entry in manifest.files.values())
-
-
 def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then raise for the first damaged one."""
     damaged: list[CheckpointError] = []
@@ -102,8 +98,8 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
     for name in names:
         try:
-            manifest = verify_tag(root, name)
-            print(f"{name}: ok, {len(manifest.files)} files, {_total_bytes(manifest)} bytes", flush=True)
+            files = verify_tag(root, name)
+            print(f"{name}: ok, {len(files)} files, {sum(entry.size for entry in files.values())} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
     if damaged:

@@ -7,8 +7,7 @@
 
 Which rank holds which elements follows by arithmetic (reshard.py), so the manifest does not grow with the number of
 ranks. The manifest of a rank, `rank<k>.json`, lists its files with size and crc32, and holds the rank's own state. A
-checksum says that a file is intact, not that it belongs here: from format 4 on every file also states its provenance.
-Formats 1 to 4 stay readable. No torch.
+checksum says that a file is intact, not that it belongs here: every file also states its provenance. No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -32,8 +31,7 @@ from megatron.errors import CheckpointError
 
 
 class Ancestor(NamedTuple):
-    """An earlier save in a later one's history. Formats 1 to 4: branch "" and the time in place of the commit number.
-    """
+    """An earlier save in a later one's history."""
 
     branch: str
     commit: int
@@ -50,26 +48,24 @@ class CommitRecord:
     tag: str
     iteration: int
     run_id: str
-    saved_at: int = 0
-    branch: str = ""
+    branch: str
     commit: int = 0
     history: History = ()
 
     @property
     def as_ancestor(self) -> Ancestor:
-        return Ancestor(self.branch, self.commit if self.branch else self.saved_at, self.tag)
+        return Ancestor(self.branch, self.commit, self.tag)
 
     @property
-    def commit_order(self) -> tuple[int, int, int, str]:
+    def commit_order(self) -> tuple[int, int, str]:
         """Sort key: saves in order of commit."""
-        return self.commit, 0 if self.branch else self.saved_at, self.iteration, self.tag
+        return self.commit, self.iteration, self.tag
 
     def descends_from(self, other: CommitRecord) -> bool:
         """Whether `other` is an ancestor of this save, or this save itself."""
         branch, commit, _ = other.as_ancestor
-        return (other.iteration <= self.iteration and (branch != "" or other.run_id == self.run_id)
-                and any(branch == known.branch and commit <= known.commit
-                        for known in (*self.history, self.as_ancestor)))
+        return other.iteration <= self.iteration and any(
+            branch == known.branch and commit <= known.commit for known in (*self.history, self.as_ancestor))
 
 
 class Lineage:
@@ -88,7 +84,7 @@ class Lineage:
 
     def next_commit_number(self, last: int) -> int:
         """Number of the next commit into a root whose last commit has number `last`."""
-        return 1 + max([last, *(known.commit for known in self.history if known.branch)])
+        return 1 + max([last, *(known.commit for known in self.history)])
 
 
 def parse_lineage(record: StrictRecord) -> tuple[str, History]:
@@ -107,10 +103,9 @@ def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
 
 
 FORMAT = 5
-"""The format written. Formats 1 (without `saved_at`) and 2 list all files and pieces; formats 1 to 4 can be read."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_TAIL_PATTERN = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
+_TAIL_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18}'
                            rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
 _TAIL_BYTES = 250
 """Bytes read from the end of a manifest."""
@@ -148,17 +143,6 @@ class FileEntry:
     """8 hexadecimal digits, as data.storage.crc32_file writes them."""
 
 
-@dataclass(frozen=True, order=True)
-class PieceEntry:
-    """Where elements [offset, offset + count) of the flattened local tensor of `tp_rank` are stored."""
-
-    tp_rank: int
-    offset: int
-    count: int
-    file: str
-    key: str
-
-
 @dataclass(frozen=True)
 class TensorEntry:
     """One logical tensor: how it is sharded, and where its elements are."""
@@ -167,10 +151,7 @@ class TensorEntry:
     name: str
     dtype: str
     sharding: TPSharding
-    dp_sharding: DPSharding | None = None
-    """None in formats 1 and 2."""
-    pieces: tuple[PieceEntry, ...] = ()
-    """Empty in format 3."""
+    dp_sharding: DPSharding
 
     @property
     def label(self) -> str:
@@ -182,24 +163,12 @@ class TensorEntry:
         return prod(self.sharding.local_shape)
 
     def check_coverage(self, tp: int, shards: int, where: str) -> None:
-        """Raise unless the sharding is valid and every element of every rank's local tensor is stored once: it lies
-        inside the flat buffer of `shards` shards, or the pieces cover it in order."""
+        """Raise unless the sharding is valid and the local tensor lies inside the flat buffer of `shards` shards."""
         if not self.sharding.can_exist:
             raise CheckpointError(f"{where}: no such cut: {self.sharding}")
-        if self.dp_sharding is None:
-            numel, ranks = self.numel, self.sharding.tp_size
-            rank = offset = 0
-            for piece in self.pieces:
-                if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
-                    raise CheckpointError(f"{where}: expected a piece at element {offset} of {numel} of "
-                                          f"tensor-parallel rank {rank} of {ranks}, found {piece}")
-                rank, offset = divmod(rank * numel + offset + piece.count, numel)
-            if numel and rank != ranks:
-                raise CheckpointError(f"{where}: there is nothing at element {offset} of {numel} of "
-                                      f"tensor-parallel rank {rank} of {ranks}")
-        elif self.sharding.dim is not None and self.sharding.tp_size != tp:
+        if self.sharding.dim is not None and self.sharding.tp_size != tp:
             raise CheckpointError(f"{where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
-        elif self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
+        if self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
             raise CheckpointError(f"{where}: {self.numel} elements from {self.dp_sharding.start} on are not in "
                                   f"{shards} shards of {self.dp_sharding.shard_size}")
 
@@ -220,31 +189,19 @@ class Manifest:
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
-    """Time of the commit in microseconds since 1970, for display only; 0 in format 1."""
+    """Time of the commit in microseconds since 1970, for display only."""
     branch: str = ""
     commit: int = 0
-    """Commit number; 0 in formats 1 to 4, which also have no branch and history."""
+    """Commit number."""
     history: History = ()
     save_id: str = ""
-    """Written into each JSON file of this save; empty in formats 1 and 2."""
+    """Written into each file of this save."""
     nbytes: int = 0
     """Size of all other files of the tag."""
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Formats 1 and 2: every other file of the tag. Later formats: empty unless filled in by `verify_tag`."""
-    format: int = FORMAT
 
     @property
     def commit_record(self) -> CommitRecord:
-        return CommitRecord(self.tag, self.iteration, self.run_id, self.saved_at, self.branch, self.commit,
-                            self.history)
-
-    @property
-    def has_rank_manifests(self) -> bool:
-        return self.format > 2
-
-    @property
-    def has_provenance(self) -> bool:
-        return self.format > 3
+        return CommitRecord(self.tag, self.iteration, self.run_id, self.branch, self.commit, self.history)
 
     @property
     def tp_dp_sizes(self) -> tuple[int, int]:
@@ -265,17 +222,11 @@ class Manifest:
     def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
         """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
         shard, tp_rank = divmod(rank, self.tp_dp_sizes[0])
-        assert tensor.dp_sharding is not None
         return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
 
     def tensors_as_json(self) -> list[dict[str, Any]]:
-        entries = []
-        for tensor in self.tensors:
-            assert tensor.dp_sharding is not None, f"{tensor.label}: format {FORMAT} lists no pieces"
-            entries.append({"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype,
-                            "sharding": asdict(tensor.sharding), "start": tensor.dp_sharding.start,
-                            "each": tensor.dp_sharding.shard_size})
-        return entries
+        return [{"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype, "sharding": asdict(tensor.sharding),
+                 "start": tensor.dp_sharding.start, "each": tensor.dp_sharding.shard_size} for tensor in self.tensors]
 
     def digest(self) -> str:
         """Digest of run, tag, iteration, layout, configuration and tensors; `save_id` ends with it."""
@@ -292,16 +243,14 @@ class Manifest:
         return seal_record(body)
 
     def check(self) -> None:
-        """Check across fields: tensors are named once and fully stored, and their pieces are in listed files."""
-        tp, shards = self.tp_dp_sizes if any(tensor.dp_sharding for tensor in self.tensors) else (1, 1)
+        """Check across fields: tensors are named once and fully stored."""
+        tp, shards = self.tp_dp_sizes
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
             where = f"tag {self.tag}: {MANIFEST}: {tensor.label}"
             if (tensor.kind, tensor.name) in seen:
                 raise CheckpointError(f"{where} is listed twice")
             seen.add((tensor.kind, tensor.name))
-            if unlisted := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
-                raise CheckpointError(f"{where} is in {unlisted[0]!r}, which is not listed")
             tensor.check_coverage(tp, shards, where)
 
 
@@ -319,7 +268,7 @@ def manifest_checksum(folder: Path) -> str | None:
 def read_commit_number(folder: Path) -> int:
     """The commit number, from the manifest's last bytes; 0 if there is none."""
     found = _TAIL_PATTERN.search(_read_tail(folder) or b"")
-    return int(found[2] or 0) if found else 0
+    return int(found[1]) if found else 0
 
 
 def _read_tail(folder: Path) -> bytes | None:
@@ -334,24 +283,22 @@ def _read_tail(folder: Path) -> bytes | None:
 def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
     """Parse and check a manifest; CheckpointError names what is wrong."""
     record = StrictRecord(unseal_record(data, where), where)
-    if (version := record.take_count("format")) not in range(1, FORMAT + 1):
-        raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
-    branch, history = parse_lineage(record) if version > 4 else ("", ())
+    if (version := record.take_count("format")) != FORMAT:
+        raise CheckpointError(f"{where}: format {version}, this program reads format {FORMAT}; load it with the "
+                              "version that saved it")
+    branch, history = parse_lineage(record)
     manifest = Manifest(
         run_id=record.take_field("run_id", str), tag=check_safe_name(record.take_field("tag", str), f"{where}: tag"),
         iteration=record.take_count("iteration"), layout=record.take_field("layout", dict),
         config=record.take_field("config", dict),
-        tensors=tuple(_parse_tensor_entry(value, where, version < 3) for value in record.take_field("tensors", list)),
-        saved_at=record.take_count("saved_at", 10**18) if version > 1 else 0, branch=branch, history=history,
-        commit=record.take_count("commit") if version > 4 else 0, save_id=record.take_field("save_id", str)
-        if version > 2 else "", nbytes=record.take_count("nbytes") if version > 2 else 0,
-        files=parse_file_entries(record.take_field("files", dict), where) if version < 3 else {}, format=version)
+        tensors=tuple(_parse_tensor_entry(value, where) for value in record.take_field("tensors", list)),
+        saved_at=record.take_count("saved_at", 10**18), branch=branch, history=history,
+        commit=record.take_count("commit"), save_id=record.take_field("save_id", str),
+        nbytes=record.take_count("nbytes"))
     record.check_all_taken()
     manifest.check()
-    random, dash, digest = manifest.save_id.partition("-")
-    if manifest.has_rank_manifests and not random:
-        raise CheckpointError(f"{where}: field 'save_id' is empty")
-    if manifest.has_provenance != bool(dash) or manifest.has_provenance and digest != manifest.digest():
+    random, _, digest = manifest.save_id.partition("-")
+    if not random or digest != manifest.digest():
         raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
                               " was given for other content")
     return manifest
@@ -367,7 +314,7 @@ def parse_file_entries(values: dict[str, object], where: str) -> dict[str, FileE
     return entries
 
 
-def _parse_tensor_entry(value: object, where: str, listed: bool) -> TensorEntry:
+def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
     record = StrictRecord(value, f"{where}: tensors[]")
     kind, name = record.take_field("kind", str), record.take_field("name", str)
     record.where = f"{where}: {kind} {name!r}"
@@ -375,14 +322,8 @@ def _parse_tensor_entry(value: object, where: str, listed: bool) -> TensorEntry:
     sharding = TPSharding(cut.take_counts("local_shape"), cut.take_optional_count("dim"), cut.take_count("stride"),
                           cut.take_optional_count("size"), cut.take_count("tp_size"))
     cut.check_all_taken()
-    pieces = []
-    for value in record.take_field("pieces", list) if listed else ():
-        piece = StrictRecord(value, f"{record.where}: pieces[]")
-        pieces.append(PieceEntry(piece.take_count("tp_rank"), piece.take_count("offset"), piece.take_count("count"),
-                                 piece.take_field("file", str), piece.take_field("key", str)))
-        piece.check_all_taken()
-    dp_sharding = None if listed else DPSharding(record.take_count("start"), record.take_count("each"))
-    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding, tuple(pieces))
+    dp_sharding = DPSharding(record.take_count("start"), record.take_count("each"))
+    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding)
     record.check_all_taken()
     return entry
 
@@ -472,15 +413,11 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.world_size}) missing")
     data = read_bytes(folder / name, where)
     record = StrictRecord(unseal_record(data, where), where)
-    if (version := record.take_count("format")) != manifest.format:
-        raise CheckpointError(f"{where}: format {version}, expected {manifest.format}")
+    if (version := record.take_count("format")) != FORMAT:
+        raise CheckpointError(f"{where}: format {version}, expected {FORMAT}")
     provenance = provenance_of(manifest, rank)
-    if manifest.has_provenance:
-        check_provenance(record.take_field("origin", dict), provenance, where)
-    elif (found := (record.take_field("save_id", str), record.take_count("rank"))) != (provenance.save_id, rank):
-        raise CheckpointError(f"{where}: expected rank {rank} of save {provenance.save_id}, found rank {found[1]} of "
-                              f"save {found[0]:.40}: it is of another checkpoint")
-    lineage = record.take_field("lineage", dict) if rank == 0 and manifest.format > 4 else None
+    check_provenance(record.take_field("origin", dict), provenance, where)
+    lineage = record.take_field("lineage", dict) if rank == 0 else None
     if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
         raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
     rank_manifest = RankManifest(provenance, parse_file_entries(record.take_field("files", dict), where),

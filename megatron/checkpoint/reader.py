@@ -8,7 +8,6 @@ returns the shape, precision and tokenizer that a checkpoint records of its GPT-
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
@@ -126,16 +125,16 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        return self._read_state(SHARED_STATE_FILE, 0)
+        where = f"tag {self.tag}: file {SHARED_STATE_FILE}"
+        value = parse_json(read_bytes(self.folder / SHARED_STATE_FILE, where), where)
+        return self._decode_state(parse_shared_state(value, provenance_of(self.manifest, 0), where), where, 0)
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         """State that `rank` saved; None if that run had no such rank."""
-        name = rank_manifest_name(rank)
-        if not self.manifest.has_rank_manifests:
-            return self._read_state(name, rank) if name in self.manifest.files else None
         if rank >= self.manifest.world_size:
             return None
-        return self._decode_state(self._rank_manifest(rank).state, f"tag {self.tag}: file {name}", rank)
+        where = f"tag {self.tag}: file {rank_manifest_name(rank)}"
+        return self._decode_state(self._rank_manifest(rank).state, where, rank)
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
@@ -156,65 +155,35 @@ class Checkpoint:
 
     def _copy_segment(self, entry: TensorEntry, segment: TensorSegment, out: torch.Tensor) -> None:
         """Copy a segment of one rank's stored local tensor, piece by piece."""
-        done = 0
-        for holder, key, start, count in self._locate(entry, segment):
-            file = self._file_holding(holder, key)
+        start, done = segment.local_start, 0
+        for shard, offset, within, count in entry.dp_sharding.locate(start, start + segment.count):
+            rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
+            key = piece_key(entry, segment.tp_rank, offset)
+            file = self._file_holding(rank, key)
             if (dtype := file.tensors[key].dtype) != entry.dtype:
                 raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {entry.dtype}")
-            file.read(key, start, out[done:done + count])
+            file.read(key, within, out[done:done + count])
             done += count
-
-    def _locate(self, entry: TensorEntry, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
-        """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
-        start, stop = segment.local_start, segment.local_start + segment.count
-        if entry.dp_sharding is not None:
-            for shard, offset, within, count in entry.dp_sharding.locate(start, stop):
-                rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
-                yield rank, piece_key(entry, segment.tp_rank, offset), within, count
-            return
-        # Formats 1 and 2: pieces are contiguous and ordered by rank.
-        place = segment.tp_rank, start
-        after = bisect_right(entry.pieces, place, key=lambda piece: (piece.tp_rank, piece.offset))
-        for piece in entry.pieces[after - 1:]:
-            if start >= stop:
-                return
-            count = min(stop, piece.offset + piece.count) - start
-            yield piece.file, piece.key, start - piece.offset, count
-            start += count
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
         if (kind, name) not in self.tensors:
             raise CheckpointError(f"tag {self.tag}: holds no {kind} {name!r}")
         return self.tensors[kind, name]
 
-    def _open_file(self, name: str) -> SafetensorsReader:
-        if name not in self._open_files:
-            self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")
-        return self._open_files[name]
-
-    def _file_holding(self, holder: str | int, key: str) -> SafetensorsReader:
-        """The file named `holder`, or the file of rank `holder` that contains `key`."""
-        if isinstance(holder, str):
-            return self._open_file(holder)
-        names = self._rank_manifest(holder).tensor_files if self.manifest.has_rank_manifests else [
-            name for name in self.manifest.files if name.startswith((f"rank{holder}.s", f"rank{holder}-"))]
-        for file in map(self._open_file, names):
-            if key in file.tensors:
-                return file
+    def _file_holding(self, rank: int, key: str) -> SafetensorsReader:
+        """The file of the rank that contains `key`."""
+        names = self._rank_manifest(rank).tensor_files
+        for name in names:
+            if name not in self._open_files:
+                self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")
+            if key in self._open_files[name].tensors:
+                return self._open_files[name]
         raise CheckpointError(f"tag {self.tag}: tensor {key!r} is in none of {names}")
 
     def _rank_manifest(self, rank: int) -> RankManifest:
         if rank not in self._rank_manifests:
             self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)[0]
         return self._rank_manifests[rank]
-
-    def _read_state(self, name: str, writer: int) -> dict[str, Any]:
-        """Decode a JSON state file; its tensors are in the files of the rank `writer`."""
-        where = f"tag {self.tag}: file {name}"
-        value = parse_json(read_bytes(self.folder / name, where), where)
-        if self.manifest.has_provenance:
-            value = parse_shared_state(value, provenance_of(self.manifest, writer), where)
-        return self._decode_state(value, where, writer)
 
     def _decode_state(self, value: Any, where: str, writer: int) -> dict[str, Any]:
         with reraise_as_corrupt(where):

@@ -16,7 +16,6 @@ replace it. `.latest-pending` covers a kill between the commit of a tag and the 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -39,7 +38,6 @@ ASIDE_PREFIX = ".aside-"
 PENDING_LATEST = ".latest-pending"
 """What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
 another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
-_OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
 
 PrintLine = Callable[[str], None]
 
@@ -79,8 +77,7 @@ def unknown_files(folder: Path) -> list[str]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return sorted(name for name in names if name != MANIFEST and rank_of_file(name) is None
-                  and not _OLD_FORMAT_FILE.fullmatch(name))
+    return sorted(name for name in names if name != MANIFEST and rank_of_file(name) is None)
 
 
 def format_file_names(names: Iterable[str]) -> str:
@@ -279,7 +276,7 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
     good = {record.tag: record for record in sorted(complete, key=lambda record: record.commit_order, reverse=True)}
     newest = next(iter(good.values()), None)
     if first is None:  # a damaged manifest has no commit number: use step and history
-        stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "")
+        stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "", "")
                   for tag in reversed(tags) if tag not in good]
         damaged = [record for record in stated if newest is None or record.iteration > newest.iteration
                    or record.descends_from(newest)]
@@ -306,10 +303,9 @@ def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
     try:
         record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
         origin = StrictRecord(record.take_field("origin", dict), where)
-        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict),
-                                                     where)) if "lineage" in record.fields else ("", ())
+        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict), where))
         stated = CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
-                              origin.take_field("run_id", str), saved_at=10**18, branch=branch, history=history)
+                              origin.take_field("run_id", str), branch, history=history)
     except CheckpointError:
         return None
     return stated if stated.tag == tag else None

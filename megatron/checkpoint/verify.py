@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from data.storage import crc32_file
@@ -19,23 +18,22 @@ from megatron.checkpoint.tags import (PrintLine, print_to_stderr, read_tag_manif
 from megatron.errors import CheckpointError
 
 
-def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> Manifest:
-    """Check every byte of the tag; returns the manifest with all files filled in. `print_line` gets a warning of other
+def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> dict[str, FileEntry]:
+    """Check every byte of the tag; returns its files without the manifest. `print_line` gets a warning of other
     files."""
     manifest = read_tag_manifest(root, tag)
     folder = tag_folder(root, tag)
     files = verify_share(folder, manifest)
     if others := unexpected_names(folder, manifest, len(files)):
         print_line(unknown_files_warning(tag, others))
-    return replace(manifest, files=files)
+    return files
 
 
 def check_sizes(root: Path, tag: str) -> Manifest:
     """The manifest of a tag whose files all exist with the right size. No tensor is read."""
     manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
-    for rank in range(manifest.world_size if manifest.has_rank_manifests else 1):
-        files = read_rank_manifest(folder, manifest, rank)[0].files if manifest.has_rank_manifests else manifest.files
-        for name, entry in files.items():
+    for rank in range(manifest.world_size):
+        for name, entry in read_rank_manifest(folder, manifest, rank)[0].files.items():
             _check_size(folder / name, entry.size, manifest)
     return manifest
 
@@ -43,27 +41,23 @@ def check_sizes(root: Path, tag: str) -> Manifest:
 def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
     """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
     of another share."""
-    if manifest.has_rank_manifests:
-        found: dict[str, FileEntry] = {}
-        for rank in range(share, manifest.world_size, shares):
-            part, itself = read_rank_manifest(folder, manifest, rank)
-            verify_files(folder, part.files, manifest)
-            verify_pieces(folder, rank, part.tensor_files, manifest)
-            found |= {rank_manifest_name(rank): itself, **part.files}
-        return found
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
-    verify_files(folder, mine, manifest)
-    return mine
+    found: dict[str, FileEntry] = {}
+    for rank in range(share, manifest.world_size, shares):
+        part, itself = read_rank_manifest(folder, manifest, rank)
+        verify_files(folder, part.files, manifest)
+        verify_pieces(folder, rank, part.tensor_files, manifest)
+        found |= {rank_manifest_name(rank): itself, **part.files}
+    return found
 
 
 def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
     """Names beside the manifest and the `count` files that all shares together have checked."""
     names = set(os.listdir(folder)) - {MANIFEST}
-    if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
+    if len(names) == count:
         return []
-    expected = set(manifest.files)
+    expected: set[str] = set()
     # Rank manifests are opened only after a mismatch, and only those that `names` concern.
-    for rank in {rank_of_file(name) for name in names} if manifest.has_rank_manifests else ():
+    for rank in {rank_of_file(name) for name in names}:
         if rank is not None and rank < manifest.world_size:
             expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank)[0].files}
     return sorted(names - expected)
@@ -78,8 +72,6 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifes
         with explain_read_errors(where):
             if (found := crc32_file(path)) != entry.crc32:
                 raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            if not manifest.has_provenance:
-                continue
             rank = rank_of_file(name)
             assert rank is not None, name
             expected = provenance_of(manifest, rank)
@@ -121,9 +113,7 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
     if not path.is_file():
         rank, file = rank_of_file(path.name), f"file {path.name}"
         if rank is not None and path.name.startswith("rank"):
-            world = manifest.world_size if manifest.has_rank_manifests else sum(
-                other.endswith(".json") and other.startswith("rank") for other in manifest.files)
-            file = f"shard {file} (rank {rank} of {world})"
+            file = f"shard {file} (rank {rank} of {manifest.world_size})"
         raise CheckpointError(f"tag {manifest.tag}: {file} missing")
     if (found := path.stat().st_size) != expected:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")

@@ -33,6 +33,7 @@ import numpy as np
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
           "I8": "|i1", "U8": "|u1", "BOOL": "|b1"}
+FORMAT = 5
 BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -99,21 +100,18 @@ class StoredTensor(NamedTuple):
 
 
 class TagReader:
-    """One checkpoint, whose rank k wrote the files that `rank<k>.json` lists; before format 3 the manifest lists all.
-    A piece of a weight is stored under `weight/NAME/TP_RANK/OFFSET`: consecutive elements of the flattened tensor that
-    a tensor parallel rank holds."""
+    """One checkpoint, whose rank k wrote the files that `rank<k>.json` lists. A piece of a weight is stored under
+    `weight/NAME/TP_RANK/OFFSET`: consecutive elements of the flattened tensor that a tensor parallel rank holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / "manifest.json"
         with explain_damage(path):
             self.manifest = read_sealed(path)
-            self.format, digest = self.manifest["format"], ""
-            require(self.format in range(1, 6), path, f"format {self.format!r:.20}, this script reads formats 1 to 5")
-            if self.format > 3:  # the save_id ends with a digest of what the manifest says
-                stated = "run_id", "tag", "iteration", "layout", "config", "tensors"
-                content = json.dumps({name: self.manifest[name] for name in stated}, separators=(",", ":"))
-                digest = sha256(content.encode()).hexdigest()[:32]
-            is_own = self.manifest.get("save_id", "").partition("-")[2] == digest
+            version = self.manifest["format"]
+            require(version == FORMAT, path, f"format {version!r:.20}, this script reads format {FORMAT}")
+            stated = "run_id", "tag", "iteration", "layout", "config", "tensors"
+            content = json.dumps({name: self.manifest[name] for name in stated}, separators=(",", ":"))
+            is_own = self.manifest["save_id"].partition("-")[2] == sha256(content.encode()).hexdigest()[:32]
             require(is_own, path, "is of another checkpoint, or was changed")
         self._verified: set[Path] = set()
         self._stored: dict[str, StoredTensor] = {}
@@ -129,19 +127,17 @@ class TagReader:
             if exclude_frozen and not trained:
                 raise InvalidArguments(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, "
                                        "which would show what is frozen; leave the flag out")
-            self._verify_files(self.manifest.get("files", {}), 0)
-            for rank in range(layout["tp"] * layout["dp"] if self.format > 2 else 0):
+            for rank in range(layout["tp"] * layout["dp"]):
                 path = self.folder / f"rank{rank}.json"
                 part = read_sealed(path)
-                self._check_origin(path, part["origin"] if self.format > 3 else part, rank)
+                self._check_origin(path, part["origin"], rank)
                 self._verify_files(part["files"], rank)
             path = self.folder / "shared.json"
             require(path in self._verified, path, "is listed nowhere")
             with explain_damage(path):
                 shared = json.loads(path.read_bytes())
-                if self.format > 3:
-                    self._check_origin(path, shared["origin"], 0)
-                    shared = shared["state"]
+                self._check_origin(path, shared["origin"], 0)
+                shared = shared["state"]
             found = {tensor["name"]: OutputTensor(tensor["name"], logical_shape(tensor["sharding"]), "F32",
                                                   partial(self._load_weight, tensor), tensor["name"])
                      for tensor in tensors if tensor["kind"] == "weight"
@@ -166,8 +162,7 @@ class TagReader:
             self._verified.add(path)
             if path.suffix == ".safetensors":
                 origin, stored = read_header(path)
-                if self.format > 3:
-                    self._check_origin(path, origin, rank)
+                self._check_origin(path, origin, rank)
                 self._stored |= stored
                 for key, where in stored.items():
                     if key.startswith("weight/"):
@@ -175,8 +170,8 @@ class TagReader:
                         self._pieces[weight].append((int(tp_rank), int(offset), where))
 
     def _check_origin(self, path: Path, stated: dict[str, Any], rank: int) -> None:
-        """Raise if a file is of another checkpoint; format 3 states only save and rank, and only in `rank<k>.json`."""
-        for name in ("save_id", "rank", "run_id", "tag", "iteration")[:5 if self.format > 3 else 2]:
+        """Raise if a file is of another checkpoint."""
+        for name in ("save_id", "rank", "run_id", "tag", "iteration"):
             expected, found = str(rank if name == "rank" else self.manifest[name]), str(stated.get(name))
             require(found == expected, path, f"is of another checkpoint: {name} expected {expected}, found {found:.80}")
 

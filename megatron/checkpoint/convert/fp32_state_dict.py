@@ -56,7 +56,7 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag
     places = model.state_dict(keep_vars=True)
     entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)
                if entry.name == entry.saved_as or entry.name in places}
-    # Checkpoints of format 4 or older list a tied tensor under one name only.
+    # The model may tie names that the checkpoint does not know.
     covered = {id(places[name]) for name in entries if name in places}
     unmatched = sorted(entries.keys() - places.keys())
     unmatched += sorted(name for name, place in places.items() if id(place) not in covered)

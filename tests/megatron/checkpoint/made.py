@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,10 @@ import torch
 
 from data.storage import crc32
 from megatron.checkpoint import writer
-from megatron.checkpoint.file_formats import checksum_ending, seal_record, unseal_record
-from megatron.checkpoint.manifest import (MANIFEST, CommitRecord, FileEntry, Lineage, Manifest, PieceEntry, TensorEntry,
-                                          piece_key, rank_manifest_name, read_manifest, read_rank_manifest)
+from megatron.checkpoint.file_formats import seal_record, unseal_record
+from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, TensorEntry
 from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
-from megatron.checkpoint.safetensors_io import SafetensorsReader
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
-from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import consistency
 from megatron.errors import CheckpointError
@@ -244,83 +241,12 @@ def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
 
 
-# ---- checkpoints of older formats ------------------------------------------------------------------------------------
-
-def make_format_4(root: Path, tag: str, **changes: Any) -> None:
-    """Turn a tag into what the same save was in format 4: no lineage."""
-    def older(record: dict[str, Any]) -> None:
-        for name in ("history", "branch", "commit", "lineage"):
-            record.pop(name, None)
-        record["format"] = 4
-
-    for path in (root / tag).glob("rank*.json"):
-        rewrite(path, older)
-    rewrite(root / tag / MANIFEST, lambda body: older(body) or body.update(changes))
-
-
-def make_format_3(root: Path, tag: str) -> None:
-    """Turn a tag into what the same save was in format 3: no origins, no digest."""
-    make_format_4(root, tag)
-    folder = root / tag
-    rewrite(folder / "shared.json", lambda shared: shared["state"])
-    for path in folder.glob("rank*.json"):
-        rewrite(path, lambda part: {"format": 3, "save_id": part["origin"]["save_id"].partition("-")[0],
-                                    "rank": part["origin"]["rank"], "files": part["files"], "state": part["state"]})
-    for path in folder.glob("*.safetensors"):
-        set_header(path, lambda header: header.pop("__metadata__") and None)
-    reseal(folder)
-    rewrite(folder / MANIFEST, lambda body: body.update(format=3, save_id=body["save_id"].partition("-")[0]))
-
-
 def make_signed(root: Path, tag: str) -> None:
     """Turn a tag into what an earlier version saved with --checkpoint-key."""
     for path in (root / tag).glob("rank*.json"):
         rewrite(path, lambda part: [entry.update(sha256="0" * 64) for entry in part["files"].values()] and None)
     for path in ((root / tag / MANIFEST), *(root / tag).glob("rank*.json")):
         rewrite(path, lambda body: body.update(hmac="0" * 64))
-
-
-# Format 2 lists every file and piece in the manifest.
-
-def format_2(manifest: Manifest) -> bytes:
-    """A manifest as format 2 wrote it."""
-    body = {"format": 2, **{name: getattr(manifest, name) for name in
-                            ("run_id", "tag", "iteration", "layout", "config")},
-            "files": {name: asdict(entry) for name, entry in manifest.files.items()},
-            "tensors": [{key: value for key, value in asdict(tensor).items() if key != "dp_sharding"}
-                        for tensor in manifest.tensors],
-            "saved_at": manifest.saved_at}
-    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
-    return text + checksum_ending(text)
-
-
-def make_format_2(root: Path, tag: str) -> None:
-    """Turn a tag into what the same save was in format 2."""
-    folder = root / tag
-    manifest = read_manifest(folder)
-    files = dict(verify_tag(root, tag).files)
-    file_of = {key: name for name in files if name.endswith(".safetensors")
-               for key in SafetensorsReader(folder / name, name).tensors}
-    shared = json.loads((folder / "shared.json").read_bytes())["state"]
-    states = {
-        rank_manifest_name(rank): read_rank_manifest(folder, manifest, rank)[0].state
-        for rank in range(manifest.world_size)
-    }
-    for name, state in {**states, "shared.json": shared}.items():
-        text = json.dumps(state, indent=1).encode() + b"\n"
-        (folder / name).write_bytes(text)
-        files[name] = FileEntry(len(text), f"{crc32(text):08x}")
-    listed = tuple(replace(tensor, dp_sharding=None, pieces=tuple(_pieces(manifest, tensor, file_of)))
-                   for tensor in manifest.tensors)
-    (folder / MANIFEST).write_bytes(format_2(replace(manifest, tensors=listed, files=files)))
-
-
-def _pieces(manifest: Manifest, tensor: TensorEntry, file_of: dict[str, str]) -> Iterator[PieceEntry]:
-    for tp_rank in range(tensor.sharding.tp_size):
-        for shard in range(manifest.tp_dp_sizes[1]):
-            if (piece := manifest.piece_of_rank(tensor, shard * manifest.tp_dp_sizes[0] + tp_rank)) is not None:
-                key = piece_key(tensor, tp_rank, piece[0])
-                yield PieceEntry(tp_rank, *piece, file_of[key], key)
 
 
 def load_candidates(root: Path) -> list[str]:

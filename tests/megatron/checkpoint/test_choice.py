@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -14,13 +13,12 @@ import pytest
 from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.commit import Keep, clean_up_save_root, delete_old_tags
-from megatron.checkpoint.file_formats import checksum_ending
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import (PENDING_LATEST, commit_records, find_tag_of_step, latest_tag,
                                       parse_checkpoint_path, tag_names)
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import load_candidates, make_format_2, make_format_4, save_solo, saved
+from tests.megatron.checkpoint.made import load_candidates, save_solo, saved
 
 
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
@@ -163,42 +161,6 @@ def test_copies_keep_the_order(tmp_path: Path) -> None:
     for name in reversed([manifest.tag for manifest in commit_records(tmp_path / "s")]):
         shutil.copytree(tmp_path / "s" / name, copy / name, copy_function=shutil.copyfile)
     assert opened(copy)[0] == "global_step6"
-
-
-def test_tags_of_format_4_come_first_and_an_abandoned_branch_of_theirs_is_left(tmp_path: Path) -> None:
-    """They have only times: steps 2, 4, 6, back at 2: 3. A run that resumes from 3 has 3 and 2 for ancestors; 4, which
-    was saved before 3 and has a later step, is not one."""
-    for time_of, step in enumerate((2, 4, 6, 3)):
-        save_solo(tmp_path, step)
-        make_format_4(tmp_path, f"global_step{step}", saved_at=10 + time_of)
-    assert [manifest.iteration for manifest in commit_records(tmp_path)] == [2, 4, 6, 3]
-    assert load_candidates(tmp_path) == ["global_step3", "global_step2"]
-    save_solo(tmp_path, 5, after="global_step3")
-    save_solo(tmp_path, 7, run="another")
-    assert [manifest.iteration for manifest in commit_records(tmp_path)] == [2, 4, 6, 3, 5, 7]
-    assert load_candidates(tmp_path) == ["global_step7"]
-    (tmp_path / "latest").write_text("global_step5")
-    assert load_candidates(tmp_path) == ["global_step5", "global_step3", "global_step4", "global_step2"]
-
-
-def as_format_1(folder: Path) -> None:
-    """The manifest as this program wrote it before it recorded times."""
-    make_format_2(folder.parent, folder.name)
-    value = json.loads((folder / MANIFEST).read_bytes())
-    del value["saved_at"], value["crc32"]
-    text = json.dumps({**value, "format": 1}, separators=(",", ":")).encode()[:-1]
-    (folder / MANIFEST).write_bytes(text + checksum_ending(text))
-
-
-def test_tags_without_a_time_come_first_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    for step in (20, 10, 5):
-        save_solo(tmp_path, step)
-    for step in (20, 10):
-        as_format_1(tmp_path / f"global_step{step}")
-    (tmp_path / "latest").unlink()
-    assert [manifest.iteration for manifest in commit_records(tmp_path)] == [10, 20, 5]
-    shutil.rmtree(tmp_path / "global_step5")
-    assert opened(tmp_path)[0] == "global_step20"
 
 
 def test_two_tags_of_one_step_are_told_apart_by_time(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.checkpoint.cli import main
-from tests.megatron.checkpoint.made import SHAPES, Grid, make_format_2, save_grid
+from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid
 
 TREE = Path(__file__).parents[3]
 
@@ -187,7 +187,6 @@ def test_list_marks_tags_with_missing_or_shorter_files(name: str, cut: bool, roo
     assert failing(capsys, "list", f"{root}:global_step4")[0] == 4
     (root / "latest").write_text("global_step2")
     assert main(["list", str(root)]) == 0
-    make_format_2(root, "global_step2")
     (root / "global_step2" / "rank0.safetensors").unlink()
     assert main(["list", str(root)]) == 4
 

@@ -23,7 +23,7 @@ from megatron.model import GPT2
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import GRIDS, SHAPES, Grid, ThreadWorld, logical, make_format_2, save_grid
+from tests.megatron.checkpoint.made import GRIDS, SHAPES, Grid, ThreadWorld, logical, save_grid
 from tests.megatron.helpers import NO_DROPOUT, TINY, tiny_model, total_digest, train_all, write_corpus
 
 
@@ -41,12 +41,9 @@ def script(root: Path, *arguments: object, folder: Path | None = None) -> subpro
                           capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_layout_gives_the_logical_tensors(grid: Grid, version: int, tmp_path: Path) -> None:
+def test_every_layout_gives_the_logical_tensors(grid: Grid, tmp_path: Path) -> None:
     save_grid(tmp_path, grid, step=3, padding=9.0)
-    if version == 2:
-        make_format_2(tmp_path, "global_step3")
     assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "all.safetensors")]) == 0
     assert same(load_file(tmp_path / "all.safetensors"), expected(0))
     assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))

@@ -187,8 +187,8 @@ def faults(rehearsals: Rehearsals, hows: Mapping[str, Iterable[str]]) -> list[tu
 def byte_deaths(story: Story, count: int) -> list[tuple[str, Death]]:
     """Deaths at a byte of a file, the first and the last of each file included."""
     draw = random.Random(5)
-    manifest = verify_tag(story.folder / "whole", f"global_step{STEP}")
-    sizes = {name: entry.size for name, entry in manifest.files.items()}
+    files = verify_tag(story.folder / "whole", f"global_step{STEP}")
+    sizes = {name: entry.size for name, entry in files.items()}
     sizes["manifest.json"] = (story.folder / "whole" / f"global_step{STEP}" / "manifest.json").stat().st_size
     edges = [(name, at) for name, size in sizes.items() for at in (0, size - 1)]
     drawn = [(name, draw.randrange(sizes[name])) for name in draw.choices(list(sizes), k=count)]

@@ -12,18 +12,16 @@ from megatron.checkpoint import reader
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.errors import CheckpointError
 from mpu.split import Partition
-from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, local, logical, make_format_2, runs, save_grid
+from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, local, logical, runs, save_grid
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["format2", "format3"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Path]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Path]:
     """One state, saved under each layout. Its padding is not zero, which no reader may notice."""
     folder = tmp_path_factory.mktemp("layouts")
     for grid in GRIDS:
         reports = save_grid(folder / str(grid), grid, padding=7.0)
         assert all(isinstance(report.bytes, int) for report in reports), reports
-        if request.param == 2:
-            make_format_2(folder / str(grid), "global_step1")
     return {grid: folder / str(grid) for grid in GRIDS}
 
 

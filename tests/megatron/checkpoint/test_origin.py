@@ -18,7 +18,7 @@ from megatron.checkpoint.verify import verify_tag
 from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
 from mpu.groups import build
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import Grid, make_format_3, redigest, reseal, rewrite, save_grid, set_header
+from tests.megatron.checkpoint.made import Grid, redigest, reseal, rewrite, save_grid, set_header
 
 TAG = "global_step10"
 GRID = Grid(2, 2)
@@ -155,18 +155,6 @@ def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
     assert cli.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
     said = capsys.readouterr().err
     assert said.startswith(f"error: tag {TAG}: file shared.json: is of another checkpoint: save_id expected ")
-
-
-def test_format_3_is_read_and_still_knows_its_parts(tags: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(tags["ours"], tmp_path / TAG)
-    before = list(digest_lines(open_checkpoint(tmp_path, TAG)))
-    state = open_checkpoint(tmp_path, TAG).shared_state
-    make_format_3(tmp_path, TAG)
-    assert accepted(tmp_path) == list(READERS)
-    found = open_checkpoint(tmp_path, TAG)
-    assert found.manifest.format == 3 and list(digest_lines(found)) == before and found.shared_state == state
-    rewrite(tmp_path / TAG / "rank1.json", lambda part: part.update(save_id="other"))
-    assert accepted(tmp_path) == []
 
 
 def opened_in_its_own_folder(rank: int, world_size: int, folders: list[str]) -> str:

@@ -16,7 +16,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete_manifests, read_tag_manifest, tag_names
 from megatron.checkpoint.verify import verify_share, verify_tag
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import (Grid, make_format_2, make_format_3, make_format_4, make_signed, save_grid,
+from tests.megatron.checkpoint.made import (Grid, make_signed, save_grid,
                                             save_solo)
 
 
@@ -49,28 +49,22 @@ def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
         open_checkpoint(tmp_path, tag)
 
 
-@pytest.fixture(scope="module", params=[make_format_2, make_format_3, make_format_4, None],
-                ids=["format2", "format3", "format4", "format5"])
-def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pristine")
     for step in (1, 2):
         save_grid(root, Grid(2, 1), step=step)
-        if request.param is not None:
-            request.param(root, f"global_step{step}")
     return root
 
 
-@pytest.mark.parametrize("is_format_4", [True, False])
-def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: Path, is_format_4: bool) -> None:
+def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: Path) -> None:
     save_grid(tmp_path, Grid(1, 2))
-    if is_format_4:
-        make_format_4(tmp_path, "global_step1")
     make_signed(tmp_path, "global_step1")
     assert b',"hmac":"' in (tmp_path / "global_step1" / MANIFEST).read_bytes()
-    assert len(verify_tag(tmp_path, "global_step1").files) == 6
+    assert len(verify_tag(tmp_path, "global_step1")) == 6
     assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
     assert zero_to_fp32.open_tag(tmp_path, "global_step1").output_tensors()
-    assert read_commit_number(tmp_path / "global_step1") == (0 if is_format_4 else 1)
+    assert read_commit_number(tmp_path / "global_step1") == 1
 
 
 FILES = ["rank0.safetensors", "rank1.safetensors", "rank0.json", "rank1.json", "shared.json", "config.json", MANIFEST]
