@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
 from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
-from megatron.zero.param_coordinator import DIGEST_LIMIT, ReplicatedParams, UnitPhase
+from megatron.zero.param_coordinator import DIGEST_LIMIT, ParamCoordinator, UnitPhase
 from megatron.zero.step_result import NoGradForwardChecker
 
 
@@ -79,7 +79,7 @@ class PassCoordinator:
 
     _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
-    def __init__(self, units: Sequence[Unit], param_coordinator: ReplicatedParams, reduction_order: ReductionOrder,
+    def __init__(self, units: Sequence[Unit], param_coordinator: ParamCoordinator, reduction_order: ReductionOrder,
                  log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
         self._param_coordinator, self._reduction_order, self._allows_unused = (

@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
 from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
 from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
-from megatron.zero.partitioned_param import release_param, replace_by_placeholder, set_param_data, set_param_owner
-from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.partitioned_param import (full_shape, release_param, replace_by_placeholder, set_param_data,
+                                             set_param_owner)
+from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
+from mpu.partition import partition_of
 from mpu.weight_init import Initializer
 
 
@@ -76,22 +78,21 @@ class FlatBucket:
     peers_know_states = False
     """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
 
-    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *,
-                 policy: StagePolicy, dp: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
-                 buffer_pool: BufferPool, log: CollectiveLog, engine_storage: EngineStorage,
-                 show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders,
-                 values_are_equal: bool = False) -> None:
-        """`show_sharded` changes the parameters when they are resharded. Unless `values_are_equal`, the first rank of
-        `dp` broadcasts its values."""
-        self.name, self.device, self._dtypes, self._comm, self.dp, self.log = name, device, dtypes, comm, dp, log
-        self.show_sharded, self._broadcast_group = show_sharded, SOLO if values_are_equal else dp
-        self.trainable = parameters[0].requires_grad
-        self._policy = policy
-        self.shard_group, self.replica_group = (dp, SOLO) if policy.optim_is_sharded else (SOLO, dp)
+    def __init__(self, name: str, members: Sequence[tuple[str, nn.Parameter]], config: BucketingConfig,
+                 policy: StagePolicy) -> None:
+        """`members`: the path of each parameter in the model, and the parameter."""
+        self.name, self.device, self.dp, self.log = name, config.device, config.dp, config.log
+        self._dtypes, self._comm, self._policy = config.dtypes, config.comm, policy
+        self.show_sharded = config.show_sharded or replace_params_by_placeholders
+        self._broadcast_group = SOLO if config.values_are_equal else config.dp
+        self.trainable = members[0][1].requires_grad
+        self.shard_group, self.replica_group = (config.dp, SOLO) if policy.optim_is_sharded else (SOLO, config.dp)
+        slots = [Slot(path, tuple(full_shape(p)), config.param_group_of(p) if p.requires_grad else 0, partition_of(p))
+                 for path, p in members]
         self.layout = FlatLayout(slots, self.shard_group.size)
+        engine_storage, by_name = config.engine_storage, dict(members)
         self.storage = (engine_storage.storage_for_masters(self.layout.shard_numel) if self.trainable
                         else engine_storage.optimizer)
-        by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
         self._copy_streams = engine_storage.copy_streams
@@ -99,12 +100,10 @@ class FlatBucket:
         self._pending_shard_copy: CopyEvent | None = None  # this rank's shard, host to device
         offloader = None
         if self.trainable and self.storage.update_location is Location.HOST and self._copy_streams is not None:
-            offloader = GradOffloader(self.layout.shard_numel, dtypes.grad_shard, device, self._copy_streams,
-                                      pinned=engine_storage.pin_memory)
-        self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy,
-                                   shard_group=self.shard_group, replica_group=self.replica_group,
-                                   device=device, dtypes=dtypes, comm=comm, buffer_pool=buffer_pool, log=log,
-                                   offloader=offloader)
+            offloader = GradOffloader(self.layout.shard_numel, config.dtypes.grad_shard, config.device,
+                                      self._copy_streams, pinned=engine_storage.pin_memory)
+        self.grads = FlatGradients(name, self.layout, self.parameters, config, policy, self.shard_group,
+                                   self.replica_group, offloader)
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
         self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block

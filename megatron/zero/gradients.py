@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.distributed.collective_log import NO_REDUCTION, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool, FlatBuffer
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool, FlatBuffer
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
-from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
 from mpu.grads import MainGrad, MainGradReservation, row_norms
@@ -47,14 +47,15 @@ class GradState(Enum):
 class FlatGradients:
     """The full buffer and the reduced shard of one bucket's gradients."""
 
-    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
-                 shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
-                 buffer_pool: BufferPool, log: CollectiveLog, offloader: GradOffloader | None = None) -> None:
+    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], config: BucketingConfig,
+                 policy: StagePolicy, shard_group: Group, replica_group: Group,
+                 offloader: GradOffloader | None) -> None:
+        device, dtypes, comm = config.device, config.dtypes, config.comm
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard, self._params_are_sharded = policy.grads_are_sharded, policy.params_are_sharded
         self._shard_group, self._replica_group = shard_group, replica_group
         self._device, self._dtypes, self._comm = device, dtypes, comm
-        self._buffer_pool, self._log, self._offloader = buffer_pool, log, offloader
+        self._buffer_pool, self._log, self._offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of

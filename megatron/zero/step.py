@@ -11,7 +11,7 @@ accelerator, unless the loss scale is dynamic or the rule needs numbers on the h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,9 +29,8 @@ from megatron.zero.compression import CompressedGradExchange
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.state import EngineState
-from megatron.zero.step_result import (HostStepResult, HyperparamDigest, StepResult, StepSettings,
-                                       all_reduce_step_scalars, different_settings_error, diverged_blocks_error,
-                                       make_step_settings)
+from megatron.zero.step_result import (HostStepResult, StepResult, all_reduce_step_scalars, different_settings_error,
+                                       diverged_blocks_error, make_step_settings, settings_digest)
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_gather_json
 from mpu.grads import NORM_ROW
@@ -105,7 +104,7 @@ class StepReport:
     loss_scale: float
     lr: float
     """Of the first param group."""
-    settings: StepSettings | None
+    settings: Mapping[str, str] | None
     """The settings of this rank for the step; None on a single rank."""
     losses: Sequence[Tensor]
     """Of this rank's micro-batches. Read only if a gradient is not finite."""
@@ -168,7 +167,6 @@ class OptimizerStep:
         self._next_note: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
-        self._hyperparam_digest = HyperparamDigest(param_groups)
         self._unread_report: StepReport | None = None  # the last step, until the host has read its result
         self._report_to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
         self._steps_on_device = torch.zeros((), device=state.device)
@@ -214,9 +212,9 @@ class OptimizerStep:
         square = self._norm_in_use.norm_squared()  # first: the device computes it while the host digests the settings
         counters, world = self._state.counters, self._groups.world
         settings = None if world.is_solo else make_step_settings(
-            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._hyperparam_digest())
+            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._param_groups)
         sums = all_reduce_step_scalars(
-            square, world, digest=0 if settings is None else settings.digest(run_digest, world.size),
+            square, world, digest=0 if settings is None else settings_digest(settings, run_digest, world.size),
             counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
             has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
         result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)

@@ -76,7 +76,7 @@ class EngineStatus:
     @property
     def cur_scale(self) -> float:
         """The loss scale of the next backward."""
-        return self.core.scaler.scale
+        return self.core.state.counters.scaler.scale
 
     loss_scale = cur_scale
 

@@ -147,7 +147,7 @@ def observe(case: Case, stage: int, grid: Groups, clean: list[list[Tensor]]) -> 
     def take(number: int, fault: Case | None = None) -> None:
         before = state(engine), engine.optimizer_steps, engine.applied_steps
         applied.append(take_step(engine, grid, number, fault).applied)
-        scales.append(engine.scaler.scale)
+        scales.append(engine.state.counters.scaler.scale)
         if fault is not None:
             after = state(engine), engine.optimizer_steps, engine.applied_steps
             nonlocal untouched
