@@ -142,8 +142,9 @@ class PassCoordinator:
     def complete_backward(self, *, ends_step: bool) -> None:
         """Autograd is done: launch the remaining reductions and wait for all."""
         if ends_step:
-            unused = [] if self._allows_unused else [name for bucket in self._buckets
-                                                     for name in bucket.grads.params_without_grad()]
+            unused = [] if self._allows_unused else [
+                slot.name for bucket in self._buckets for index, slot in enumerate(bucket.layout.slots)
+                if index not in bucket.grads.params_with_grad]
             message = None if not unused else (
                 f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
                 "change the model, or set ignore_unused_parameters")

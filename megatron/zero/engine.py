@@ -32,18 +32,15 @@ from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
 from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
 from megatron.zero.stages import make_comm_config, stage_policy
-from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
-from megatron.zero.step import OptimizerStep, StepReport
+from megatron.zero.state import (LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, StepCounters,
+                                 broadcast_module_buffers)
+from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
 from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
-
-MAX_EXTRA_SCALARS = 8
-"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
-callers give different numbers of scalars."""
 
 
 class ZeroEngine:
@@ -172,11 +169,9 @@ class ZeroEngine:
         try:
             scalars_error = _extra_scalars_error(extra_scalars)
             veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
-            padding = MAX_EXTRA_SCALARS * [0.0]
-            padded_scalars = [*(extra_scalars if scalars_error is None else ()), *padding][:MAX_EXTRA_SCALARS]
-            self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, padded_scalars,
-                                                    engine_scalars, self.accumulation_steps, self.micro_batch)
-            self.last_report.given_scalar_count = len(extra_scalars)
+            self.last_report = self._optimizer_step(
+                self.pass_coordinator.take_run_digest(), veto_error, extra_scalars if scalars_error is None else (),
+                engine_scalars, self.accumulation_steps, self.micro_batch)
         except BaseException as error:
             self.pass_coordinator.record_interruption(error)
             self.log.raise_root_cause(error)
@@ -245,7 +240,7 @@ class ZeroEngine:
     @property
     def has_gradients(self) -> bool:
         """Gradients have been accumulated since the last step."""
-        return not all(bucket.grads.is_empty for bucket in self.buckets)
+        return any(bucket.grads.params_with_grad for bucket in self.buckets)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -344,23 +339,10 @@ class ZeroEngine:
         return self.state.counters.global_steps
 
     @property
-    def skipped_steps(self) -> int:
+    def counters(self) -> StepCounters:
+        """With the last step counted: waits for the device. (`global_steps` does not.)"""
         self._optimizer_step.read_step_result()
-        return self.state.counters.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        return self.state.counters.micro_steps
-
-    @property
-    def optimizer_steps(self) -> int:
-        self._optimizer_step.read_step_result()
-        return self.state.counters.optimizer_steps
-
-    @property
-    def applied_steps(self) -> int:
-        self._optimizer_step.read_step_result()
-        return self.state.counters.applied_steps
+        return self.state.counters
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 

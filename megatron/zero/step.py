@@ -85,6 +85,10 @@ def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
     return counts
 
 
+MAX_EXTRA_SCALARS = 8
+"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+callers give different numbers of scalars."""
+
 MAX_OVERFLOWS_IN_A_ROW = 20
 """Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
 train again."""
@@ -110,9 +114,8 @@ class StepReport:
     """Of this rank's micro-batches. Read only if a gradient is not finite."""
     note: str | None
     """What changes from this step on."""
-    extra_scalar_count: int
     given_scalar_count: int
-    """How many extra scalars this rank gave; the rest of `extra_scalar_count` is padding."""
+    """How many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding."""
     skip_warning: str | None = None
     """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
@@ -142,7 +145,7 @@ class StepReport:
     @property
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
-        return self.host_result.scalars[self.extra_scalar_count:]
+        return self.host_result.scalars[MAX_EXTRA_SCALARS:]
 
 
 class OptimizerStep:
@@ -216,12 +219,13 @@ class OptimizerStep:
         sums = all_reduce_step_scalars(
             square, world, digest=0 if settings is None else settings_digest(settings, run_digest, world.size),
             counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
-            has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
+            has_veto=veto_error is not None,
+            scalars=(*extra_scalars, *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
         result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
         report = StepReport(result, veto_error, number=counters.global_steps + 1, settings=settings,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], note=self._next_note,
                             losses=self._losses,  # not reset: a refused step may be called again
-                            extra_scalar_count=len(extra_scalars), given_scalar_count=len(extra_scalars))
+                            given_scalar_count=len(extra_scalars))
         self._next_note = None
         if self.is_deferred:
             self._update(lambda device: self._device_scalars(result))

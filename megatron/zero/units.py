@@ -23,6 +23,7 @@ from megatron.errors import ConfigError
 from megatron.optim.rule import ParamGroup
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BucketingConfig
+from megatron.zero.gradients import MainGradWriter
 from megatron.zero.hooks import Unit
 from megatron.zero.partitioned_param import external_parameters, full_shape
 from megatron.zero.tiling import TiledLinearBase
@@ -69,7 +70,7 @@ def attach_main_grad_writers(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
-            module.weight_main_grad = bucket.grads.main_grad_writer(index)
+            module.weight_main_grad = MainGradWriter(bucket.grads, index)
 
 
 def detach_main_grad_writers(units: list[Unit]) -> None:
