@@ -48,8 +48,9 @@ def make_engine(preset: str, device: torch.device, batch: int) -> Engine:
 
 def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, by name: views of the engine's own state."""
-    kinds = ("weight", *engine.core.state_kinds)
-    return {f"{kind}/{slot.name}/{offset}": run for kind, slot, offset, run in engine.core.state_segments(kinds)}
+    kinds = ("weight", *engine.core.rule.states)
+    return {f"{segment.kind}/{slot.name}/{offset}": segment.fetch()
+            for slot, offset, segment in engine.core.state.segments_to_save(kinds)}
 
 
 class Contenders:

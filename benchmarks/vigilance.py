@@ -210,15 +210,14 @@ def fastest(action: Callable[[], object], rounds: int = 200, calls: int = 10) ->
 def settings() -> Iterator[str]:
     import torch
 
-    from megatron.zero.step_result import HyperparamDigest, make_step_settings, scalars_on_device
+    from megatron.zero.step_result import make_step_settings, scalars_on_device, settings_digest
 
     for count in (2, 24):
         groups = [dict(torch.optim.AdamW([torch.zeros(1)], lr=1e-3 * number).param_groups[0], initial_lr=1e-3)
                   for number in range(1, count + 1)]
-        reader = HyperparamDigest(groups)
 
         def compared() -> int:
-            return make_step_settings(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
+            return settings_digest(make_step_settings(7, {"1/4": 4}, 4, 2, groups), 11, 2)
 
         def new_rates() -> int:
             for group in groups:

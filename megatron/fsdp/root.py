@@ -278,7 +278,7 @@ class FSDPRoot:
                                   "returned: its gradients are not scaled. Return what the loss is made of, or use "
                                   "bf16")
             self.passes.complete_backward(ends_step=True)
-            reached: ReachedParams = [bucket.grads.params_with_grad for bucket in self.trained]
+            reached: ReachedParams = [frozenset(bucket.grads.params_with_grad) for bucket in self.trained]
             if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
                              if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []

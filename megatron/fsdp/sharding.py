@@ -33,7 +33,7 @@ from megatron.zero.api.initialize import init_distributed
 from megatron.zero.api.model_checks import describe_tensor, first_difference
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import drop_gradients
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool
+from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
 from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.host import HostStorage
@@ -41,7 +41,7 @@ from megatron.zero.offload.storage import DeviceStorage, EngineStorage
 from megatron.zero.partitioned_param import full_shape, param_owner
 from megatron.zero.stages import CommConfig, stage_policy
 from megatron.zero.state import broadcast_module_buffers
-from megatron.zero.units import ROOT, BucketingConfig
+from megatron.zero.units import ROOT
 from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
@@ -297,7 +297,7 @@ def _create_bucket(name: str, members: list[tuple[str, nn.Parameter]], settings:
     config = BucketingConfig(policy, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
                              group, device, 0, lambda parameter: 0, log, storage, buffer_pool, ShardedParamViews(),
                              values_are_equal=not settings.sync_module_states)
-    bucket = config.make_bucket(name, members, policy if members[0][1].requires_grad else policy.for_frozen_params)
+    bucket = FlatBucket(name, members, config, policy if members[0][1].requires_grad else policy.for_frozen_params)
     reshards = settings.reshard_after_forward
     _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
     # the ranks that keep the secondary shard between forward and backward

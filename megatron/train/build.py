@@ -129,7 +129,7 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
     built.block_until_params_gathered = False
-    model.on_blocks_chosen = built.core.set_forward_modules
+    model.on_blocks_chosen = built.core.pass_coordinator.set_forward_modules
     return built
 
 

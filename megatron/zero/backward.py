@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
 from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
-from megatron.zero.param_coordinator import DIGEST_LIMIT, ReplicatedParams, UnitPhase
+from megatron.zero.param_coordinator import DIGEST_LIMIT, ParamCoordinator, UnitPhase
 from megatron.zero.step_result import NoGradForwardChecker
 
 
@@ -79,7 +79,7 @@ class PassCoordinator:
 
     _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
-    def __init__(self, units: Sequence[Unit], param_coordinator: ReplicatedParams, reduction_order: ReductionOrder,
+    def __init__(self, units: Sequence[Unit], param_coordinator: ParamCoordinator, reduction_order: ReductionOrder,
                  log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
         self._param_coordinator, self._reduction_order, self._allows_unused = (
@@ -142,8 +142,9 @@ class PassCoordinator:
     def complete_backward(self, *, ends_step: bool) -> None:
         """Autograd is done: launch the remaining reductions and wait for all."""
         if ends_step:
-            unused = [] if self._allows_unused else [name for bucket in self._buckets
-                                                     for name in bucket.grads.params_without_grad()]
+            unused = [] if self._allows_unused else [
+                slot.name for bucket in self._buckets for index, slot in enumerate(bucket.layout.slots)
+                if index not in bucket.grads.params_with_grad]
             message = None if not unused else (
                 f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
                 "change the model, or set ignore_unused_parameters")

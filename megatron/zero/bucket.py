@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
 from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
 from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
-from megatron.zero.partitioned_param import release_param, replace_by_placeholder, set_param_data, set_param_owner
-from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.partitioned_param import (full_shape, release_param, replace_by_placeholder, set_param_data,
+                                             set_param_owner)
+from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
+from mpu.partition import partition_of
 from mpu.weight_init import Initializer
 
 
@@ -76,22 +78,22 @@ class FlatBucket:
     peers_know_states = False
     """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
 
-    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *,
-                 policy: StagePolicy, dp: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
-                 buffer_pool: BufferPool, log: CollectiveLog, engine_storage: EngineStorage,
-                 show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders,
-                 values_are_equal: bool = False) -> None:
-        """`show_sharded` changes the parameters when they are resharded. Unless `values_are_equal`, the first rank of
-        `dp` broadcasts its values."""
-        self.name, self.device, self._dtypes, self._comm, self.dp, self.log = name, device, dtypes, comm, dp, log
-        self.show_sharded, self._broadcast_group = show_sharded, SOLO if values_are_equal else dp
-        self.trainable = parameters[0].requires_grad
-        self._policy = policy
-        self.shard_group, self.replica_group = (dp, SOLO) if policy.optim_is_sharded else (SOLO, dp)
+    def __init__(self, name: str, members: Sequence[tuple[str, nn.Parameter]], config: BucketingConfig,
+                 policy: StagePolicy) -> None:
+        """`members`: the path of each parameter in the model, and the parameter."""
+        self.name, self.device, self.dp, self.log = name, config.device, config.dp, config.log
+        self._dtypes, self._comm, self._policy = config.dtypes, config.comm, policy
+        self.show_sharded = config.show_sharded or replace_params_by_placeholders
+        self._broadcast_group = SOLO if config.values_are_equal else config.dp
+        self.trainable = members[0][1].requires_grad
+        self.shard_group, self.replica_group = (config.dp, SOLO) if policy.optim_is_sharded else (SOLO, config.dp)
+        slots = [Slot(path, tuple(full_shape(p)), config.param_group_of(p) if p.requires_grad else 0, partition_of(p))
+                 for path, p in members]
         self.layout = FlatLayout(slots, self.shard_group.size)
+        self._shard_slice = self.layout.shard_slice(self.shard_group.rank)
+        engine_storage, by_name = config.engine_storage, dict(members)
         self.storage = (engine_storage.storage_for_masters(self.layout.shard_numel) if self.trainable
                         else engine_storage.optimizer)
-        by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
         self._copy_streams = engine_storage.copy_streams
@@ -99,12 +101,10 @@ class FlatBucket:
         self._pending_shard_copy: CopyEvent | None = None  # this rank's shard, host to device
         offloader = None
         if self.trainable and self.storage.update_location is Location.HOST and self._copy_streams is not None:
-            offloader = GradOffloader(self.layout.shard_numel, dtypes.grad_shard, device, self._copy_streams,
-                                      pinned=engine_storage.pin_memory)
-        self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy,
-                                   shard_group=self.shard_group, replica_group=self.replica_group,
-                                   device=device, dtypes=dtypes, comm=comm, buffer_pool=buffer_pool, log=log,
-                                   offloader=offloader)
+            offloader = GradOffloader(self.layout.shard_numel, config.dtypes.grad_shard, config.device,
+                                      self._copy_streams, pinned=engine_storage.pin_memory)
+        self.grads = FlatGradients(name, self.layout, self.parameters, config, policy, self.shard_group,
+                                   self.replica_group, offloader)
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
         self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
@@ -112,7 +112,7 @@ class FlatBucket:
         self.offloaded_states: set[str] = set()
         """Names of the states that engine.offload_states() has moved to the host."""
         self._take_over_params(engine_storage)
-        self._write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
+        self.write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
     @property
     def update_device(self) -> torch.device:
@@ -140,14 +140,9 @@ class FlatBucket:
         return self.master_state is not self.param_shard
 
     @property
-    def is_on_device(self) -> bool:
-        """The parameter shard is on the device, not offloaded."""
-        return self.param_shard.is_on_device
-
-    @property
     def device_param_shard(self) -> Tensor:
         """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
-        assert self.is_on_device, f"the weights of {self.name} are offloaded"
+        assert self.param_shard.is_on_device, f"the weights of {self.name} are offloaded"
         return self.param_shard.view(WEIGHT)
 
     @property
@@ -165,10 +160,10 @@ class FlatBucket:
             self.shard_state = ShardState.SHARDED
             self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)
         else:
-            self.param_shard = DeviceShard(self._shard_of(self.gathered_params))
+            self.param_shard = DeviceShard(self.gathered_params[self._shard_slice])
         masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
             param_dtype != self._dtypes.master or self._dtypes.masters_are_separate
-            or self.storage.location is not Location.DEVICE or not self.is_on_device)
+            or self.storage.location is not Location.DEVICE or not self.param_shard.is_on_device)
         self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
                                           if masters_are_separate else self.param_shard)
         sources = init_sources(self.parameters)
@@ -233,10 +228,6 @@ class FlatBucket:
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             set_param_data(parameter, self._param_view(slot))
 
-    def _shard_of(self, flat: Tensor) -> Tensor:
-        start = self.shard_group.rank * self.layout.shard_numel
-        return flat[start : start + self.layout.shard_numel]
-
     def _set_shard_state(self, wanted: ShardState) -> None:
         assert (self.shard_state, wanted) in LEGAL_TRANSITIONS, \
             f"{self.name} cannot go from {self.shard_state} to {wanted}"
@@ -254,8 +245,8 @@ class FlatBucket:
         if not self.is_unsharded:
             self.gathered_params = self.gathered_params.new_empty(self.layout.numel)
             try:
-                if not self.is_on_device and self._secondary_shard is None:
-                    self._fetch_param_shard(self._shard_of(self.gathered_params))
+                if not self.param_shard.is_on_device and self._secondary_shard is None:
+                    self._fetch_param_shard(self.gathered_params[self._shard_slice])
                 self._launch_gather()
             except BaseException:  # an NVMe read failed, say: the buffer does not hold weights
                 if self._pending_gather is None:
@@ -282,7 +273,7 @@ class FlatBucket:
                                                    self._comm.allgather_bucket_size)
             return
         # [numel] <- [shard_numel] of each rank; an offloaded shard was copied to its place in the output
-        own = self.device_param_shard if self.is_on_device else self._shard_of(self.gathered_params)
+        own = self.device_param_shard if self.param_shard.is_on_device else self.gathered_params[self._shard_slice]
         with nullcontext() if self._copy_streams is None \
                 or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
             self._pending_gather = all_gather_into(self.gathered_params, own, self.shard_group,
@@ -309,7 +300,7 @@ class FlatBucket:
             self._point_params_into_buffer()
             self.params_are_placeholders = False
         if self._versions_are_shifted:
-            self._write_guard.shift_versions(-1)
+            self.write_guard.shift_versions(-1)
             self._versions_are_shifted = False
 
     def gather(self) -> None:
@@ -332,7 +323,7 @@ class FlatBucket:
                 # [numel] -> [size, numel / size], of which this rank keeps one row
                 self._secondary_shard = self.gathered_params.view(
                     self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
-            self._write_guard.before_reshard()
+            self.write_guard.before_reshard()
             self._versions_are_shifted = True
             self._set_shard_state(ShardState.SHARDED)
         if self.gathered_params.numel():
@@ -382,14 +373,9 @@ class FlatBucket:
         return torch._C._has_storage(tensor) and \
             tensor.untyped_storage()._cdata == self.gathered_params.untyped_storage()._cdata
 
-    @property
-    def has_user_writes(self) -> bool:
-        """A parameter was written to in place since the engine last checked."""
-        return self._write_guard.first_written() is not None
-
     def take_user_writes(self) -> bool:
         """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call."""
-        return self._write_guard.take_writes()
+        return self.write_guard.take_writes()
 
     def check_user_writes(self, *, compare_values: bool) -> None:
         """Raise ConfigError for in-place writes that the next step would undo, or that count only after the end of an
@@ -398,8 +384,8 @@ class FlatBucket:
             if self._user_session.first_modified() is not None:
                 self.check_not_gathered_by_user("a save")
         elif self.params_are_sharded or self.has_separate_masters:
-            self._write_guard.refuse_writes(None if self.params_are_sharded else self.device_param_shard,
-                                            self.master_state, self.round_masters, compare_values=compare_values)
+            self.write_guard.refuse_writes(None if self.params_are_sharded else self.device_param_shard,
+                                           self.master_state, self.round_masters, compare_values=compare_values)
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
         """The parameter values of one chunk of the masters; the caller casts."""
@@ -422,7 +408,7 @@ class FlatBucket:
         elif self.shard_group.size > 1:
             self.wait_for_param_gather()
             self._launch_gather()
-        self._write_guard.accept_writes()
+        self.write_guard.accept_writes()
 
     # ---- engine.offload_states() ------------------------------------------------------------------------------
 
@@ -437,7 +423,7 @@ class FlatBucket:
         """Turn the parameters into placeholders until `end_param_offload`; the caller then frees their memory."""
         self.is_offloaded = True
         if not self.params_are_sharded:
-            self._write_guard.shift_versions(+1)
+            self.write_guard.shift_versions(+1)
             self._versions_are_shifted = self.params_are_placeholders = True
             replace_params_by_placeholders(self)
 
@@ -456,10 +442,7 @@ class FlatBucket:
         return f"parameter {slot.name!r} of shape {slot.shape}"
 
     def slot_of(self, parameter: Tensor) -> Slot:
-        return self.layout.slots[self._param_index(parameter)]
-
-    def _param_index(self, parameter: Tensor) -> int:
-        return next(index for index, held in enumerate(self.parameters) if held is parameter)
+        return next(slot for slot, held in zip(self.layout.slots, self.parameters) if held is parameter)
 
     def check_before_user_gather(self) -> None:
         self.check_not_offloaded("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
@@ -501,19 +484,14 @@ class FlatBucket:
             self.log.record_collective(f"edits of {self.name}")
             broadcast_into(self.gathered_params, modifier_rank, self.dp).wait()
             self._user_session.store_modified_shard(self.param_shard, self.master_state)
-            if self.rounding is not None:
-                self._round_modified_params()
+            if self.rounding is not None:  # gather the parameters again, rounded from the edited masters
+                self.copy_masters_to_params()
+                self.rounding()
+                if not self.param_shard.is_on_device:
+                    self._fetch_param_shard(self.gathered_params[self._shard_slice])
+                self._launch_gather()
+                self.wait_for_param_gather()
         self._end_user_session(self._user_session)
-
-    def _round_modified_params(self) -> None:
-        """Gather the parameters again, rounded from the edited masters."""
-        assert self.rounding is not None
-        self.copy_masters_to_params()
-        self.rounding()
-        if not self.is_on_device:
-            self._fetch_param_shard(self._shard_of(self.gathered_params))
-        self._launch_gather()
-        self.wait_for_param_gather()
 
     def check_not_gathered_by_user(self, what: str) -> None:
         if self._user_session is not None:
@@ -528,7 +506,7 @@ class FlatBucket:
 
     def _end_user_session(self, session: GatheredParamsSession) -> None:
         self._user_session = None
-        self._write_guard.accept_writes()
+        self.write_guard.accept_writes()
         if session.was_sharded:
             self.reshard()
 

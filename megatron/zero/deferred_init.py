@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import WEIGHT, StateSegment, StoredShard
+from megatron.zero.offload.storage import WEIGHT, DeviceShard, StateSegment, StoredShard
 from megatron.zero.offload.swap_drive import SwapDrive
 from megatron.zero.partitioned_param import (Placeholder, param_owner, replace_by_placeholder, set_param_data,
                                              set_param_owner)
@@ -206,47 +206,17 @@ class NvmeInitArena:
         self._current_shard: StoredShard | None = None
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
-    def store(self, values: Tensor) -> NvmeInitShard:
-        """Append a flat tensor to the current file. Each new file is twice as large."""
-        nbytes = values.nbytes
+    def store(self, values: Tensor) -> StateSegment:
+        """Append bytes to the current file. Each new file is twice as large."""
+        nbytes = len(values)
         if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
             self._current_shard = self._storage.allocate_shard(str(self._shard_count),
                                                                max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
             self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
-        stored = NvmeInitShard(self, StateSegment(self._current_shard, WEIGHT, self._used, nbytes), values.dtype)
+        stored = StateSegment(self._current_shard, WEIGHT, self._used, nbytes)
         self._used += nbytes
-        stored.write(values)
+        stored.shard.write(WEIGHT, stored.start, values.cpu())
         return stored
-
-
-@final
-class NvmeInitShard:
-    def __init__(self, arena: NvmeInitArena, segment: StateSegment, dtype: torch.dtype) -> None:
-        self._arena, self._segment, self._dtype = arena, segment, dtype
-
-    def write(self, values: Tensor) -> None:
-        self._segment.shard.write(self._segment.kind, self._segment.start, values.contiguous().view(torch.uint8).cpu())
-
-    def read(self) -> Tensor:
-        return self._segment.fetch().view(self._dtype)
-
-    def copy(self) -> NvmeInitShard:
-        return self._arena.store(self.read())
-
-
-@final
-class MemoryInitShard:
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def write(self, values: Tensor) -> None:
-        self._values = values.to(self._values.device)
-
-    def read(self) -> Tensor:
-        return self._values
-
-    def copy(self) -> MemoryInitShard:
-        return MemoryInitShard(self._values.clone())
 
 
 @final
@@ -260,26 +230,37 @@ class InitShardedParam(DeferredParam):
         self.remote_device = remote_device
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
-        own = self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0))
-        self._shard = (storage.store(own) if isinstance(storage, NvmeInitArena) else MemoryInitShard(own.to(storage)))
+        self._storage = storage
+        self._stored = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0)))
         self._take_ownership()
 
+    def _store(self, own: Tensor) -> StateSegment:
+        """Store the bytes of this rank's shard."""
+        data = own.view(torch.uint8)
+        if isinstance(self._storage, NvmeInitArena):
+            return self._storage.store(data)
+        return StateSegment(DeviceShard(data.to(self._storage)), WEIGHT, 0, len(data))
+
+    def _read(self) -> Tensor:
+        return self._stored.fetch().view(self._dtype)
+
     def full_value(self, device: torch.device | None = None) -> Tensor:
-        part = self._shard.read().to(self._device)
+        part = self._read().to(self._device)
         flat = part.new_empty(self.dp.size * part.numel())
         all_gather_into(flat, part, self.dp).wait()
         return flat[: self._shape.numel()].view(self._shape).to(device)
 
     def _is_unmodified(self, value: Tensor) -> bool:
-        return torch.equal(self._shard_of(value), self._shard.read().to(value.device))
+        return torch.equal(self._shard_of(value), self._read().to(value.device))
 
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         if modifier_rank is not None:
-            self._shard.write(self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank)))
+            own = self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank))
+            self._stored.shard.write(WEIGHT, self._stored.start, own.view(torch.uint8))
         self._become_placeholder()
 
     def _unshare_after_clone(self) -> None:
-        self._shard = self._shard.copy()
+        self._stored = self._store(self._read().clone())
 
     def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
         value = value.to(self._device).contiguous()

@@ -186,7 +186,7 @@ def _mean_gradient(bucket: FlatBucket, segments: Sequence[Segment]) -> Tensor:
     out = torch.zeros(bucket.layout.shard_numel, device=bucket.device)
     for one in segments:
         place = slice(one.shard_offset, one.shard_offset + one.count)
-        out[place] = bucket.grads.reduced_shard[place]
+        out[place] = bucket.grads.shard[place]
     return out.mul_(bucket.grad_mean_factor())
 
 

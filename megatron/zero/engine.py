@@ -21,31 +21,26 @@ from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog, assert_collective_call, register_owning_engine
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
-from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange
-from megatron.zero.flat_buffers import BufferPool, bucket_dtypes, loss_scale_rule
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes, loss_scale_rule
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
-from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location, StateSegment
-from megatron.zero.param_coordinator import ReplicatedParams, ParamCoordinator, units_reused_within
+from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
+from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
 from megatron.zero.stages import make_comm_config, stage_policy
-from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
-from megatron.zero.step import OptimizerStep, StepReport
+from megatron.zero.state import (LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, StepCounters,
+                                 broadcast_module_buffers)
+from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
 from megatron.zero.step_result import NoGradForwardChecker
-from megatron.zero.units import (BucketingConfig, ModelParamGuard, attach_main_grad_writers, build_units,
-                                 detach_main_grad_writers)
+from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
-
-MAX_EXTRA_SCALARS = 8
-"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
-callers give different numbers of scalars."""
 
 
 class ZeroEngine:
@@ -73,12 +68,12 @@ class ZeroEngine:
         self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
                                                               DeviceStorage(device, dtypes.params))
         buffer_pool = BufferPool()
-        self._units = build_units(module, BucketingConfig(
+        self.units = build_units(module, BucketingConfig(
             self._policy, comm, dtypes, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool))
-        attach_main_grad_writers(self._units)
+        attach_main_grad_writers(self.units)
         scaling = loss_scale_rule(precision)
-        self.state = EngineState(self._units, rule, scaling.initial_state(), groups.world,
+        self.state = EngineState(self.units, rule, scaling.initial_state(), groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
         self.all_buckets = self.state.all_buckets
@@ -94,32 +89,27 @@ class ZeroEngine:
         self._optimizer_step = OptimizerStep(
             self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
             divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
-        self.param_coordinator = ReplicatedParams() if not self._policy.params_are_sharded else ParamCoordinator(
-            self._units, max_live=zero.stage3_max_live_parameters,
-            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self._units),
+        self.param_coordinator = ParamCoordinator(
+            self.units, max_live=zero.stage3_max_live_parameters,
+            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
         if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
             max_in_flight = 0
-        reductions = ReductionOrder(self._units, max_in_flight, self.log)
-        self.pass_coordinator = PassCoordinator(self._units, self.param_coordinator, reductions, self.log,
+        reductions = ReductionOrder(self.units, max_in_flight, self.log)
+        self.pass_coordinator = PassCoordinator(self.units, self.param_coordinator, reductions, self.log,
                                                 NoGradForwardChecker(groups.dp, device, self.log),
                                                 allows_unused=zero.ignore_unused_parameters,
                                                 params_are_sharded=self._policy.params_are_sharded,
                                                 current_step=lambda: self.state.counters.global_steps + 1)
         if self.engine_storage.delays_update:
             self.pass_coordinator.before_evaluation = partial(self.sync_delayed_update, "a forward of an evaluation")
-        self._handles = refuse_state_dict_loads(self._units) + register_unit_hooks(self._units, self.pass_coordinator)
+        self._handles = refuse_state_dict_loads(self.units) + register_unit_hooks(self.units, self.pass_coordinator)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    def set_forward_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Declare that the running forward calls exactly these modules, in this order. The engine then does not
-        prefetch the other units, nor wait for their gradients. All ranks must give the same modules."""
-        self.pass_coordinator.set_forward_modules(modules)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
@@ -138,7 +128,7 @@ class ZeroEngine:
                 advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
             raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
         divisor = self.accumulation_steps if scale_wrt_gas else 1
-        part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
+        part, scaled = loss / divisor, loss * (self.state.counters.scaler.scale / divisor)
         self._optimizer_step.before_backward(part, first=not self.has_gradients, divisor=divisor)
         try:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
@@ -179,11 +169,9 @@ class ZeroEngine:
         try:
             scalars_error = _extra_scalars_error(extra_scalars)
             veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
-            padding = MAX_EXTRA_SCALARS * [0.0]
-            padded_scalars = [*(extra_scalars if scalars_error is None else ()), *padding][:MAX_EXTRA_SCALARS]
-            self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, padded_scalars,
-                                                    engine_scalars, self.accumulation_steps, self.micro_batch)
-            self.last_report.given_scalar_count = len(extra_scalars)
+            self.last_report = self._optimizer_step(
+                self.pass_coordinator.take_run_digest(), veto_error, extra_scalars if scalars_error is None else (),
+                engine_scalars, self.accumulation_steps, self.micro_batch)
         except BaseException as error:
             self.pass_coordinator.record_interruption(error)
             self.log.raise_root_cause(error)
@@ -252,7 +240,7 @@ class ZeroEngine:
     @property
     def has_gradients(self) -> bool:
         """Gradients have been accumulated since the last step."""
-        return not all(bucket.grads.is_empty for bucket in self.buckets)
+        return any(bucket.grads.params_with_grad for bucket in self.buckets)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -332,56 +320,31 @@ class ZeroEngine:
         self.is_detached = True
         for handle in self._handles:
             handle.remove()
-        detach_main_grad_writers(self._units)
+        detach_main_grad_writers(self.units)
         try:
             for bucket in self.all_buckets:
                 bucket.release_params()
         finally:  # also if NVMe fails
             self.engine_storage.close()
 
-    def unit_modules(self) -> list[nn.Module]:
-        """The modules of all units, the whole model first."""
-        return [unit.module for unit in self._units]
-
     # ---- counters -----------------------------------------------------------------------------------------------
-
-    @property
-    def scaler(self) -> LossScaleState:
-        return self.state.counters.scaler
 
     @property
     def backward_scale(self) -> float:
         """The factor that `backward` applies to the loss."""
-        return self.scaler.scale / self.accumulation_steps
+        return self.state.counters.scaler.scale / self.accumulation_steps
 
     @property
     def global_steps(self) -> int:
         return self.state.counters.global_steps
 
     @property
-    def skipped_steps(self) -> int:
+    def counters(self) -> StepCounters:
+        """With the last step counted: waits for the device. (`global_steps` does not.)"""
         self._optimizer_step.read_step_result()
-        return self.state.counters.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        return self.state.counters.micro_steps
-
-    @property
-    def optimizer_steps(self) -> int:
-        self._optimizer_step.read_step_result()
-        return self.state.counters.optimizer_steps
-
-    @property
-    def applied_steps(self) -> int:
-        self._optimizer_step.read_step_result()
-        return self.state.counters.applied_steps
+        return self.state.counters
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
-
-    def state_segments(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
-        """(slot, offset in the slot, segment of the state) for each segment that this rank writes."""
-        return self.state.segments_to_save(kinds, frozen)
 
     def assert_collective_call(self, where: str) -> None:
         """Raise an error if a rank makes another call than `where` (collective_log.py). Collective."""
@@ -423,11 +386,6 @@ class ZeroEngine:
         self.state.publish_loaded()
         self._sync_exchange_with_rule()
         self.increment_weight_version()
-
-    @property
-    def state_kinds(self) -> tuple[str, ...]:
-        """Kinds of optimizer state beside the weight."""
-        return self.rule.states
 
     def scalar_state(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides tensors, as JSON values. Collective."""

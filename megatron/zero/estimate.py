@@ -12,7 +12,7 @@ gradients, for example); `python -m megatron.plan` computes what a run of this t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import nn
 
@@ -88,10 +88,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def _print_table(rows: Sequence[ModelStatesEstimate], what: str, gpus: int, nodes: int) -> None:
-    print(f"{what}; {nodes} node(s) with {gpus} GPU(s) each")
-    print(f"{'per CPU':>12} {'per GPU':>12}   options")
+    print(f"{what}; {nodes} node(s) with {gpus} GPU(s) each\n{'per CPU':>12} {'per GPU':>12}   options")
     for row in rows:
-        options = {"offload_optimizer": row.offload_optimizer, "offload_param": row.offload_param,
-                   "zero_init": row.zero_init}
-        named = ", ".join(f"{name}={int(value)}" for name, value in options.items() if value is not None)
+        named = ", ".join(f"{name}={int(value)}" for name, value in asdict(row).items()
+                          if name not in ("host", "gpu") and value is not None)
         print(f"{row.host / 2**30:9.2f} GB {row.gpu / 2**30:9.2f} GB   {named}")

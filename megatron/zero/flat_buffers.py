@@ -1,4 +1,4 @@
-"""Flat buffers: the dtypes of a bucket's buffers, and a pool of buffers that buckets of equal layout use in turn.
+"""Flat buffers: dtypes and configuration of buckets, and a pool of buffers that buckets of equal layout use in turn.
 
 A flat buffer is one tensor with a view for each slot. Reuse keeps addresses fixed and the heap without holes. The
 pool holds as many buffers as were in use at the same time. A buffer whose copy to the host is still running may be
@@ -7,17 +7,22 @@ acquired: the device then waits for the copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig
+from megatron.distributed.collective_log import CollectiveLog
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent
-from megatron.zero.stages import StagePolicy
+from megatron.zero.offload.storage import EngineStorage
+from megatron.zero.stages import CommConfig, StagePolicy
 from mpu.device import on_accelerator
+from mpu.groups import Group
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,6 +68,27 @@ def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     return LossScaleRule(precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window,
                          precision.hysteresis, precision.min_scale, dynamic=precision.loss_scale is None,
                          is_enabled=True)
+
+
+@dataclass(frozen=True)
+class BucketingConfig:
+    """What all buckets of a model have in common."""
+
+    policy: StagePolicy
+    comm: CommConfig
+    dtypes: BucketDtypes
+    dp: Group
+    device: torch.device
+    persistence_threshold: int
+    param_group_of: Callable[[nn.Parameter], int]
+    """Parameter -> index of its param group."""
+    log: CollectiveLog
+    engine_storage: EngineStorage
+    buffer_pool: BufferPool
+    show_sharded: Callable[[Any], None] | None = None
+    """Changes the parameters of a bucket when it is resharded; None: replaces them by placeholders."""
+    values_are_equal: bool = False
+    """All ranks have the same initial values; otherwise the first rank of `dp` broadcasts its own."""
 
 
 @dataclass(frozen=True, eq=False)

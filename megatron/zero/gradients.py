@@ -23,13 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.distributed.collective_log import NO_REDUCTION, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool, FlatBuffer
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool, FlatBuffer
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
-from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
-from mpu.grads import MainGrad, MainGradReservation, row_norms
+from mpu.grads import MainGradReservation, row_norms
 from mpu.groups import Group
 
 STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, "
@@ -47,19 +47,21 @@ class GradState(Enum):
 class FlatGradients:
     """The full buffer and the reduced shard of one bucket's gradients."""
 
-    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
-                 shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
-                 buffer_pool: BufferPool, log: CollectiveLog, offloader: GradOffloader | None = None) -> None:
+    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], config: BucketingConfig,
+                 policy: StagePolicy, shard_group: Group, replica_group: Group,
+                 offloader: GradOffloader | None) -> None:
+        device, dtypes, comm = config.device, config.dtypes, config.comm
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard, self._params_are_sharded = policy.grads_are_sharded, policy.params_are_sharded
         self._shard_group, self._replica_group = shard_group, replica_group
+        self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
-        self._buffer_pool, self._log, self._offloader = buffer_pool, log, offloader
+        self._buffer_pool, self._log, self._offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
         self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
-        self._params_with_grad: set[int] = set()  # parameters that got a gradient since the last `discard`
+        self.params_with_grad: set[int] = set()  # since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
         self.state = GradState.UNREDUCED
         self.has_all_step_grads = False
@@ -110,7 +112,7 @@ class FlatGradients:
         if self.state is GradState.REDUCING:
             raise ConfigError(f"{self.layout.slots[index].name} got its gradient after the backward of its block, "
                               f"whose gradients had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
-        self._params_with_grad.add(index)
+        self.params_with_grad.add(index)
 
     def _copy_grads_into_buffer(self, indices: Iterable[int]) -> None:
         """Move gradients that autograd left into the flat buffer."""
@@ -170,10 +172,6 @@ class FlatGradients:
                 parameter.grad = None
         self._slots_with_grad_view.clear()
 
-    def main_grad_writer(self, index: int) -> MainGrad:
-        """Lets the operation that computes one parameter's gradient write it in place (mpu/grads.py)."""
-        return MainGradWriter(self, index)
-
     def reserve_slot(self, index: int) -> WgradReservation | None:
         """Let a forward write to the slot early; None if the slot already holds a gradient."""
         self._evict_reservation(index)
@@ -219,10 +217,6 @@ class FlatGradients:
         for index in [*self._reservations]:
             self._evict_reservation(index)
 
-    def _shard_of(self, flat: Tensor) -> Tensor:
-        start = self._shard_group.rank * self.layout.shard_numel
-        return flat[start : start + self.layout.shard_numel]
-
     def grad_view(self, index: int) -> Tensor:
         return self._get_full_buffer().views[index]
 
@@ -237,15 +231,6 @@ class FlatGradients:
         if self._full_buffer is not None and self._accumulates_shard:
             self._buffer_pool.release(self.layout, self._full_buffer, pending_copy)
         self._full_buffer = None
-
-    @property
-    def is_empty(self) -> bool:
-        """No gradient has reached the bucket since the last step."""
-        return not self._params_with_grad
-
-    def params_without_grad(self) -> list[str]:
-        """Names of the parameters that no gradient has reached since the last step."""
-        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._params_with_grad]
 
     # ---- reduction ----------------------------------------------------------------------------------------------
 
@@ -271,7 +256,7 @@ class FlatGradients:
         if self._offloader is not None and self._shard is not None:
             self._offloader.prefetch_sums()
         self._reduction_number = self._log.record_reduction(self.name)
-        output = self._shard_of(grads)
+        output = grads[self._shard_slice]
         # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
         keeps_output = self._accumulates_shard and self._shard is None and self._offloader is None
         if (keeps_output and self._shard_group.size > 1) or self._dtypes.grad_shard != grads.dtype:
@@ -292,7 +277,7 @@ class FlatGradients:
         if self._shard_group.size > 1 and self._comm.reduce_scatter:
             return reduce_scatter_into(output, grads, self._shard_group, bucket_size, self._dtypes.reduction)
         group = self._replica_group if self._shard_group.size == 1 else self._shard_group
-        own = self._shard_of(grads)
+        own = grads[self._shard_slice]
         everything = all_reduce_into(grads, group, "sum", bucket_size, self._dtypes.reduction)
         if own.data_ptr() == output.data_ptr():
             return everything
@@ -325,11 +310,6 @@ class FlatGradients:
             self._release_buffer()
         self.filled_slots.clear()
 
-    @property
-    def params_with_grad(self) -> frozenset[int]:
-        """Indices of the parameters that got a gradient since the last step."""
-        return frozenset(self._params_with_grad)
-
     def zero_param_grad(self, index: int) -> None:
         """Set the parameter's gradient to zero, in the shard and in the full buffer."""
         slot = self.layout.slots[index]
@@ -339,19 +319,13 @@ class FlatGradients:
                     self.shard[segment.shard_offset : segment.shard_offset + segment.count].zero_()
         if index in self.filled_slots:
             self.grad_view(index).zero_()
-        self._params_with_grad.discard(index)
+        self.params_with_grad.discard(index)
 
     @property
     def shard(self) -> Tensor:
         """This rank's part of the sum, [shard_numel], on the device that updates the weights."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard if self._offloader is None else self._offloader.sums
-
-    @property
-    def reduced_shard(self) -> Tensor:
-        """`shard`, with an assertion that it is a sum over ranks."""
-        assert not self.skip_reduction, f"the gradients of {self.name} are each rank's own"
-        return self.shard
 
     def set_reduced_shard(self, shard: Tensor) -> None:
         """With `skip_reduction`: the shard that the optimizer's own communication has computed, for the update."""
@@ -423,7 +397,7 @@ class FlatGradients:
         """Drop all gradients."""
         self._clear_param_grads()
         self._evict_all_reservations()
-        for marks in (self._arrived_in_backward, self._params_with_grad, self.filled_slots):
+        for marks in (self._arrived_in_backward, self.params_with_grad, self.filled_slots):
             marks.clear()
         self._release_buffer()
         self._shard, self.state, self.has_all_step_grads = None, GradState.UNREDUCED, False

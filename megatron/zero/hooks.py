@@ -96,12 +96,12 @@ def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBu
     the units before it."""
     # Buckets written to inside the forward keep their saved tensors: autograd knows the saved versions and refuses.
     of_storage = {bucket.gathered_params.untyped_storage()._cdata: bucket for bucket in buckets
-                  if not bucket.has_user_writes}
+                  if bucket.write_guard.first_written() is None}
     ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
     nodes, seen = [*ends], set[Node]()
     while nodes:
         node = nodes.pop()
-        if node in seen or _SEARCHED_KEY in _metadata(node):
+        if node in seen or _SEARCHED_KEY in cast(Any, node).metadata:
             continue
         seen.add(node)
         nodes += [before for before, _ in node.next_functions if before is not None]
@@ -111,11 +111,7 @@ def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBu
                 if saved.unpack_hook is None and (view := _find_param_view(saved.data, of_storage)) is not None:
                     saved.register_hooks(lambda tensor, view=view: view, SavedParamView.resolve)
     for node in ends:
-        _metadata(node)[_SEARCHED_KEY] = True
-
-
-def _metadata(node: Node) -> dict[str, Any]:
-    return cast(dict[str, Any], node.metadata)  # torch's annotation says that it is a function
+        cast(Any, node).metadata[_SEARCHED_KEY] = True  # torch annotates it as a function
 
 
 @cache
@@ -181,7 +177,7 @@ class Unit:
 
 
 class UnitEvents(Protocol):
-    """The receiver of the events (`PassCoordinator` of backward.py)."""
+    """The receiver of the events: `PassCoordinator` of backward.py, or FSDP's root around one."""
 
     @property
     def weight_version(self) -> int:

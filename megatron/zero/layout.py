@@ -73,6 +73,10 @@ class FlatLayout:
         """The model has become a submodule of another: add its path to all names."""
         self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
 
+    def shard_slice(self, rank: int) -> slice:
+        """Of the buffer: shard `rank`."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
     def segments(self, rank: int, chunk: slice | None = None) -> Iterator[Segment]:
         """The segments of shard `rank`, in order; with `chunk`, of this slice of the shard."""
         start = rank * self.shard_numel

@@ -314,7 +314,7 @@ def noise_key(seed: int, counter: int, name: str) -> int:
 class BucketRounding:
     def __init__(self, moq: MoQState, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
         self._moq, self._bucket, self._tp = moq, bucket, tp
-        self._device = bucket.device if bucket.is_on_device else HOST
+        self._device = bucket.device if bucket.param_shard.is_on_device else HOST
         """The device of the parameter shard."""
         self._matrices: dict[str, QuantizedMatrix] = {}
         count = 0

@@ -2,8 +2,8 @@
 
 While a unit is used, the unit that followed it last time is prefetched. At most `stage3_max_live_parameters` elements
 are gathered at a time: idle units are resharded to make space, in forward order (a backward uses the first one last).
-All ranks must gather the same units in the same order; `gather_digest` checks it. `ReplicatedParams` is for stages 0
-to 2.
+All ranks must gather the same units in the same order; `gather_digest` checks it. At stages 0 to 2 units are always
+gathered: they have no elements that count here, and `acquire` waits for the all-gather after the last step.
 """
 
 from __future__ import annotations
@@ -33,41 +33,6 @@ class UnitState(Enum):
     IN_BACKWARD = "from `acquire` to `release`"
 
 
-class ReplicatedParams:
-    """Stages 0 to 2, where units are always gathered: `acquire` waits for the all-gather after the last step."""
-
-    gather_digest = 0
-    """A digest of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
-
-    def take_gather_digest(self) -> int:
-        """Return the digest and reset it."""
-        digest, self.gather_digest = self.gather_digest, 0
-        return digest
-
-    def begin_forward(self) -> None:
-        """A forward of the whole model begins. Units that a failed forward left in use become idle."""
-
-    def set_forward_order(self, units: Sequence[Unit]) -> None:
-        """The running forward uses these units in this order, and its backward in the reverse order."""
-
-    def acquire(self, unit: Unit, phase: UnitPhase) -> None:
-        """Make the parameters of the unit ready for use."""
-        for bucket in unit.buckets:
-            bucket.wait_for_param_gather()
-
-    def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
-        """The forward of a unit is over. With `backward_follows` the unit stays gathered if it is used again soon."""
-
-    def after_recompute(self, unit: Unit) -> None:
-        """A recomputed forward is over. The unit stays gathered for its backward unless the memory is needed."""
-
-    def release(self, unit: Unit) -> None:
-        """This pass no longer needs the unit: reshard it."""
-
-    def release_all(self) -> None:
-        """The pass is over: reshard all units."""
-
-
 def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     """Units whose backward follows their forward with at most `distance` elements of other units in between."""
     behind, reused = 0, set[Unit]()
@@ -78,14 +43,15 @@ def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     return reused
 
 
-class ParamCoordinator(ReplicatedParams):
+class ParamCoordinator:
     def __init__(self, units: Sequence[Unit], *, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
                  log: CollectiveLog) -> None:
         """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward."""
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._states = dict.fromkeys(units, UnitState.SHARDED)
         self._finished_in_backward: set[Unit] = set()  # units that this backward does not use again
-        self.gathered_numel = 0
+        self.gathered_numel = self.gather_digest = 0
+        """`gather_digest`: of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
         self._kept_for_backward, self._root = kept_for_backward, units[0]
         self._skipped_units: Set[Unit] = frozenset()
         """Units that the last `set_forward_order` left out."""
@@ -97,13 +63,20 @@ class ParamCoordinator(ReplicatedParams):
         self._next_unit |= {(UnitPhase.FORWARD, units[0]): unit for unit in units[1:2]}
         self._last_use: tuple[UnitPhase, Unit] | None = None
 
+    def take_gather_digest(self) -> int:
+        """Return the digest and reset it."""
+        digest, self.gather_digest = self.gather_digest, 0
+        return digest
+
     def begin_forward(self) -> None:
+        """A forward of the whole model begins. Units that a failed forward left in use become idle."""
         for unit in self._states:
             self._mark_idle(unit)
         self._last_use = self._last_forward_unit = None
         self._skipped_units = frozenset()
 
     def set_forward_order(self, units: Sequence[Unit]) -> None:
+        """The running forward uses these units in this order, and its backward in the reverse order."""
         order = [self._root, *units, self._root]
         self._skipped_units, self._last_forward_unit = self._states.keys() - order, order[-2]
         for one, after in zip(order, order[1:]):
@@ -111,6 +84,7 @@ class ParamCoordinator(ReplicatedParams):
             self._next_unit[UnitPhase.BACKWARD, after] = one
 
     def acquire(self, unit: Unit, phase: UnitPhase) -> None:
+        """Make the parameters of the unit ready for use."""
         self._log.purpose = phase.value
         if self._states[unit] is UnitState.SHARDED:
             self._evict_idle_units(unit)
@@ -140,21 +114,25 @@ class ParamCoordinator(ReplicatedParams):
                 and unit not in self._finished_in_backward and unit not in self._skipped_units)
 
     def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
+        """The forward of a unit is over. With `backward_follows` the unit stays gathered if it is used again soon."""
         if self._states[unit] is not UnitState.IN_BACKWARD:
             self._mark_idle(unit)
             if not backward_follows or not (unit in self._kept_for_backward or unit is self._last_forward_unit):
                 self._reshard(unit, keep_secondary_shard=backward_follows)
 
     def after_recompute(self, unit: Unit) -> None:
+        """A recomputed forward is over. The unit stays gathered for its backward unless the memory is needed."""
         if self._states[unit] is not UnitState.IN_BACKWARD:
             self._mark_idle(unit)
 
     def release(self, unit: Unit) -> None:
+        """This pass no longer needs the unit: reshard it."""
         self._finished_in_backward.add(unit)
         self._mark_idle(unit)
         self._reshard(unit)
 
     def release_all(self) -> None:
+        """The pass is over: reshard all units."""
         self._finished_in_backward.clear()
         for unit, state in self._states.items():
             if state is not UnitState.SHARDED:
@@ -182,11 +160,13 @@ class ParamCoordinator(ReplicatedParams):
             self.gathered_numel -= unit.numel
 
     def _evict_idle_units(self, unit: Unit) -> None:
-        for idle in [other for other, state in self._states.items() if state is UnitState.IDLE]:
-            if self.gathered_numel + unit.numel <= self._max_live:
-                return
-            self._reshard(idle)
         needed = self.gathered_numel + unit.numel
+        for idle in [] if needed <= self._max_live else [
+                other for other, state in self._states.items() if state is UnitState.IDLE]:
+            self._reshard(idle)
+            needed = self.gathered_numel + unit.numel
+            if needed <= self._max_live:
+                break
         if needed > self._max_live:
             raise ConfigError(
                 f"{needed} parameters have to be gathered at once for {unit.name}, and --stage3-max-live-parameters is "

@@ -126,8 +126,7 @@ class GatheredParamsSession:
     def __init__(self, gathered_params: Tensor, layout: FlatLayout, rank: int, *, was_sharded: bool) -> None:
         """`rank` owns its shard of `gathered_params`. `was_sharded`: sharded before the session, and again after it."""
         self._gathered_params, self._layout, self.was_sharded = gathered_params, layout, was_sharded
-        start = rank * layout.shard_numel
-        self._shard_range = slice(start, start + layout.shard_numel)
+        self._shard_range = layout.shard_slice(rank)
         self._before = gathered_params.clone()
         self.shard_before = self._before[self._shard_range]
         """This rank's shard at the start of the session; it counts until the session ends."""

@@ -81,24 +81,17 @@ OPTIM, MASTERS, LP_PARAMS, GRADS, GRAD_BUFFERS = (state.value for state in Offlo
 def parse_offload_states(include: object, device: object) -> list[str]:
     """Names of the states to offload; None means all. Accepts strings and members of DeepSpeed's or our enum. Raises
     ConfigError for an unknown state or another device than the host."""
-    where = str(_enum_value(device))
-    if where != OffloadDeviceEnum.cpu.value:
-        raise ConfigError(f"offload_states: device is {where!r}, and states can be offloaded to the host only: give "
+    where, known = getattr(device, "value", device), [state.value for state in OffloadStateTypeEnum]
+    if str(where) != OffloadDeviceEnum.cpu.value:
+        raise ConfigError(f"offload_states: device is '{where}', and states can be offloaded to the host only: give "
                           "\"cpu\"")
-    known = [state.value for state in OffloadStateTypeEnum]
-    if include is None:
-        return known
-    given = [include] if isinstance(include, str) else include
+    given = known if include is None else [include] if isinstance(include, str) else include
     if not isinstance(given, Collection):
         raise ConfigError(f"offload_states: include is a {type(include).__name__}; give a list of {', '.join(known)}")
-    wanted = {str(_enum_value(state)) for state in given}
+    wanted = {str(getattr(state, "value", state)) for state in given}
     for name in wanted.difference(known):
         raise ConfigError(f"offload_states: unknown state {name!r}; known are {', '.join(known)}")
     return [state for state in known if state in wanted]
-
-
-def _enum_value(member: object) -> object:
-    return member.value if isinstance(member, Enum) else member
 
 
 @dataclass
@@ -200,7 +193,7 @@ class StateOffloader:
 def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
     """Yield the device tensors of a state, grouped by the storage they share."""
     if state == LP_PARAMS:
-        if bucket.is_on_device:
+        if bucket.param_shard.is_on_device:
             yield [bucket.device_param_shard, *([] if bucket.params_are_sharded else [bucket.gathered_params])]
         return
     masters = [WEIGHT] if bucket.has_separate_masters else []

@@ -11,7 +11,7 @@ accelerator, unless the loss scale is dynamic or the rule needs numbers on the h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,9 +29,8 @@ from megatron.zero.compression import CompressedGradExchange
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.state import EngineState
-from megatron.zero.step_result import (HostStepResult, HyperparamDigest, StepResult, StepSettings,
-                                       all_reduce_step_scalars, different_settings_error, diverged_blocks_error,
-                                       make_step_settings)
+from megatron.zero.step_result import (HostStepResult, StepResult, all_reduce_step_scalars, different_settings_error,
+                                       diverged_blocks_error, make_step_settings, settings_digest)
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_gather_json
 from mpu.grads import NORM_ROW
@@ -86,6 +85,10 @@ def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
     return counts
 
 
+MAX_EXTRA_SCALARS = 8
+"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+callers give different numbers of scalars."""
+
 MAX_OVERFLOWS_IN_A_ROW = 20
 """Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
 train again."""
@@ -105,15 +108,14 @@ class StepReport:
     loss_scale: float
     lr: float
     """Of the first param group."""
-    settings: StepSettings | None
+    settings: Mapping[str, str] | None
     """The settings of this rank for the step; None on a single rank."""
     losses: Sequence[Tensor]
     """Of this rank's micro-batches. Read only if a gradient is not finite."""
     note: str | None
     """What changes from this step on."""
-    extra_scalar_count: int
     given_scalar_count: int
-    """How many extra scalars this rank gave; the rest of `extra_scalar_count` is padding."""
+    """How many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding."""
     skip_warning: str | None = None
     """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
@@ -143,7 +145,7 @@ class StepReport:
     @property
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
-        return self.host_result.scalars[self.extra_scalar_count:]
+        return self.host_result.scalars[MAX_EXTRA_SCALARS:]
 
 
 class OptimizerStep:
@@ -168,7 +170,6 @@ class OptimizerStep:
         self._next_note: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
-        self._hyperparam_digest = HyperparamDigest(param_groups)
         self._unread_report: StepReport | None = None  # the last step, until the host has read its result
         self._report_to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
         self._steps_on_device = torch.zeros((), device=state.device)
@@ -214,16 +215,17 @@ class OptimizerStep:
         square = self._norm_in_use.norm_squared()  # first: the device computes it while the host digests the settings
         counters, world = self._state.counters, self._groups.world
         settings = None if world.is_solo else make_step_settings(
-            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._hyperparam_digest())
+            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._param_groups)
         sums = all_reduce_step_scalars(
-            square, world, digest=0 if settings is None else settings.digest(run_digest, world.size),
+            square, world, digest=0 if settings is None else settings_digest(settings, run_digest, world.size),
             counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
-            has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
+            has_veto=veto_error is not None,
+            scalars=(*extra_scalars, *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
         result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
         report = StepReport(result, veto_error, number=counters.global_steps + 1, settings=settings,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], note=self._next_note,
                             losses=self._losses,  # not reset: a refused step may be called again
-                            extra_scalar_count=len(extra_scalars), given_scalar_count=len(extra_scalars))
+                            given_scalar_count=len(extra_scalars))
         self._next_note = None
         if self.is_deferred:
             self._update(lambda device: self._device_scalars(result))

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,90 +133,27 @@ NOT_COMPARED = frozenset({"params", "param_names"})
 """Keys of a param group that are not hyper-parameters."""
 
 
-@dataclass(frozen=True)
-class HyperparamTexts:
-    """The hyper-parameters of all param groups at one step: names, and values as JSON."""
-
-    names: Sequence[str]
-    values: Sequence[str]
-    checksum: bytes
-    """Of the names and values."""
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """The settings of one optimizer step on this rank, which must be equal on all ranks."""
-
-    step: Mapping[str, str]
-    """Settings of the step itself: name in messages -> value."""
-    groups: HyperparamTexts
-
-    def as_dict(self) -> dict[str, str]:
-        return {**self.step, **dict(zip(self.groups.names, self.groups.values, strict=True))}
-
-    def digest(self, run_digest: int, ranks: int) -> int:
-        """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
-        text = f"{run_digest} {' '.join(self.step.values())} ".encode()
-        digest = blake2b(text + self.groups.checksum, digest_size=8).digest()
-        return int.from_bytes(digest) & (1 << digest_bits(ranks)) - 1
-
-
 def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,
-                       groups: HyperparamTexts) -> StepSettings:
-    """`losses`: factor of a loss ("1/4") -> number of losses with it."""
-    summed = " + ".join(f"{count} x {part}" for part, count in sorted(losses.items()))
-    return StepSettings({"the number of the step": str(number), "the step's sum of losses": summed,
-                         "gradient_accumulation_steps": str(accumulation),
-                         "train_micro_batch_size_per_gpu": str(micro_batch)}, groups)
+                       groups: Sequence[ParamGroup]) -> dict[str, str]:
+    """The settings of one optimizer step on this rank, which must be equal on all ranks: name in messages -> value.
+
+    `losses`: factor of a loss ("1/4") -> number of losses with it. Values of `groups` are JSON, in the order of their
+    names: the order of keys in a group makes no difference."""
+    settings = {"the number of the step": str(number),
+                "the step's sum of losses": " + ".join(f"{count} x {part}" for part, count in sorted(losses.items())),
+                "gradient_accumulation_steps": str(accumulation),
+                "train_micro_batch_size_per_gpu": str(micro_batch)}
+    for index, group in enumerate(groups):
+        for key in sorted(group, key=str):
+            if key not in NOT_COMPARED:
+                settings[f"{key} of param group {index}"] = _json_text(group[key])
+    return settings
 
 
-@final
-class HyperparamDigest:
-    """Reads the param groups once per step. Only values that are another object than in the step before, or that can
-    change in place, are converted to text again."""
-
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        self._groups = groups
-        # All groups concatenated: the keys, the number of keys of each group, and the values last seen.
-        self._keys: list[str] = []
-        self._lengths: list[int] = []
-        self._last_values: list[Any] = []
-        self._name_index: dict[int, int] = {}
-        """Index of a compared value in `_last_values` -> its index in `names`. Names are sorted within a group, so that
-        the order of keys in a group makes no difference."""
-        self._mutable: set[int] = set()
-        """Indices in `_last_values` of values that can change in place."""
-        self._last = HyperparamTexts((), (), b"")
-
-    def __call__(self) -> HyperparamTexts:
-        keys, lengths = list(chain.from_iterable(self._groups)), list(map(len, self._groups))
-        if keys != self._keys or lengths != self._lengths:
-            self._keys, self._lengths, self._mutable = keys, lengths, set()
-            group_of = [number for number, length in enumerate(lengths) for _ in range(length)]
-            compared = sorted((number, str(key), i) for i, (key, number) in enumerate(zip(keys, group_of, strict=True))
-                              if key not in NOT_COMPARED)
-            self._name_index = {i: place for place, (_, _, i) in enumerate(compared)}
-            names = tuple(f"{key} of param group {number}" for number, key, _ in compared)
-            self._last = HyperparamTexts(names, ("",) * len(names), b"")
-            self._update_texts(list(self._values()), self._name_index)
-        elif self._mutable or not all(map(is_, self._last_values, self._values())):
-            values = list(self._values())
-            changed = {i for i, (old, new) in enumerate(zip(self._last_values, values, strict=True)) if old is not new}
-            self._update_texts(values, self._name_index.keys() & (changed | self._mutable))
-        return self._last
-
-    def _values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._groups))
-
-    def _update_texts(self, values: list[Any], changed: Collection[int]) -> None:
-        """Convert the changed values. Texts of earlier steps stay unchanged: their errors may be raised later."""
-        self._last_values, texts = values, list(self._last.values)
-        for i in changed:
-            value = values[i]
-            texts[self._name_index[i]] = _json_text(value)
-            (self._mutable.discard if _is_immutable(value) else self._mutable.add)(i)
-        content = "\n".join((*self._last.names, *texts))
-        self._last = HyperparamTexts(self._last.names, tuple(texts), blake2b(content.encode(), digest_size=16).digest())
+def settings_digest(settings: Mapping[str, str], run_digest: int, ranks: int) -> int:
+    """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
+    text = "\n".join((str(run_digest), *settings, *settings.values()))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) & (1 << digest_bits(ranks)) - 1
 
 
 def _json_text(value: Any) -> str:
@@ -228,13 +162,6 @@ def _json_text(value: Any) -> str:
     if type(value) is int and value == float(value):
         return repr(float(value))  # 1 equals 1.0
     return json.dumps(to_plain_values(value, reads_device=False), sort_keys=True)
-
-
-def _is_immutable(value: Any) -> bool:
-    """Tensors on the device count as immutable: their values are not compared."""
-    return value is None or isinstance(value, (bool, int, float, str)) or \
-        isinstance(value, tuple) and all(map(_is_immutable, value)) or \
-        isinstance(value, Tensor) and on_accelerator(value)
 
 
 def to_plain_values(value: Any, *, reads_device: bool = True) -> Any:
@@ -262,9 +189,9 @@ def digest_bits(ranks: int) -> int:
     return (FLOAT64_INTEGER_BITS - 2 * (ranks - 1).bit_length()) // 2
 
 
-def different_settings_error(settings: StepSettings, world: Group) -> ConfigError | None:
+def different_settings_error(settings: Mapping[str, str], world: Group) -> ConfigError | None:
     """The error that names the settings that differ between ranks; None if the settings are equal. Collective."""
-    gathered = all_gather_json(settings.as_dict(), world)
+    gathered = all_gather_json(settings, world)
     differences = describe_differences([(texts, [rank]) for rank, texts in enumerate(gathered)])
     return ConfigError(f"the ranks would take different steps, and their weights would part: {differences}. No weight "
                        "was changed; every rank must set the same hyper-parameters, from numbers that all ranks have, "

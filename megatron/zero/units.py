@@ -13,62 +13,27 @@ param group overrides this.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.distributed.collective_log import CollectiveLog
 from megatron.errors import ConfigError
 from megatron.optim.rule import ParamGroup
-from megatron.zero.bucket import FlatBucket, replace_params_by_placeholders
-from megatron.zero.flat_buffers import BucketDtypes, BufferPool
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.flat_buffers import BucketingConfig
+from megatron.zero.gradients import MainGradWriter
 from megatron.zero.hooks import Unit
-from megatron.zero.layout import Slot
-from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.partitioned_param import external_parameters, full_shape
-from megatron.zero.stages import CommConfig, StagePolicy
 from megatron.zero.tiling import TiledLinearBase
-from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding
-from mpu.partition import partition_of
 
 ROOT = "root"
 LEAF_ATTRIBUTE = "_z3_leaf"
 """The attribute that `set_z3_leaf_modules` sets on a module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
-
-
-@dataclass(frozen=True)
-class BucketingConfig:
-    """The arguments of `build_units` besides the model."""
-
-    policy: StagePolicy
-    comm: CommConfig
-    dtypes: BucketDtypes
-    dp: Group
-    device: torch.device
-    persistence_threshold: int
-    param_group_of: Callable[[nn.Parameter], int]
-    """Parameter -> index of its param group."""
-    log: CollectiveLog
-    engine_storage: EngineStorage
-    buffer_pool: BufferPool = field(default_factory=BufferPool)
-    show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders
-    """Changes the parameters of a bucket when it is resharded."""
-    values_are_equal: bool = False
-    """All ranks have the same initial values, so none are broadcast."""
-
-    def make_bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: StagePolicy) -> FlatBucket:
-        slots = [Slot(path, tuple(full_shape(p)), self.param_group_of(p) if p.requires_grad else 0, partition_of(p))
-                 for path, p in members]
-        return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
-                          dtypes=self.dtypes, comm=self.comm, buffer_pool=self.buffer_pool, log=self.log,
-                          engine_storage=self.engine_storage, show_sharded=self.show_sharded,
-                          values_are_equal=self.values_are_equal)
 
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
@@ -86,8 +51,8 @@ def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
         for (unit_name, kind), parameters in members.items():
             if unit_name == name:
                 policy = config.policy.for_persistent_params if kind.endswith(".persistent") else config.policy
-                buckets.append(config.make_bucket(name + kind, parameters, policy.for_frozen_params
-                                                  if kind.startswith(".frozen") else policy))
+                buckets.append(FlatBucket(name + kind, parameters, config, policy.for_frozen_params
+                                          if kind.startswith(".frozen") else policy))
         if buckets or name == ROOT:
             units.append(Unit(len(units), name, module, tuple(buckets)))
     return units
@@ -105,7 +70,7 @@ def attach_main_grad_writers(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
-            module.weight_main_grad = bucket.grads.main_grad_writer(index)
+            module.weight_main_grad = MainGradWriter(bucket.grads, index)
 
 
 def detach_main_grad_writers(units: list[Unit]) -> None:

@@ -24,11 +24,11 @@ from torch.nn.functional import pad
 
 from megatron.optim.rule import FullParam, ParamGroup, SlotRange, StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.layout import FlatLayout, Segment, Slot, align
+from megatron.zero.layout import Segment, align
 from megatron.zero.offload.copy_streams import CopyEvent, StagingDoubleBuffer
 from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import (HOST, WEIGHT, ChunkIterator, EngineStorage, Location, StateTensors,
+from megatron.zero.offload.storage import (HOST, WEIGHT, EngineStorage, Location, StateTensors,
                                            StorageBackend)
 from megatron.zero.state import EngineState
 from mpu.backends import Op
@@ -66,39 +66,30 @@ def _all_gather(own: Tensor, group: Group | None) -> Tensor:
 
 def _iter_full_params(bucket: FlatBucket, tp: Group, group: int, gathered: Tensor,
                       device: torch.device) -> Iterator[FullParam]:
-    layout, rank = bucket.layout, bucket.shard_group.rank
+    layout, rank, size = bucket.layout, bucket.shard_group.rank, bucket.layout.shard_numel
     first, last = layout.group_range(rank, group)
     for segment in layout.segments(rank, slice(first, last)):
-        slices = torch.cat([*_slot_segments(layout, segment.slot, gathered)], 1).unflatten(1, segment.slot.shape)
+        slot, partition, parts = segment.slot, segment.slot.partition, []
+        for shard in range(slot.offset // size, -(-slot.end // size)):
+            low, high = layout.group_range(shard, group)
+            start, stop = max(slot.offset - shard * size, low), min(slot.end - shard * size, high)
+            parts.append(gathered[:, shard, start - low : stop - low])
+        slices = torch.cat(parts, 1).unflatten(1, slot.shape)  # [tp or 1, *shape]
+        joined = slices[0] if partition is None else join_local_slices(list(slices.unbind()), partition)
+        unpadded = joined
+        if partition is not None and partition.size is not None:
+            unpadded = joined.narrow(partition.dim, 0, partition.size)
         start = segment.shard_offset - first
-        yield _make_full_param(segment.slot, segment, slice(start, start + segment.count), slices, tp, device)
+        yield FullParam(slot.name, slice(start, start + segment.count), unpadded,
+                        1 if partition is None else partition.stride, 0 if partition is None else partition.dim,
+                        partial(_local_values, joined, segment, tp, device))
 
 
-def _slot_segments(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator[Tensor]:
-    """Yield the part of a slot on each rank that has one: [tp or 1, n]."""
-    size = layout.shard_numel
-    for rank in range(slot.offset // size, -(-slot.end // size)):
-        start, stop = (place - rank * size for place in (slot.offset, slot.end))
-        first, last = layout.group_range(rank, slot.group)
-        yield gathered[:, rank, max(start, first) - first : min(stop, last) - first]
-
-
-def _make_full_param(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group,
-                     device: torch.device) -> FullParam:
-    partition = slot.partition
-    if partition is None:
-        return FullParam(slot.name, part, slices[0], 1, 0, partial(_take_segment, slices[0], segment, device))
-    joined = join_local_slices(list(slices.unbind()), partition)
-    values = joined if partition.size is None else joined.narrow(partition.dim, 0, partition.size)
-
-    def own_segment() -> Tensor:
-        return _take_segment(local_slice(joined, partition, tp.rank, tp.size), segment, device)
-
-    return FullParam(slot.name, part, values, partition.stride, partition.dim, own_segment)
-
-
-def _take_segment(values: Tensor, segment: Segment, device: torch.device) -> Tensor:
-    return values.flatten()[segment.slot_offset : segment.slot_offset + segment.count].to(device)
+def _local_values(joined: Tensor, segment: Segment, tp: Group, device: torch.device) -> Tensor:
+    """This rank's segment of the values, as they are at the time of the call."""
+    partition = segment.slot.partition
+    local = joined if partition is None else local_slice(joined, partition, tp.rank, tp.size)
+    return local.flatten()[segment.slot_offset : segment.slot_offset + segment.count].to(device)
 
 
 @dataclass(frozen=True)
@@ -167,7 +158,7 @@ class MasterToParamCopier:
 
     def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
         """Copy a bucket's parameter shard from the host. `weights` must not change before the returned event."""
-        if self._copy_streams is not None and bucket.is_on_device:
+        if self._copy_streams is not None and bucket.param_shard.is_on_device:
             self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard, weights)
             return self._last_copy
         bucket.param_shard.write(WEIGHT, 0, weights)
@@ -188,22 +179,6 @@ ScalarsForDevice = Callable[[torch.device], StepScalars]
 """Returns the scalars of a step on a device."""
 
 
-@dataclass(frozen=True)
-class _StorageUpdate:
-    """The part of an update whose masters are in one storage."""
-
-    storage: StorageBackend
-    device: torch.device
-    """The device that computes."""
-    is_batched: bool
-    tiles: Sequence[Sequence[tuple[FlatBucket, slice]]]
-    """Chunks to update at a time: all at once on an accelerator, which saves launches; one by one on the host, so that
-    a chunk stays in the cache."""
-
-    def iter_tiles(self) -> ChunkIterator:
-        return self.storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles] for tiles in self.tiles)
-
-
 class OptimizerUpdate:
     """Applies the update rule to all shards."""
 
@@ -211,21 +186,27 @@ class OptimizerUpdate:
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._copier = MasterToParamCopier(engine_storage, state.buckets)
-        self._storage_updates = [
-            self._make_storage_update(storage, [bucket for bucket in state.buckets if bucket.storage is storage])
-            for storage in sorted({bucket.storage for bucket in state.buckets},
-                                  key=lambda storage: storage.location is not Location.DEVICE)]
-        """Device storage first: the device then computes while the host updates its part."""
-        self.is_batched = all(each.is_batched for each in self._storage_updates)
+        # Device storage first: the device then computes while the host updates its part.
+        storages = sorted({bucket.storage for bucket in state.buckets},
+                          key=lambda storage: storage.location is not Location.DEVICE)
+        self._tiles_by_storage = {storage: self._cut_into_tiles(storage) for storage in storages}
+        self.is_batched = all(map(self._is_batched, storages))
+        """The device updates all shards with a few launches, and the host never waits."""
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
 
-    def _make_storage_update(self, storage: StorageBackend, buckets: Sequence[FlatBucket]) -> _StorageUpdate:
-        is_batched = on_accelerator(buckets[0].device) and storage.location is Location.DEVICE and \
-            not any(map(self._copier.crosses_devices, buckets))
-        chunks = [(bucket, part) for bucket in buckets for part in bucket.master_state.chunks]
-        return _StorageUpdate(storage, buckets[0].update_device, is_batched,
-                              [chunks] if is_batched else [[part] for part in chunks])
+    def _is_batched(self, storage: StorageBackend) -> bool:
+        """An accelerator updates all chunks of the storage at once, which saves launches."""
+        return on_accelerator(self._state.device) and storage.location is Location.DEVICE and \
+            not any(map(self._copier.crosses_devices, self._buckets_in(storage)))
+
+    def _buckets_in(self, storage: StorageBackend) -> list[FlatBucket]:
+        return [bucket for bucket in self._state.buckets if bucket.storage is storage]
+
+    def _cut_into_tiles(self, storage: StorageBackend) -> list[list[tuple[FlatBucket, slice]]]:
+        """Chunks to update at a time. The host takes one at a time, so that it stays in the cache."""
+        chunks = [(bucket, part) for bucket in self._buckets_in(storage) for part in bucket.master_state.chunks]
+        return [chunks] if self._is_batched(storage) else [[part] for part in chunks]
 
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         """Update all shards and start the all-gathers. `grad_multiplier` is for rules that need it on the host."""
@@ -233,10 +214,11 @@ class OptimizerUpdate:
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
-        for storage_update in self._storage_updates:
-            at = scalars(storage_update.device)
-            with closing(storage_update.iter_tiles()) as chunk_iterator:
-                for tiles, chunk_states in zip(storage_update.tiles, chunk_iterator, strict=True):
+        for storage, all_tiles in self._tiles_by_storage.items():
+            at = scalars(self._buckets_in(storage)[0].update_device)
+            with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
+                                             for tiles in all_tiles)) as chunk_iterator:
+                for tiles, chunk_states in zip(all_tiles, chunk_iterator, strict=True):
                     new = [UpdateTile(bucket, chunk, states, bucket.grads.shard[chunk],
                                       self._copier.lp_out_for(bucket, chunk))
                            for (bucket, chunk), states in zip(tiles, chunk_states, strict=True)]

@@ -184,7 +184,7 @@ def _read_segment(bucket: FlatBucket, segment: Segment, kind: str) -> Tensor:
 
 def _gradient_of(bucket: FlatBucket, segment: Segment) -> Tensor:
     """A sum of scaled gradients; `grad_mean_factor` turns it into the mean."""
-    return bucket.grads.reduced_shard[segment.shard_offset : segment.shard_offset + segment.count]
+    return bucket.grads.shard[segment.shard_offset : segment.shard_offset + segment.count]
 
 
 def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:

@@ -106,10 +106,10 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
     state must have been checked. Collective over the world."""
     engine.assert_collective_call(SAVE)
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
-    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    kinds = ("weight", *(engine.rule.states if optimizer else ()))
     tp = engine.groups.tp
     pieces: list[TensorPiece] = []
-    for slot, offset, segment in engine.state_segments(kinds, frozen):
+    for slot, offset, segment in engine.state.segments_to_save(kinds, frozen):
         # An offloaded segment is read when its file is written.
         data = segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
                                                                            segment.fetch)
@@ -200,7 +200,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
 
 
 def _load_tensors(engine: ZeroEngine, checkpoint: Checkpoint, optimizer: bool) -> None:
-    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    kinds = ("weight", *(engine.rule.states if optimizer else ()))
     known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
     engine.load_segments(known, partial(_read_segment, engine, checkpoint),
                          partial(all_succeed_or_raise, world=engine.groups.world))
@@ -240,7 +240,7 @@ def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoin
 
 
 def _check_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    kinds = (*engine.state_kinds, *checkpoint.shared_state.get("owed", ()))
+    kinds = (*engine.rule.states, *checkpoint.shared_state.get("owed", ()))
     missing = [kind for kind in kinds if not checkpoint.has(kind)]
     saved = checkpoint.shared_state["optimizer"]
     if missing or saved != engine.rule.name:
@@ -266,7 +266,7 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
         if shape != buffer.shape:
             raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
                                   f"found {list(shape)}")
-    kinds = ("weight", *(engine.state_kinds if strict and optimizer else ()))
+    kinds = ("weight", *(engine.rule.states if strict and optimizer else ()))
     for bucket in buckets:
         for slot in bucket.layout.slots:
             expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape

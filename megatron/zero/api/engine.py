@@ -228,7 +228,7 @@ class Engine(EngineStatus):
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """torch.compile the forward of each unit, or of the whole model if it has no blocks. The engine's hooks stay
         outside the compiled code."""
-        units = self.core.unit_modules()
+        units = [unit.module for unit in self.core.units]
         for module in units[1:] or units:
             module.forward = torch.compile(module.forward, backend=backend, **(compile_kwargs or {}))
         self.is_compiled = True
@@ -246,7 +246,7 @@ class Engine(EngineStatus):
             return DataLoader(dataset, sampler=data_sampler, **options)
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, self.groups.dp.size, self.groups.dp.rank, shuffle=route == "train", seed=self.config.train.seed)
-        return EpochDataLoader(dataset, sampler, lambda: self.core.micro_steps, **options)
+        return EpochDataLoader(dataset, sampler, lambda: self.core.state.counters.micro_steps, **options)
 
     def to(self, *places: Any, **named: Any) -> Engine:
         """Returns self if the model already has that device and dtype; otherwise raises ConfigError."""

@@ -44,7 +44,7 @@ class EigenvalueEstimator:
 
     def after_step(self) -> None:
         """Compute the eigenvalues if the next step uses them. Collective."""
-        if self._last_forward is None or not self._quantisation.bits_fall_next_step(self._core.applied_steps):
+        if self._last_forward is None or not self._quantisation.bits_fall_next_step(self._core.counters.applied_steps):
             return
         core, (args, kwargs, streams) = self._core, self._last_forward
         core.finish_step()

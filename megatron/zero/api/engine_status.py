@@ -42,11 +42,11 @@ class EngineStatus:
 
     @property
     def skipped_steps(self) -> int:
-        return self.core.skipped_steps
+        return self.core.counters.skipped_steps
 
     @property
     def micro_steps(self) -> int:
-        return self.core.micro_steps
+        return self.core.state.counters.micro_steps
 
     @property
     def global_samples(self) -> int:
@@ -66,7 +66,7 @@ class EngineStatus:
     @property
     def applied_steps(self) -> int:
         """Optimizer steps that changed the weights (skipped ones excluded)."""
-        return self.core.applied_steps
+        return self.core.counters.applied_steps
 
     @property
     def backward_scale(self) -> float:
@@ -76,7 +76,7 @@ class EngineStatus:
     @property
     def cur_scale(self) -> float:
         """The loss scale of the next backward."""
-        return self.core.scaler.scale
+        return self.core.state.counters.scaler.scale
 
     loss_scale = cur_scale
 

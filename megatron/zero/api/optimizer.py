@@ -125,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def cur_scale(self) -> float:
         """The loss scale of the next backward."""
-        return self._engine.scaler.scale
+        return self._engine.state.counters.scaler.scale
 
     loss_scale = cur_scale
 

@@ -37,7 +37,7 @@ def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
     """Bytes alive at the peak of a load, above those before it."""
     asking, live = engine(tp, stage), LiveBytes()
     with live:
-        for _, _, run in asking.core.state_segments(("weight", *asking.core.state_kinds)):
+        for _, _, run in asking.core.state.segments_to_save(("weight", *asking.core.rule.states)):
             run.fetch()  # so that the meter knows the state
         for weight in asking.core.module.parameters():
             if not isinstance(weight, Placeholder):  # one without elements

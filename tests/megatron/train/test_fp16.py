@@ -32,7 +32,7 @@ def engine_of(precision: PrecisionConfig, tp: int = 1, accumulation: int = 1) ->
 def state_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """Masters, moments and working weights."""
     runs = {f"{run.kind} {slot.name} {offset}": run.fetch().clone()
-            for slot, offset, run in engine.state_segments(("weight", *engine.state_kinds))}
+            for slot, offset, run in engine.state.segments_to_save(("weight", *engine.rule.states))}
     return runs | {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
@@ -67,11 +67,11 @@ def overflow_on_one_rank(rank: int, world: int, tp: int, culprit: int,
     said = []
 
     def take(bad: bool) -> None:
-        before, taken = state_of(engine), engine.applied_steps
+        before, taken = state_of(engine), engine.counters.applied_steps
         report = step(engine, math.inf if bad and rank == culprit else None)
         assert equal(before, state_of(engine)) == (not report.applied)
-        assert engine.applied_steps == taken + report.applied, "the schedule counts steps that were taken"
-        said.append((report.applied, report.loss_scale, engine.scaler.scale))
+        assert engine.counters.applied_steps == taken + report.applied, "the schedule counts steps that were taken"
+        said.append((report.applied, report.loss_scale, engine.state.counters.scaler.scale))
 
     for bad in (False, True, True, False, False, False, False, True):
         take(bad)
@@ -101,7 +101,7 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been() -> None:
         if number in (0, 3):
             assert not step(hit, math.nan).applied
     assert equal(state_of(clean), state_of(hit))
-    assert (hit.skipped_steps, hit.global_steps, hit.applied_steps, hit.scaler.scale) == (2, 8, 6, 128.0)
+    assert (hit.counters.skipped_steps, hit.global_steps, hit.counters.applied_steps, hit.state.counters.scaler.scale) == (2, 8, 6, 128.0)
 
 
 def test_a_static_scale_that_always_overflows_ends_the_run() -> None:

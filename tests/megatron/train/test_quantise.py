@@ -146,7 +146,7 @@ def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> Non
     engine = engine_for(quantize_start_bits=bits, quantize_target_bits=bits)
     weights = gather_full_state_dict(engine.core)
     masters: dict[str, Tensor] = {}
-    for slot, offset, run in engine.core.state_segments((WEIGHT,)):
+    for slot, offset, run in engine.core.state.segments_to_save((WEIGHT,)):
         assert offset == 0 and run.count == slot.numel
         masters[slot.name] = run.fetch().view(slot.shape)
     matrices = [name for name, master in masters.items() if master.dim() > 1]

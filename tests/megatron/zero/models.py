@@ -134,17 +134,6 @@ class EndsInABlock(nn.Module):
         return x
 
 
-class RootEndsInABlock(EndsInABlock):
-    """With layers of the root before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.first(x))
-
-
 class Slices(Net):
     """A block returns a view of its parameter, as position embeddings do."""
 
@@ -178,15 +167,6 @@ class Passes(Net):
         return super().forward(x)
 
 
-class Twice(Net):
-    """Every block is used twice in a row."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return x
-
-
 class FrozenTwice(Net):
     """A block with frozen layers is used twice in a row."""
 
@@ -212,19 +192,6 @@ class Dicts(Net):
         for block in self.blocks:
             state = block(state)
         return state["x"] + state["deep"][0]  # type: ignore[no-any-return]
-
-
-class Tuples(Net):
-    """A block returns a tuple, of which the last half is not used."""
-
-    class Element(Block):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), self.wide(x)
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, _ = block(x)
-        return x
 
 
 @dataclass

@@ -114,7 +114,7 @@ Run = tuple[str, tuple[int, ...], int, Tensor]
 def master_runs(engine: ZeroEngine) -> list[Run]:
     """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
     return [(slot.name, slot.shape, offset, run.fetch().clone())
-            for slot, offset, run in engine.state_segments(("weight",))]
+            for slot, offset, run in engine.state.segments_to_save(("weight",))]
 
 
 def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:

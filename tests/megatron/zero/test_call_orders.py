@@ -302,19 +302,6 @@ def test_nothing_goes_on_from_half_new_weights(stage: int, what: str, error: typ
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interrupted_loan_leaves_nothing_behind(stage: int) -> None:
-    engine = engine_of(stage)
-    before = whole(engine)
-    with pytest.raises(KeyboardInterrupt):
-        with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
-            engine.module.head.weight.zero_()
-            raise KeyboardInterrupt
-    assert torch.equal(whole(engine), before)
-    engine.backward(engine(rows(0, 0)))
-    engine.step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_batch_sizes_cannot_change_between_backward_and_step(stage: int) -> None:
     engine = engine_of(stage, accumulation=4)
     engine.backward(engine(rows(0, 0)))

@@ -24,7 +24,7 @@ from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
 from megatron.inference import load
-from megatron.zero import step_result
+from megatron.zero import step as step_module, step_result
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.engine import Engine
 from megatron.zero.step import GradNorm
@@ -430,76 +430,49 @@ def group(**other: Any) -> dict[str, Any]:
     return {"params": [], "lr": 0.1, "betas": (0.9, 0.99), **other}
 
 
+def settings_of(*groups: dict[str, Any], step: int = 3) -> dict[str, str]:
+    return step_result.make_step_settings(step, {"1/2": 2}, 2, None, groups)
+
+
+def digest_of(*groups: dict[str, Any], step: int = 3, ranks: int = 2) -> int:
+    return step_result.settings_digest(settings_of(*groups, step=step), 7, ranks)
+
+
 def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
-    """By the texts of a reader that has seen nothing before."""
     groups = [group(), group(weight_decay=0.5, note=[1, 2], rate=torch.tensor(0.5)), {"params": []}]
-    reader = step_result.HyperparamDigest(groups)
-
-    def look() -> step_result.HyperparamTexts:
-        found = reader()
-        assert found == step_result.HyperparamDigest(groups)()
-        return found
-
-    first = look()
-    assert (first.names[0], first.values[:2]) == ("betas of param group 0", ("[0.9, 0.99]", "0.1"))
-    kept, seen = (first.names, first.values), {first.checksum}
+    first = settings_of(*groups)
+    assert (first["betas of param group 0"], first["lr of param group 0"]) == ("[0.9, 0.99]", "0.1")
+    kept, seen = dict(first), {digest_of(*groups)}
     changes: list[Callable[[], object]] = [
         lambda: groups[1].update(lr=0.2), lambda: groups[1]["note"].append(3), lambda: groups[1]["rate"].fill_(0.25),
         lambda: groups[0].update(lr=float("nan")), lambda: groups[0].update(lr=None), lambda: groups[0].pop("betas"),
         lambda: groups[2].update(betas=(0.9, 0.99)), lambda: groups[0].update(flag=True),
         lambda: groups[0].update(flag=1), lambda: groups.append(group()), lambda: groups[1].update(note=(1, 2)),
-        lambda: groups[1].update(rate=0.5), lambda: groups[1].update(rate=0.75)]
+        lambda: groups[1].update(rate=0.5), lambda: groups[1].update(lr=0.5, weight_decay=0.2),
+        lambda: groups[2].update(note=groups[1].pop("note"))]
     for number, change in enumerate(changes, 2):
         change()
-        seen.add(look().checksum)
+        seen.add(digest_of(*groups))
         assert len(seen) == number
-    assert (first.names, first.values) == kept, "those of an earlier step stay"
-    before = look()
-    assert look() is before, "nothing is made anew"
+    assert first == kept, "those of an earlier step stay"
+    before = digest_of(*groups)
     groups[0]["lr"] = groups[0].pop("lr")
-    assert look().checksum == before.checksum
+    assert digest_of(*groups) == before
 
 
-@pytest.mark.parametrize("one, other", [(1, 1.0), (0.0, -0.0), (0, -0.0), ({0.5, 0.9}, {0.9, 0.5})])
-def test_numbers_that_are_equal_are_no_difference(one: Any, other: Any) -> None:
-    assert step_result.HyperparamDigest([group(x=one)])() == step_result.HyperparamDigest([group(x=other)])()
-
-
-@pytest.mark.parametrize("one, other", [({0.5, 0.99}, {0.9, 0.99}), (1, 1.5), (2**53 + 1, 2**53), ("0.1", 0.1)])
-def test_values_of_other_kinds_are_compared_too(one: Any, other: Any) -> None:
-    assert step_result.HyperparamDigest([group(x=one)])() != step_result.HyperparamDigest([group(x=other)])()
-
-
-def test_names_that_change_places_are_seen() -> None:
-    groups = [group(weight_decay=0.5)]
-    reader = step_result.HyperparamDigest(groups)
-    first = reader()
-    keys, values = list(groups[0]), list(groups[0].values())
-    i, j = keys.index("lr"), keys.index("weight_decay")
-    keys[i], keys[j] = keys[j], keys[i]
-    groups[0].clear()
-    groups[0].update(zip(keys, values, strict=True))
-    assert reader().checksum != first.checksum
-
-
-def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
-    value, groups = (1, 2), list[dict[str, Any]]([{"lr": 1}, {"lr": 2}])
-    reader = step_result.HyperparamDigest(groups)
-    groups[0]["note"] = value
-    first = reader()
-    groups[0].pop("note")
-    groups[1].clear()
-    groups[1].update(note=value, lr=2)
-    assert reader().checksum != first.checksum and "note of param group 1" in reader().names
+@pytest.mark.parametrize("one, other, equal", [
+    (1, 1.0, True), (0.0, -0.0, True), (0, -0.0, True), ({0.5, 0.9}, {0.9, 0.5}, True),
+    ({0.5, 0.99}, {0.9, 0.99}, False), (1, 1.5, False), (2**53 + 1, 2**53, False), ("0.1", 0.1, False)])
+def test_values_are_compared_as_what_they_are(one: Any, other: Any, equal: bool) -> None:
+    assert (settings_of(group(x=one)) == settings_of(group(x=other))) is equal
 
 
 def what_comes_first(rank: int, world: int) -> list[str]:
     engine, order = engine_of(0), list[str]()
     engine.backward(engine(rows(rank, 0)))
-    digest = step_result.HyperparamDigest
-    square, look = GradNorm.norm_squared, digest.__call__
+    square, make = GradNorm.norm_squared, step_module.make_step_settings
     with patch.object(GradNorm, "norm_squared", lambda self: (order.append("norm"), square(self))[1]), \
-            patch.object(digest, "__call__", lambda self: (order.append("settings"), look(self))[1]):
+            patch.object(step_module, "make_step_settings", lambda *given: (order.append("settings"), make(*given))[1]):
         engine.step()
     return order
 
@@ -508,27 +481,15 @@ def test_the_device_has_the_norm_to_do_while_the_host_looks_at_the_settings() ->
     assert run_ranks(what_comes_first, 2) == [["norm", "settings"]] * 2
 
 
-def test_groups_without_anything_to_compare_are_facts_as_well() -> None:
-    for groups in ([], [{"params": []}], [{"params": []}, group()]):
-        found = step_result.make_step_settings(3, {"1/2": 2}, 2, None, step_result.HyperparamDigest(groups)())
-        assert json.loads(json.dumps(found.as_dict()))["the step's sum of losses"] == "2 x 1/2"
-        assert 0 <= found.digest(7, 2) < 1 << step_result.digest_bits(2)
-
-
 def test_settings_that_collide_in_one_step_do_not_in_another() -> None:
     """Of 16,384 ranks a digest has 12 bits."""
-    usual, ranks = step_result.HyperparamDigest([group()])(), 16384
+    usual = [digest_of(group(), step=step, ranks=16384) for step in range(1, 5)]
     collided = 0
     for number in range(20000):
-        other = step_result.HyperparamDigest([group(lr=0.2 + number)])()
-
-        def collide(step: int) -> bool:
-            one, two = (step_result.make_step_settings(step, {"1/1": 1}, 1, 1, found) for found in (usual, other))
-            return one.digest(0, ranks) == two.digest(0, ranks)
-
-        if collide(1):
+        other = group(lr=0.2 + number)
+        if digest_of(other, step=1, ranks=16384) == usual[0]:
             collided += 1
-            assert not all(map(collide, range(2, 5)))
+            assert [digest_of(other, step=step, ranks=16384) for step in range(2, 5)] != usual[1:]
     assert collided >= 1
 
 

@@ -50,35 +50,3 @@ def test_a_shared_parameter_counts_once_and_the_largest_layer_is_a_module() -> N
     assert count_parameters(model) == (32 + 8 + 32 + 8, 40)
     assert estimate_zero2_model_states_mem_needs_all_live(model, 2, 2)[1].gpu == 2 * 80 + 18 * 80 // 4
     assert estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)[-1].gpu == 4 * 40 + 18 * 80 // 4
-
-
-def oracle_zero2(params: int, gpus: int, nodes: int, offload: bool, factor: float) -> tuple[int, int]:
-    """(host, GPU) bytes of stage 2, from the text of the manual and the present formula of the GPU."""
-    if offload:
-        return int(params * max(4 * gpus * nodes, 16) * factor), 2 * params
-    return int(4 * params * gpus * factor), 2 * params + int(18 * params / (gpus * nodes))
-
-
-def oracle_zero3(params: int, layer: int, gpus: int, nodes: int, optimizer: bool, param: bool, init: bool,
-                 factor: float) -> tuple[int, int]:
-    """The same of stage 3: the multiples of the manual, a row for each of its cases."""
-    on_gpu, on_host = {(True, True): (0, 18), (True, False): (2, 16), (False, False): (18, 0)}[optimizer, param]
-    at_least = on_host * params / nodes
-    if not init:
-        at_least = max(4 * params * gpus, at_least)
-    elif not optimizer:
-        at_least = 4 * layer * gpus
-    return int(at_least * factor), 4 * layer + int(on_gpu * params / (gpus * nodes))
-
-
-@pytest.mark.parametrize("params, layer", [(2_851_000_000, 32_899_072), (124_439_808, 38_597_376)])
-@pytest.mark.parametrize("gpus, nodes", [(1, 1), (8, 1), (16, 4), (8, 128)])
-@pytest.mark.parametrize("factor", [1.5, 1.0])
-def test_every_row_is_the_formula(params: int, layer: int, gpus: int, nodes: int, factor: float) -> None:
-    for row in estimate_zero2_model_states_mem_needs_all_cold(params, gpus, nodes, factor):
-        assert (row.host, row.gpu) == oracle_zero2(params, gpus, nodes, row.offload_optimizer, factor)
-    for row in estimate_zero3_model_states_mem_needs_all_cold(params, layer, gpus, nodes, factor):
-        assert row.offload_param is not None and row.zero_init is not None
-        choice = row.offload_optimizer, row.offload_param, row.zero_init
-        wanted = oracle_zero3(params, layer, gpus, nodes, *choice, factor)
-        assert (row.host, row.gpu) == pytest.approx(wanted, rel=1e-12)

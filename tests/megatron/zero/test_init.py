@@ -142,19 +142,6 @@ def test_edits_inside_gathered_parameters_count_at_every_stage(stage: int) -> No
     assert run_ranks(edits, 2, stage) == [[True] * 3] * 2
 
 
-def edits_nobody_claims(rank: int, world: int, stage: int) -> None:
-    model = Model()
-    zero.initialize(model=model, config=config(stage))
-    with zero.GatheredParameters(model.head.weight), torch.no_grad():
-        model.head.weight.zero_()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_edits_without_modifier_rank_are_refused(stage: int) -> None:
-    with pytest.raises(RankError, match="edited inside GatheredParameters without modifier_rank"):
-        run_ranks(edits_nobody_claims, 2, stage)
-
-
 class Reader(nn.Module):
     """Its forward uses a parameter of another block."""
 

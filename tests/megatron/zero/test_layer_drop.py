@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config import ds_json
-from megatron.config.cli import parse_args
 from megatron.errors import ConfigError
 from megatron.layer_drop import kept
 from megatron.zero.api.engine import Engine
@@ -126,22 +124,3 @@ def test_a_model_that_draws_by_the_step_trains_alike_at_every_stage() -> None:
     for stage in (1, 2, 3):
         for found in run_ranks(trained, 2, stage):
             assert all(found[name].equal(value) for name, value in expected.items())
-
-
-def parsed(tmp_path: Path, text: str, *flags: str) -> Any:
-    (tmp_path / "ds.json").write_text(text)
-    return parse_args(["--preset", "tiny", "--deepspeed_config", str(tmp_path / "ds.json"), *flags]).layer_drop
-
-
-def test_the_keys_have_the_defaults_of_deepspeed_and_the_flags_those_of_the_paper(tmp_path: Path) -> None:
-    both = '{"train_batch_size": 8, "progressive_layer_drop": {"enabled": true%s}}'
-    alone = parse_args(["--preset", "tiny", "--progressive-layer-drop"]).layer_drop
-    assert (alone.progressive_layer_drop, alone.pld_theta, alone.pld_gamma) == (True, 0.5, 0.001)
-    found = parsed(tmp_path, both % "")
-    assert (found.progressive_layer_drop, found.pld_theta, found.pld_gamma) == (True, 1.0, 0.001)
-    assert found.notes() and parsed(tmp_path, both % "", "--pld-theta", "0.6").pld_theta == 0.6
-    assert parsed(tmp_path, both % ', "theta": 0.7').pld_theta == 0.7
-    with pytest.raises(ConfigError, match=r"--pld-theta is 0.5, but progressive_layer_drop.theta of .* is 0.7"):
-        parsed(tmp_path, both % ', "theta": 0.7', "--pld-theta", "0.5")
-    off = ds_json.build_ds_config({"train_batch_size": 8, "progressive_layer_drop": {"enabled": False}}).layer_drop
-    assert off.schedule is None and not off.notes()

@@ -208,6 +208,9 @@ def check(cells: list[Cell], steps: int) -> None:
 
 @pytest.mark.parametrize("cells", [
     pytest.param([Cell(stage, 1, 2) for stage in STAGES], id="every stage"),
+    pytest.param([Cell(stage, 1, 2, "fp32", 4, stage % 2 == 1) for stage in STAGES], id="accumulation, recomputation"),
+    pytest.param([Cell(stage, 1, 2, "bf16", 1) for stage in STAGES], id="bf16"),
+    pytest.param([Cell(stage, 1, 1) for stage in STAGES], id="one process"),
     pytest.param([Cell(3, 1, 1, "fp16", 4), Cell(0, 1, 1, "fp16", 4, True)], id="one rank"),
     pytest.param([Cell(2, 2, 1, "bf16", 1, True), Cell(1, 2, 1, "bf16", 4)], id="tensor parallel"),
     pytest.param([Cell(2, 2, 2, "fp16"), Cell(3, 2, 2, "fp16", 1, True)], id="both"),

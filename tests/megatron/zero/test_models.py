@@ -22,7 +22,7 @@ from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen, FrozenRoot,
                                         FrozenTwice, InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Passes,
-                                        Permuted, RankDrop, Records, RootEndsInABlock, Slices, ThreeElements, Tuples,
+                                        Permuted, RankDrop, Records, Slices, ThreeElements,
                                         WIDTH, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
@@ -171,9 +171,8 @@ ALL = (0, 1, 2, 3)
 
 WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
-        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, RootEndsInABlock, Slices, Passes,
-        FrozenTwice, Dicts, Tuples,
-        TiedInOneBlock, BlockReadsBlock, BlockTwice,
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes,
+        FrozenTwice, Dicts, TiedInOneBlock, BlockReadsBlock, BlockTwice,
         Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words, Records,
         TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
     **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,

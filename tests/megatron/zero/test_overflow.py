@@ -145,11 +145,11 @@ def observe(case: Case, stage: int, grid: Groups, clean: list[list[Tensor]]) -> 
     applied, scales, untouched = [], [], True
 
     def take(number: int, fault: Case | None = None) -> None:
-        before = state(engine), engine.optimizer_steps, engine.applied_steps
+        before = state(engine), engine.counters.optimizer_steps, engine.counters.applied_steps
         applied.append(take_step(engine, grid, number, fault).applied)
-        scales.append(engine.scaler.scale)
+        scales.append(engine.state.counters.scaler.scale)
         if fault is not None:
-            after = state(engine), engine.optimizer_steps, engine.applied_steps
+            after = state(engine), engine.counters.optimizer_steps, engine.counters.applied_steps
             nonlocal untouched
             untouched = untouched and same(before[0], after[0]) and before[1:] == after[1:]
 

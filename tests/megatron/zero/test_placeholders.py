@@ -194,28 +194,6 @@ def test_sizes_are_those_of_the_whole_parameter(model: nn.Module) -> None:
         assert {name: ask(p) for name, ask in SIZES.items()} == {name: ask(plain) for name, ask in SIZES.items()}
 
 
-def decayed(split: bool, stage: int, fused: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    with zero.Init(enabled=split):
-        model = Model()
-    parameters = [*model.parameters()]
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.5},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    engine = zero.initialize(model=model, model_parameters=groups, config={**config(), "optimizer": {
-        "type": "AdamW", "params": {"lr": 0.1, "torch_adam": fused}}, "zero_optimization": {"stage": stage}})[0]
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, WIDTH)))
-        engine.step()
-    with zero.GatheredParameters(engine.module.parameters()):
-        return [p.detach().clone() for p in engine.module.parameters()]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("fused", [False, True])
-def test_weight_decay_chosen_by_dim_is_the_same_after_init(stage: int, fused: bool) -> None:
-    assert all(map(torch.equal, decayed(True, stage, fused), decayed(False, 2, fused)))
-
-
 def test_channels_last_leaves_placeholders_alone() -> None:
     with zero.Init():
         model = nn.Conv2d(2, 2, 3)
@@ -261,22 +239,11 @@ def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tens
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
-PREPARATIONS: dict[str, Callable[[nn.Module], object]] = {
-    "to": lambda m: m.to("cpu"), "cpu": lambda m: m.cpu(), "float": lambda m: m.float(),
-    "to its type": lambda m: m.to("cpu", torch.float32), "train": lambda m: m.train(),
-    "zero_grad": lambda m: m.zero_grad(), "requires_grad_": lambda m: m.requires_grad_(True),
-}
 CASTS: dict[str, Callable[[nn.Module], object]] = {
     "half": lambda m: m.half(), "double": lambda m: m.double(), "bfloat16": lambda m: m.bfloat16(),
     "to": lambda m: m.to(torch.float16), "type": lambda m: m.type(torch.float64),
     "to like": lambda m: m.to(torch.ones(1, dtype=torch.float64)),
 }
-
-
-@pytest.mark.parametrize("prepare", PREPARATIONS.values(), ids=list(PREPARATIONS))
-def test_moving_a_split_module_changes_nothing(prepare: Callable[[nn.Module], object]) -> None:
-    plain = trained(lambda m: None, split=True)
-    assert all(map(torch.equal, trained(prepare, split=True), plain))
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=list(CASTS))

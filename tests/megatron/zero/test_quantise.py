@@ -1,9 +1,7 @@
-"""Quantisation in training as a DeepSpeed script has it: the keys however they are spelt, and what a script does to
-weights that are rounded beside masters that are not."""
+"""Quantisation in training: what a script does to weights that are rounded beside masters that are not."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config import ds_json
-from megatron.config.cli import parse_args
-from megatron.config.model_config import QuantizeConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed import run_ranks
-
-BITS = {"start_bits": 16, "target_bits": 8}
-SCHEDULE = {"quantize_period": 400, "schedule_offset": 0}
-MIXED = {"enabled": True, "quantize_change_ratio": 0.01}
-MEANT = QuantizeConfig(
-    quantize_training=True, quantize_start_bits=16, quantize_target_bits=8, quantize_period=400, quantize_offset=0,
-    quantize_groups=8, quantize_type="asymmetric", quantize_rounding="stochastic", quantize_mixed=True,
-    quantize_change_ratio=0.01, quantize_verbose=True)
-
-SPELT: dict[str, dict[str, Any]] = {
-    algo: {"quantize_training": {
-        "enabled": True, "quantize_verbose": True, "quantizer_kernel": True, "quantize_bits": BITS,
-        algo: {"q_type": "asymmetric", "rounding": "stochastic"}, "quantize_schedule": SCHEDULE, "quantize_groups": 8,
-        "fp16_mixed_quantize": MIXED}}
-    for algo in ("quantize_algo", "quantize-algo")}
-SPELT["compression_training"] = {"compression_training": {"weight_quantization": {
-    "shared_parameters": {
-        "enabled": True, "quantizer_kernel": False, "schedule_offset": 0, "quantize_groups": 8,
-        "quantize_verbose": True, "quantization_type": "asymmetric", "rounding": "stochastic",
-        "quantize_weight_in_forward": False, "fp16_mixed_quantize": MIXED},
-    "different_groups": {"wq1": {"params": {**BITS, "quantization_period": 400}, "modules": ["*"]}}}}}
-
-
-@pytest.mark.parametrize("name", SPELT)
-def test_the_keys_say_the_same_in_every_spelling(name: str, tmp_path: Path) -> None:
-    assert ds_json.build_ds_config({"train_batch_size": 8, **SPELT[name]}).quantize == MEANT
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, **SPELT[name]}))
-    with pytest.raises(ConfigError, match="--quantize-target-bits is 4, but .*bits|--quantize-target-bits is 4, but .*"
-                                          "different_groups"):
-        parse_args(["--preset", "tiny", "--deepspeed_config", str(tmp_path / "ds.json"),
-                    "--quantize-target-bits", "4"])
-
-
-def test_two_spellings_that_disagree_are_refused() -> None:
-    both = {"quantize_algo": {"q_type": "asymmetric"}, "quantize-algo": {"q_type": "symmetric"}}
-    with pytest.raises(ConfigError, match='quantize_algo.q_type "asymmetric" and '
-                                          'quantize_training.quantize-algo.q_type "symmetric" disagree'):
-        ds_json.build_ds_config({"train_batch_size": 8, "quantize_training": {"enabled": True, **both}})
-
-
-@pytest.mark.parametrize("block, says", [
-    ({"quantize_bits": {"start_bits": 8, "target_bits": 9}}, "target_bits 9 is above quantize_training.quantize_bits"),
-    ({"quantize_bits": {"target_bits": -1}}, "quantize_bits.target_bits is -1: expected a number >= 1 and <= 16"),
-    ({"quantize_algo": {"q_type": "symetric"}}, 'did you mean "symmetric"'),
-    ({"quantize_algo": {"rounding": "nearest_neighbor"}}, 'expected "nearest" or "stochastic"'),
-    ({"quantize_schedule": {"quantize_period": 0}}, "quantize_period is 0"),
-    ({"quantise_bits": {}}, "did you mean quantize_training.quantize_bits?"),
-])
-def test_a_wrong_key_is_one_line(block: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ds_json.build_ds_config({"train_batch_size": 8, "quantize_training": {"enabled": True, **block}})
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-# ---- an engine -------------------------------------------------------------------------------------------------------
 
 
 def made(stage: int = 0, precision: str | None = None, **block: Any) -> Engine:

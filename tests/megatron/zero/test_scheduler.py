@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +41,6 @@ def wanted(kind: str, warmup_type: str | None, step: int) -> float:
     after = {"WarmupLR": 1.0, "WarmupDecayLR": 1 - done,
              "WarmupCosineLR": 0.0001 + 0.9999 * (1 + math.cos(math.pi * done)) / 2}
     return PEAK * after[kind]
-
-
-def cycled(make: Any, optimizer: Any) -> list[tuple[float, Any]]:
-    """Rates and momenta of three steps under a torch scheduler that cycles both."""
-    config = configuration("WarmupLR", None)
-    del config["scheduler"]
-    if optimizer is not None:
-        del config["optimizer"]
-    engine = zero.initialize(model=nn.Linear(2, 1), config=config, optimizer=optimizer, lr_scheduler=make)[0]
-    seen = []
-    for _ in range(3):
-        seen.append((engine.get_lr()[0], engine.get_mom()[0]))
-        engine.backward(engine(torch.ones(4, 2)).mean())
-        engine.step()
-    return seen
-
-
-@pytest.mark.parametrize("make", [
-    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK, total_steps=TOTAL),
-    lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1 * PEAK, PEAK, step_size_up=5)])
-def test_torchs_cyclic_schedulers_find_the_momentum(make: Any) -> None:
-    plain = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=PEAK)
-    scheduler, wanted = make(plain), []
-    for _ in range(3):
-        wanted.append((plain.param_groups[0]["lr"], plain.param_groups[0]["betas"]))
-        plain.step()
-        scheduler.step()
-    for optimizer in (None, lambda parameters: torch.optim.AdamW(parameters, lr=PEAK)):
-        found = cycled(make, optimizer)
-        assert [rate for rate, _ in found] == pytest.approx([rate for rate, _ in wanted])
-        assert [betas[0] for _, betas in found] == pytest.approx([betas[0] for _, betas in wanted])
 
 
 @pytest.mark.filterwarnings("error")
@@ -129,17 +96,6 @@ def test_the_trainer_has_the_same_rates_from_the_same_file(kind: str, warmup_typ
         scheduler.step()
 
 
-def test_pretrain_gpt2_trains_at_these_rates(tmp_path: Path) -> None:
-    path, metrics = tmp_path / "ds_config.json", tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(configuration("WarmupLR", None)))
-    subprocess.run([sys.executable, "pretrain_gpt2.py", "--preset", "tiny", "--mock-data", "--train-iters", "4",
-                    "--eval-interval", "0", "--deepspeed_config", str(path), "--metrics-file", str(metrics)],
-                   cwd=Path(__file__).resolve().parents[3], check=True, capture_output=True, timeout=120)
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
-    assert rates == pytest.approx([wanted("WarmupLR", None, step) for step in range(4)])
-
-
 OWN_RATES = ((3e-4,), (1e-5, 1e-3))
 """Of one and of two param groups."""
 
@@ -154,22 +110,6 @@ def engine_with_rates(rates: tuple[float, ...], kind: str, params: dict[str, Any
         return zero.initialize(model=model, model_parameters=groups, config=config)[0]
     del config["optimizer"]
     return zero.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
-
-
-@pytest.mark.parametrize("by", ["client", "config"])
-@pytest.mark.parametrize("rates", OWN_RATES)
-@pytest.mark.parametrize("floor", [None, 0.1])
-def test_a_cosine_scales_each_groups_own_rate(floor: float | None, rates: tuple[float, ...], by: str) -> None:
-    given = {} if floor is None else {"cos_min_ratio": floor}
-    engine = engine_with_rates(rates, "WarmupCosineLR", {"total_num_steps": TOTAL, **given}, by=by)
-    low = 0.0001 if floor is None else floor
-    for step in range(TOTAL + 3):
-        done = min(1.0, (step - WARMUP) / (TOTAL - WARMUP))
-        share = (step + 1) / WARMUP if step < WARMUP else low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
-        assert engine.get_lr() == pytest.approx([rate * share for rate in rates], rel=1e-9)
-        engine.lr_scheduler.step()
-    engine.lr_scheduler.load_state_dict({"steps": 0})
-    assert engine.get_lr() == pytest.approx([rate / WARMUP for rate in rates])
 
 
 @pytest.mark.parametrize("peak", [None, 2e-3])

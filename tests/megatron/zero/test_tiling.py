@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.cli import parse_args
 from megatron.errors import CheckpointError, ConfigError
-from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias, even_sizes
+from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
 from mpu.groups import build as build_groups
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from tests.distributed import run_ranks
@@ -82,22 +82,6 @@ def test_biases_that_are_returned_are_joined_and_not_added() -> None:
     assert torch.cat(outputs, -1).equal(y) and torch.cat(biases).equal(bias)
     without = TiledLinearReturnBias(6, 5, False, 3, 2, linear_cls=BiasBeside, dtype=torch.float64)
     assert without(x)[1] is None
-
-
-def test_tiles_are_listed_in_the_order_of_use() -> None:
-    tiled = TiledLinear(4, 4, True, 2, 2)
-    used: list[nn.Module] = []
-    for tile in tiled.modules():
-        if isinstance(tile, nn.Linear):
-            tile.register_forward_hook(lambda tile, *_: used.append(tile))
-    tiled(torch.zeros(4))
-    assert used == list(tiled.tiles()) and len(used) == 4
-
-
-@pytest.mark.parametrize(("features", "splits", "sizes"), [
-    (6, 3, [2, 2, 2]), (7, 3, [3, 2, 2]), (5, 5, [1] * 5), (5, 1, [5])])
-def test_parts_are_even(features: int, splits: int, sizes: list[int]) -> None:
-    assert even_sizes(features, splits, "in_splits") == sizes
 
 
 @pytest.mark.parametrize("splits", [0, -1, 7])

@@ -277,7 +277,7 @@ def _mixed(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[f
         engine.step()
     with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
         found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
-    return engine.module_state_dict(), found, len(engine.core.unit_modules())
+    return engine.module_state_dict(), found, len(engine.core.units)
 
 
 @RANKS
@@ -297,7 +297,7 @@ def test_leaves_are_marked_and_told() -> None:
     assert utils.unset_z3_leaf_modules(model, [nn.Module], raise_if_not_found=False) and \
         utils.get_z3_leaf_modules(model) == []
     utils.set_z3_leaf_module(model, True)
-    assert zero.initialize(model=model, config=config(3))[0].core.unit_modules() == [model]
+    assert [unit.module for unit in zero.initialize(model=model, config=config(3))[0].core.units] == [model]
     with pytest.raises(ConfigError, match="no module of Mixture is of the classes .*Conv2d.*: name one"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
 

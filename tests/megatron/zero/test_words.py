@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.config.cli import parse_args
-from megatron.config.zero_config import OffloadConfig, unused_offload_settings
+from megatron.config.zero_config import unused_offload_settings
 from megatron.errors import ConfigError
 
 KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -54,15 +53,9 @@ UNREAD = [
     (["--offload-optimizer-nvme-path", "/x", "--offload-optimizer-buffer-count", "5"],
      ["--offload-optimizer-nvme-path and --offload-optimizer-buffer-count have no effect here: the optimizer's state "
       "is not offloaded without --offload-optimizer-device nvme"]),
-    (["--no-offload-optimizer-pin-memory"],
-     ["--offload-optimizer-pin-memory has no effect here: the optimizer's state is not offloaded without "
-      "--offload-optimizer-device cpu or nvme"]),
     (["--offload-update", "host", "--delayed-param-update", "--no-offload-optimizer-pin-memory"],
      ["--offload-optimizer-pin-memory, --offload-update and --delayed-param-update have no effect here: the "
       "optimizer's state is not offloaded without --offload-optimizer-device cpu"]),
-    (["--offload-param-max-in-cpu", "0"],
-     ["--offload-param-max-in-cpu has no effect here: the parameters are not offloaded without --offload-param-device "
-      "nvme"]),
     (["--offload-param-device", "cpu", "--offload-param-buffer-size", "1e6", "--offload-optimizer-device", "cpu",
       "--no-offload-optimizer-pipeline-write", "--no-offload-optimizer-pin-memory"],
      ["--offload-optimizer-pipeline-write has no effect here: --offload-optimizer-device is cpu, not nvme",
@@ -72,36 +65,12 @@ UNREAD = [
       "--offload-param-device nvme"]),
     (["--aio-queue-depth", "32", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "/x",
       "--no-offload-optimizer-pin-memory", "--no-offload-optimizer-pipeline-read"], []),
-    (["--offload-optimizer-buffer-count", "4", "--offload-param-max-in-cpu", "1e9"], []),
 ]
 
 
 @pytest.mark.parametrize(("argv", "sentences"), UNREAD)
 def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: list[str], sentences: list[str]) -> None:
     assert list(unused_offload_settings(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
-
-
-READ_WITH = {"optimizer": {"none": 0, "cpu": 4, "nvme": 8}, "param": {"none": 0, "cpu": 1, "nvme": 5}}
-"""Device -> settings of the section that are read, beside the device itself."""
-
-
-def another(name: str) -> Any:
-    """Than the default."""
-    default = getattr(OffloadConfig(), name)
-    return "/x" if default is None else not default if isinstance(default, bool) else default / 2
-
-
-@pytest.mark.parametrize("kind", READ_WITH)
-@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
-def test_every_setting_of_a_section_is_read_or_named(kind: str, place: str) -> None:
-    others = {"offload_update": "host", "delayed_param_update": True}
-    names = [item.name for item in dataclasses.fields(OffloadConfig) if item.name.startswith(f"offload_{kind}_")
-             and item.name != f"offload_{kind}_device"] + [*others] * (kind == "optimizer")
-    needed = {f"offload_{kind}_device": place, **({f"offload_{kind}_nvme_path": "/x"} if place == "nvme" else {})}
-    said = [
-        unused_offload_settings(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names
-    ]
-    assert len(names) - len([sentence for sentences in said for sentence in sentences]) == READ_WITH[kind][place]
 
 
 def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.CaptureFixture[str]) -> None:

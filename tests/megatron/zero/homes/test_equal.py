@@ -88,7 +88,7 @@ def train(engine: ZeroEngine, rows: Tensor) -> list[float]:
 def outcome(engine: ZeroEngine, rows: Tensor) -> list[Any]:
     losses = train(engine, rows)
     numbers = [kept(bucket, kind) for bucket in engine.buckets for kind in bucket.master_state.kinds]
-    return [losses, engine.skipped_steps, numbers, [work(bucket) for bucket in engine.buckets]]
+    return [losses, engine.counters.skipped_steps, numbers, [work(bucket) for bucket in engine.buckets]]
 
 
 def alike(one: Any, other: Any) -> bool:

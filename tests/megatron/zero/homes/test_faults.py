@@ -143,7 +143,7 @@ def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
     before = [vars(home.traffic).copy()
               for home in [engine.core.engine_storage.optimizer]]  # type: ignore[attr-defined]
     train(engine.core, batches(3))
-    assert engine.core.skipped_steps == 3
+    assert engine.core.counters.skipped_steps == 3
     after = [vars(home.traffic) for home in [engine.core.engine_storage.optimizer]]  # type: ignore[attr-defined]
     assert [one["written_bytes"] for one in after] == [one["written_bytes"] for one in before]
     assert torch.isfinite(engine.module.wte.weight).all()
