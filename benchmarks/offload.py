@@ -67,12 +67,12 @@ def main() -> None:
     print("| in memory, s | on the drive, s | read, MB | written, MB | drive alone, s | ratio to the bound |")
     print("|---" * 6 + "|")
     for _ in range(chosen.steps):
-        before = home.traffic
+        before = home.stats
         drive = probe_nvme(chosen.nvme_path, contents="state", needed=256 << 20, read_per_step=0, written_per_step=0,
                            flag=FLAG)
         update, whole = step(here), step(there)
-        read = home.traffic.read_bytes - before.read_bytes
-        written = home.traffic.written_bytes - before.written_bytes
+        read = home.stats.read_bytes - before.read_bytes
+        written = home.stats.written_bytes - before.written_bytes
         transfer = read / drive.read_rate + written / drive.write_rate
         bounds.append(max(transfer, update))
         times.append(whole)

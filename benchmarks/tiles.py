@@ -23,9 +23,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from torch import Tensor  # noqa: E402
 
-from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile  # noqa: E402
+from megatron.zero.offload.async_file import AsyncSwapFile  # noqa: E402
 from megatron.zero.offload.direct_io import page_aligned_bytes  # noqa: E402
-from megatron.zero.offload.swap_drive import SwapDrive  # noqa: E402
+from megatron.zero.offload.swap_drive import AioSettings, SwapDrive  # noqa: E402
 
 BLOCK = 8 << 20
 Action = Callable[[], object]
@@ -34,7 +34,7 @@ Action = Callable[[], object]
 def plain(call: Callable[..., int], file: AsyncSwapFile, buffers: list[Tensor], size: int, count: int,
           threads: int) -> None:
     """Thread t takes every threads-th block."""
-    descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
+    descriptor = os.open(f"/proc/self/fd/{file.file.descriptor}", os.O_RDWR | os.O_DIRECT)
 
     def work(thread: int) -> None:
         for start in range(thread * BLOCK, size * count, threads * BLOCK):
@@ -66,9 +66,9 @@ def seconds(action: Action) -> float:
     return time.perf_counter() - begin
 
 
-def compare(folder: SwapDrive, size: int, count: int, threads: int, rounds: int) -> None:
-    file = AsyncSwapFile(folder, f"{size >> 20}MB-{threads}", [size] * count,
-                         settings=AioSettings(intra_op_parallelism=threads))
+def compare(folder: str, size: int, count: int, threads: int, rounds: int) -> None:
+    drive = SwapDrive(folder, flag="--folder", aio=AioSettings(intra_op_parallelism=threads))
+    file = AsyncSwapFile(drive, f"{size >> 20}MB-{threads}", [size] * count)
     buffers = [page_aligned_bytes(size, pinned=False) for _ in range(4)]
     for buffer in buffers:
         buffer.numpy().data[:] = os.urandom(size)
@@ -97,10 +97,9 @@ def main() -> None:
     parser.add_argument("--file-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with SwapDrive(args.folder, flag="--folder") as folder:
-        for megabytes in args.tile_mb:
-            for threads in args.threads:
-                compare(folder, megabytes << 20, args.file_mb // megabytes, threads, args.rounds)
+    for megabytes in args.tile_mb:
+        for threads in args.threads:
+            compare(args.folder, megabytes << 20, args.file_mb // megabytes, threads, args.rounds)
 
 
 if __name__ == "__main__":

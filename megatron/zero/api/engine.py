@@ -36,7 +36,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
                                              load_module_weights, restore_rng_streams, begin_engine_save,
                                              write_state_dict)
-from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
+from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.data_loader import BatchSizes, EpochDataLoader
 from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
 from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
@@ -363,12 +363,12 @@ class Engine(EngineStatus):
             """DeepSpeed's names (compat_names.py), then the model's attributes."""
             if hasattr(type(self), name):  # an AttributeError inside a property of the engine
                 raise AttributeError(f"engine.{name} is not available here")
-            if name in COMPAT_NAMES:
+            if name in NAMES:
                 return resolve_name(self, name)
             module = None if "core" not in vars(self) else self.core.module
             if not name.startswith("__") and hasattr(module, name):
                 return getattr(module, name)
-            near = difflib.get_close_matches(name, {*dir(type(self)), *COMPAT_NAMES}, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *NAMES}, n=1, cutoff=0.75)
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
                                  + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 

@@ -25,7 +25,6 @@ from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.offload.async_file import AioSettings
 from megatron.zero.offload.capacity_check import check_host_memory, probe_nvme
 from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_buffer_sets,
                                                param_chunk_numel, step_chunk_numel)
@@ -34,7 +33,7 @@ from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
 from megatron.zero.offload.storage import WEIGHT, DeviceStorage, EngineStorage, Location, StorageBackend
-from megatron.zero.offload.swap_drive import SwapDrive
+from megatron.zero.offload.swap_drive import AioSettings, SwapDrive
 from megatron.zero.partitioned_param import full_shape
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
@@ -170,10 +169,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     offload, work = config.offload, DTYPES[config.precision.name]
     pins_optimizer = device.type == "cuda" and offload.offload_optimizer_pin_memory
     pins_params = device.type == "cuda" and offload.offload_param_pin_memory
-    aio = AioSettings(block_size=offload.aio_block_size, queue_depth=offload.aio_queue_depth,
-                      intra_op_parallelism=offload.aio_intra_op_parallelism,
-                      single_submit=offload.aio_single_submit, overlap_events=offload.aio_overlap_events)
-    nvme_settings = partial(NvmeSettings, device_is_separate=copy_streams is not None, aio=aio)
+    nvme_settings = partial(NvmeSettings, device_is_separate=copy_streams is not None)
 
     tile = min(MAX_TILE_NUMEL, align(config.zero.sub_group_size))
     step_chunk: int | None = None  # elements that a step updates at a time; None: the whole shard
@@ -287,7 +283,10 @@ class NvmeDrives:
         path: str = getattr(self._offload, name)
         self._kinds_by_path.setdefault(path, []).append(kind)
         if path not in self._drives:
-            self._drives[path] = SwapDrive(path, flag=flag_name(name))
+            self._drives[path] = SwapDrive(path, flag=flag_name(name), aio=AioSettings(
+                block_size=self._offload.aio_block_size, queue_depth=self._offload.aio_queue_depth,
+                intra_op_parallelism=self._offload.aio_intra_op_parallelism,
+                single_submit=self._offload.aio_single_submit, overlap_events=self._offload.aio_overlap_events))
         return self._drives[path]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -40,6 +40,8 @@ class DirectIoFile:
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.close = weakref.finalize(self, _close_all, {self.descriptor, self._direct})
+        """Idempotent."""
 
     def write(self, data: memoryview, offset: int) -> None:
         whole = len(data) // PAGE_SIZE * PAGE_SIZE
@@ -59,11 +61,6 @@ class DirectIoFile:
         self._transfer(os.preadv, parts, offset)
         if last is not None:
             into[whole:] = last[:len(into) - whole]
-
-    def close(self) -> None:
-        for descriptor in {self.descriptor, self._direct}:
-            with suppress(OSError):
-                os.close(descriptor)
 
     def _transfer(self, call: PositionedCall, parts: list[memoryview], offset: int) -> None:
         """Repeat the call until all bytes are transferred."""
@@ -85,6 +82,12 @@ class DirectIoFile:
 
 def round_up_to_page(nbytes: int) -> int:
     return -(-nbytes // PAGE_SIZE) * PAGE_SIZE
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _skip_bytes(parts: list[memoryview], count: int) -> list[memoryview]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.metrics.step_metrics import NvmeStats
-from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest, SwapTraffic
+from megatron.zero.offload.async_file import AsyncSwapFile, SwapRequest
 from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
@@ -48,7 +48,6 @@ class NvmeSettings:
     """The device is an accelerator, not the host."""
     pipeline_read: bool = True
     pipeline_write: bool = True
-    aio: AioSettings = AioSettings()
 
 
 @dataclass
@@ -77,10 +76,10 @@ class _StagingBuffers:
         if (error := self.drain_io()) is not None:
             raise error
 
-    def drain_io(self) -> Exception | None:
+    def drain_io(self) -> BaseException | None:
         """As `wait_for_io`, but return the error. A caller that discards the content may ignore it: a tile whose write
         failed raises by itself until it is written again."""
-        first: Exception | None = None
+        first: BaseException | None = None
         self.wait_for_copy()
         begin = time.perf_counter()
         while self.pending_io:
@@ -210,8 +209,7 @@ class NvmeStorage:
         parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
                                   self.settings.write_chunk_numel)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
-        file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles,
-                             settings=self.settings.aio)
+        file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles)
         self._files.append(file)
         self._grow_buffers(largest_chunk(parts))
         return NvmeShard(self, file, numel, parts)
@@ -222,18 +220,10 @@ class NvmeStorage:
         return bool(self._files)
 
     @property
-    def traffic(self) -> SwapTraffic:
-        """Total since the engine was created."""
-        total = SwapTraffic()
-        for file in self._files:
-            for name, value in vars(file.traffic).items():
-                setattr(total, name, getattr(total, name) + value)
-        return total
-
-    @property
     def stats(self) -> NvmeStats:
-        return NvmeStats(self._wait_time.seconds, sum(file.traffic.read_bytes for file in self._files),
-                         sum(file.traffic.written_bytes for file in self._files))
+        """Since the engine was created."""
+        return NvmeStats(self._wait_time.seconds, sum(file.read_bytes for file in self._files),
+                         sum(file.written_bytes for file in self._files))
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         order = [(shard, part) for ((shard, part),) in steps if isinstance(shard, NvmeShard)]

@@ -1,6 +1,7 @@
 """The folder on a drive for swap files, and the I/O threads that read and write them.
 
-Swap files have no names: the file system frees their space when the process closes them or ends, however it ends.
+Swap files have no names: the file system frees their space when they are closed or collected, or the process ends,
+however it ends.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from threading import BoundedSemaphore, RLock, Thread, current_thread
-from typing import Self, final
+from threading import BoundedSemaphore
+from typing import TYPE_CHECKING, Self, final
+from weakref import WeakSet
 
 from megatron.errors import ConfigError, StorageError, explain_os_error
+from megatron.zero.offload.direct_io import round_up_to_page
+
+if TYPE_CHECKING:
+    from megatron.zero.offload.async_file import AsyncSwapFile
 
 UNSUPPORTED_ERRNOS = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
 """Errors of creating a file in an existing folder of a file system that takes no new files, such as /proc."""
@@ -42,135 +46,66 @@ def explain_create_error(error: OSError, folder: Path) -> str:
     return f"{why}; {remedy}, or choose another folder"
 
 
-IoTask = Callable[[], None]
-"""Must not raise: the thread has no handler."""
+@dataclass(frozen=True, kw_only=True)
+class AioSettings:
+    """DeepSpeed's `aio` section. One positioned system call transfers what DeepSpeed's queue would hold."""
+
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+    """Blocks in one system call; the disk works on all of them at once."""
+    intra_op_parallelism: int = 1
+    """Concurrent system calls, for reads and for writes each."""
+    single_submit: bool = False
+    """One block per system call; `queue_depth` is ignored."""
+    overlap_events: bool = True
+    """One more thread, so that a block is checksummed while the disk works on another."""
+
+    @property
+    def bytes_per_call(self) -> int:
+        return round_up_to_page(self.block_size * (1 if self.single_submit else self.queue_depth))
 
 
-@final
-class IoThreadPool:
-    def __init__(self, name: str, slots: int, extra_threads: int) -> None:
-        """`slots` tasks may be at the disk at once; `extra_threads` more may compute checksums."""
-        self.io_slots = BoundedSemaphore(slots)
-        self._name, self._num_threads = name, slots + extra_threads
-        self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
-        self._threads: list[Thread] = []
-        self._lock = RLock()
+class IoThreads:
+    """Threads that read, or write, all files of a drive; at most `slots` of them are in a system call."""
 
-    def submit(self, task: IoTask) -> None:
-        with self._lock:
-            self._start_threads()
-            if self._threads:
-                return self._queue.put(task)
-        return task()  # stopped, or threads cannot start (interpreter shutdown): run it here
-
-    def stop(self, timeout: float) -> bool:
-        """End the threads once the queue is empty; False if they are still running after about `timeout` seconds. Tasks
-        that are submitted later run in the submitting thread."""
-        with self._lock:
-            threads, self._threads, self._num_threads = self._threads, [], 0
-            for _ in threads:
-                self._queue.put(None)
-        others = [thread for thread in threads if thread is not current_thread()]  # finalizers run on any thread
-        for thread in others:
-            thread.join(timeout)
-            timeout = timeout if not thread.is_alive() else 0.0
-        return not any(thread.is_alive() for thread in others)
-
-    def _start_threads(self) -> None:
-        while len(self._threads) < self._num_threads:
-            thread = Thread(target=_run_tasks, args=(self._queue,), name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                self._num_threads = len(self._threads)
-            else:
-                self._threads.append(thread)
-
-
-def _run_tasks(queue: SimpleQueue[IoTask | None]) -> None:
-    """Hold no reference while waiting, so that owners of finished tasks can be collected."""
-    while (piece := queue.get()) is not None:
-        piece()
-        del piece
-
-
-@final
-class IoThreadPools:
-    """Separate pools for reads and writes: an awaited read does not queue behind writes."""
-
-    def __init__(self, slots: int, extra_threads: int) -> None:
-        self.read, self.write = IoThreadPool("tiles: reads", slots,
-                                             extra_threads), IoThreadPool("tiles: writes", slots, extra_threads)
-
-    def stop(self, timeout: float) -> bool:
-        ended = self.read.stop(timeout)
-        return self.write.stop(timeout if ended else 0.0) and ended
-
-
-CLOSE_TIMEOUT_SECONDS = 2.0
-"""Seconds that closing waits for a running system call."""
-
-StopCallback = Callable[[float], bool]
-"""Timeout in seconds -> whether everything stopped in time."""
-
-
-@dataclass(eq=False)
-class _DriveResources:
-    """What closing releases. Separate from `SwapDrive`, which may already be collected."""
-
-    owner_pid: int = field(default_factory=os.getpid)
-    is_closing: bool = False
-    stop_callbacks: list[StopCallback] = field(default_factory=list)
-    thread_pools: dict[tuple[int, int], IoThreadPools] = field(default_factory=dict)
-
-    def close(self) -> None:
-        if os.getpid() != self.owner_pid:  # at the exit of a forked child, which has none of the threads
-            return
-        self.is_closing = True
-        timeout = CLOSE_TIMEOUT_SECONDS
-        for stop in (*self.stop_callbacks, *(pools.stop for pools in self.thread_pools.values())):
-            timeout = timeout if stop(timeout) else 0.0
+    def __init__(self, name: str, aio: AioSettings) -> None:
+        self.slots = BoundedSemaphore(aio.intra_op_parallelism)
+        self.threads = ThreadPoolExecutor(aio.intra_op_parallelism + aio.overlap_events, f"swap files: {name}")
 
 
 @final
 class SwapDrive:
-    """Creates the swap files of one engine on one rank; closes them when it is closed or collected."""
+    """Creates the swap files of one engine on one rank, and closes them."""
 
-    def __init__(self, nvme_path: str | os.PathLike[str], *, flag: str) -> None:
+    def __init__(self, nvme_path: str | os.PathLike[str], *, flag: str, aio: AioSettings = AioSettings()) -> None:
         """`flag` is the setting that gave `nvme_path`, for messages. Raises StorageError if it is not writable."""
-        self.path, self.flag = check_nvme_path(nvme_path, flag), flag
+        self.path, self.flag, self.aio = check_nvme_path(nvme_path, flag), flag, aio
         try:
             os.close(self.create_file())
         except OSError as error:
             raise StorageError(
                 f"{flag} {self.path}: cannot write there: {explain_create_error(error, self.path)}") from error
-        self._resources = _DriveResources()
-        self.close = weakref.finalize(self, self._resources.close)
-        """Close the files, which frees their space, and end the threads. Idempotent."""
+        self.reads, self.writes = IoThreads("reads", aio), IoThreads("writes", aio)
+        """Separate: an awaited read does not queue behind writes."""
+        self.files: WeakSet[AsyncSwapFile] = WeakSet()
+        self._owner_pid = os.getpid()
 
     def create_file(self) -> int:
         """The descriptor of a new file without a name. Raises OSError."""
         return create_unnamed_file(self.path)
 
-    def thread_pools(self, slots: int, extra_threads: int) -> IoThreadPools:
-        """I/O threads, shared by all files with the same numbers."""
-        return self._resources.thread_pools.setdefault((slots, extra_threads), IoThreadPools(slots, extra_threads))
-
     def check_same_process(self) -> None:
         """Raise ConfigError in a forked process: it has neither the threads nor the memory."""
-        if os.getpid() != self._resources.owner_pid:
-            raise ConfigError(f"what an engine keeps in {self.path} belongs to process {self._resources.owner_pid}, "
+        if os.getpid() != self._owner_pid:
+            raise ConfigError(f"what an engine keeps in {self.path} belongs to process {self._owner_pid}, "
                               f"and this is a fork of it ({os.getpid()}): use it only in the process that made the "
                               "engine, not in a fork or a worker of a data loader")
 
-    @property
-    def is_closing(self) -> bool:
-        """The files are being closed."""
-        return self._resources.is_closing
-
-    def add_stop_callback(self, stop: StopCallback) -> None:
-        """Call `stop` at the close. It must not refer to this object."""
-        self._resources.stop_callbacks.append(stop)
+    def close(self) -> None:
+        """Close the files, which frees their space. Idempotent; a fork closes nothing of its parent."""
+        if os.getpid() == self._owner_pid:
+            for file in list(self.files):
+                file.close()
 
     def __enter__(self) -> Self:
         return self

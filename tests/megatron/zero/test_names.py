@@ -21,11 +21,10 @@ from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
 from megatron.package import __version__
 from megatron.zero import utils
-from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, UnsupportedName
+from megatron.zero.api.compat_names import METHODS, NAMES, REFUSED
 from megatron.zero.api.engine import Engine
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
-from tests.megatron.zero.names_page import PAGE, page
 
 
 class Model(nn.Module):
@@ -67,21 +66,19 @@ def engine() -> Engine:
     return built
 
 
-def test_every_name_of_the_table_is_answered(engine: Engine) -> None:
-    for name, row in COMPAT_NAMES.items():
-        if isinstance(row, UnsupportedName):
-            assert not hasattr(engine, name)
-            with pytest.raises(ConfigError, match=rf"^engine.{name} is not supported: [^\n]+$"):
-                getattr(engine, name)
-        else:
-            value = getattr(engine, name)
-            if isinstance(row, MethodName):
-                value()
-
-
-def test_the_table_hides_nothing_that_the_engine_has() -> None:
-    real = {name for name in dir(Engine) if not name.startswith("_")} | set(vars(made()))
-    assert not real & COMPAT_NAMES.keys()
+def test_every_name_is_answered_hides_nothing_and_is_on_the_page(engine: Engine) -> None:
+    own = {name for name in dir(Engine) if not name.startswith("_")} | set(vars(engine))
+    assert not own & NAMES
+    for name in NAMES.difference(REFUSED, ["cuda", "half", "bfloat16"]):
+        value = getattr(engine, name)
+        if name in METHODS:
+            value()
+    for name in REFUSED:
+        assert not hasattr(engine, name)
+        with pytest.raises(ConfigError, match=rf"^engine.{name} is not supported: .* before zero.initialize$"):
+            getattr(engine, name)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "deepspeed.md").read_text()
+    assert [name for name in {*NAMES, *(name for name in dir(Engine) if name[0] != "_")} if f"`{name}`" not in page] == []
 
 
 def test_answers_are_those_of_the_configuration(engine: Any) -> None:
@@ -89,39 +86,15 @@ def test_answers_are_those_of_the_configuration(engine: Any) -> None:
         0, 0, 1, 1, 1)
     assert engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 100
     assert not engine.fp16_enabled() and not engine.bfloat16_enabled() and not engine.dynamic_loss_scale()
-    assert engine.zero_reduce_bucket_size() == engine.config.zero.reduce_bucket_size
-    assert engine.zero_prefetch_bucket_size() == engine.config.zero.stage3_prefetch_bucket_size
     assert not engine.zero_optimization() and engine.zero_offload_param() is None
     assert engine.optimizer_name() == "AdamW" and engine.optimizer_params()["lr"] == 1e-2
     assert engine.get_batch_info() == (2, 2, 1)
-    half: Any = made(2, fp16={"enabled": True, "initial_scale_power": 4})
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    half: Any = made(fp16={"enabled": True, "initial_scale_power": 4}, zero_optimization=offloaded)
     assert half.fp16_enabled() and half.dynamic_loss_scale() and half.initial_dynamic_scale() == 16
     assert half.zero_optimization() and half.zero_optimization_partition_gradients()
+    assert half.zero_offload_optimizer() == "cpu" and half.zero_cpu_offload() and half.zero_offload_param() is None
     assert half.get_data_types()[0] == torch.half
-
-
-@pytest.mark.parametrize(("optimizer", "params"), [(None, None), ("none", "none"), ("cpu", None), ("nvme", None),
-                                                   ("cpu", "nvme"), ("nvme", "cpu")])
-def test_what_is_offloaded_is_what_the_file_says(optimizer: str | None, params: str | None, tmp_path: Path) -> None:
-    homes = {f"offload_{kind}": place and {"device": place, "nvme_path": str(tmp_path)}
-             for kind, place in (("optimizer", optimizer), ("param", params))}
-    engine: Any = made(3, zero_optimization={"stage": 3, **homes})
-    assert engine.zero_offload_optimizer() == (optimizer if optimizer != "none" else None)
-    assert engine.zero_offload_param() == (params if params != "none" else None)
-    assert engine.zero_cpu_offload() is (optimizer == "cpu")
-    assert engine.zero_nvme_offload_optimizer() is (optimizer == "nvme")
-    assert engine.zero_has_nvme_offload() is ("nvme" in (optimizer, params))
-    assert engine.zero_use_cpu_optimizer() is (optimizer in ("cpu", "nvme"))
-    engine.destroy()
-
-
-def test_names_near_deepspeeds_say_what_to_call(tmp_path: Path) -> None:
-    engine: Any = made()
-    assert engine.wandb_enabled() is False
-    for name, told in (("_config", "engine.config has the settings"), ("is_zero_offload", "zero_offload_optimizer()"),
-                       ("get_train_batch_size", "call engine.train_batch_size()")):
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            getattr(engine, name)
 
 
 def test_other_names_are_the_models_or_an_error_with_the_nearest(engine: Any) -> None:
@@ -347,15 +320,3 @@ def test_recomputation_has_deepspeeds_names(tmp_path: Path) -> None:
     finally:
         zero.checkpointing.configure()
         get_rng_tracker().reset()
-
-
-def test_rows_say_something() -> None:
-    for name, row in COMPAT_NAMES.items():
-        text = row.description if isinstance(row, (MethodName, AttributeName)) else row.reason
-        assert text and not text.endswith("."), name
-
-
-def test_the_page_shows_the_tables_of_the_code() -> None:
-    """`python -m tests.megatron.zero.names_page` rewrites them."""
-    text = PAGE.read_text()
-    assert page(text) == text

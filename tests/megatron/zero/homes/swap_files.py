@@ -10,7 +10,7 @@ from megatron.zero.offload.async_file import AsyncSwapFile
 
 def content_of(file: AsyncSwapFile) -> Path:
     """A path that opens the file."""
-    return Path(f"/proc/self/fd/{file._cleanup.file.descriptor}")
+    return Path(f"/proc/self/fd/{file.file.descriptor}")
 
 
 def open_swap_files(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ class Sizes:
     root: int
 
 
-def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[dict[str, dict[str, int]], Sizes]:
+def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[dict[str, dict[str, float]], Sizes]:
     """Bytes of one step by home. It is not a step at which weights at work are compared with masters (1, 2, 4, ...)."""
     config = configure_gpt2(**{**cell, **everywhere(folder, cell["zero_stage"]), **NOTHING_STAYS})
     engine = gpt2_engine(config, groups.build(1))
@@ -49,9 +49,9 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
     return seen, sizes
 
 
-def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
+def told(engine: ZeroEngine) -> dict[str, dict[str, float]]:
     engine.engine_storage.wait_for_writes()
-    return {name: asdict(home.traffic)
+    return {name: asdict(home.stats)
             for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)}
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.offload import swap_drive
 from megatron.zero.offload.swap_drive import SwapDrive
 from tests.megatron.zero.homes.swap_files import open_swap_files
 
@@ -37,38 +34,6 @@ def test_a_file_has_no_name_and_no_other_user_reads_it(
     assert len(open_swap_files(tmp_path)) == 1
     os.close(descriptor)
     assert open_swap_files(tmp_path) == []
-
-
-def test_what_uses_the_files_is_stopped_at_the_close(tmp_path: Path) -> None:
-    drive = SwapDrive(tmp_path, flag=FLAG)
-    seen: list[float] = []
-    for _ in range(3):
-        drive.add_stop_callback(lambda timeout: seen.append(timeout) is not None)
-    drive.close()
-    drive.close()
-    assert seen == [swap_drive.CLOSE_TIMEOUT_SECONDS, 0, 0], "one that hangs is waited for, not all"
-
-
-def test_a_collected_drive_is_closed(tmp_path: Path) -> None:
-    drive, stopped = SwapDrive(tmp_path, flag=FLAG), []
-    drive.add_stop_callback(lambda timeout: stopped.append(timeout) is None)
-    del drive
-    assert len(stopped) == 1
-
-
-def test_a_fork_closes_nothing_of_its_parent(tmp_path: Path) -> None:
-    program = """
-import os, sys
-from megatron.zero.offload.swap_drive import SwapDrive
-drive = SwapDrive(sys.argv[1], flag="--f")
-drive.add_stop_callback(lambda timeout: print(f"stopped in {'the parent' if child else 'the child'}", flush=True))
-child = os.fork()
-if child:
-    os.waitpid(child, 0)
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], text=True,
-                          capture_output=True, timeout=100, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    assert (done.stdout, done.stderr, done.returncode) == ("stopped in the parent\n", "", 0)
 
 
 def test_a_folder_that_is_not_there_is_the_settings_fault(tmp_path: Path) -> None:
