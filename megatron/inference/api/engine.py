@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.config.config_errors import ErrorList
 from megatron.config.schema import require
 from megatron.errors import ConfigError, NumericsError
-from megatron.inference.api.equivalence import assert_tensors_equal_across_ranks
+from megatron.inference.api.shard_module import assert_tensors_equal_across_ranks
 from megatron.inference.decoder import MIN_GRAPH_POSITIONS, Decoder, next_power_of_two
 from megatron.inference.generation import Generator, texts_of
 from megatron.inference.int8 import Int8

@@ -12,15 +12,15 @@ from torch import nn
 
 from megatron.errors import ConfigError, TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api.arguments import ALIASES, ARGUMENTS, FixedArgument, parse_arguments
+from megatron.inference.api.arguments import ALIASES, ARGUMENTS, FIXED_ARGUMENTS, parse_arguments
 
 
 def test_the_call_of_the_tutorial() -> None:
     asked = parse_arguments(None, {"tensor_parallel": {"tp_size": 2}, "dtype": torch.half, "checkpoint": "folder",
                                    "replace_with_kernel_inject": True, "replace_method": "auto", "training_mp_size": 1,
                                    "max_out_tokens": 1024, "min_tokens": 3, "injection_policy": {nn.Linear: ("out",)}})
-    assert (asked.tp_size, asked.dtype, asked.checkpoint, asked.fast) == (2, torch.float16, "folder", True)
-    assert (asked.max_out_tokens, asked.min_out_tokens, asked.policy) == (1024, 3, {nn.Linear: ("out",)})
+    assert (asked.tp_size, asked.dtype, asked.checkpoint, asked.replace_with_kernel_inject) == (2, torch.float16, "folder", True)
+    assert (asked.max_out_tokens, asked.min_out_tokens, asked.injection_policy) == (1024, 3, {nn.Linear: ("out",)})
     assert asked.notes == ()
 
 
@@ -74,15 +74,14 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 def test_every_argument_that_is_not_supported_says_what_to_do() -> None:
-    fixed = {path: row for path, row in ARGUMENTS.items() if isinstance(row, FixedArgument) and not row.warns_only}
-    assert fixed.keys() == UNSUPPORTED.keys()
+    assert FIXED_ARGUMENTS.keys() == UNSUPPORTED.keys()
     for path, value in UNSUPPORTED.items():
-        row = fixed[path]
+        accepted, remedy = FIXED_ARGUMENTS[path]
         with pytest.raises(ConfigError) as error:
             parse_arguments(None, nested(path, value))
         assert str(error.value).startswith(f"init_inference: {path} is {value!r:.80}, which is not supported: ")
-        assert str(error.value).endswith(row.explanation)
-        for harmless in row.accepted_values:
+        assert str(error.value).endswith(remedy)
+        for harmless in accepted:
             assert parse_arguments(None, nested(path, harmless)).notes == ()
 
 

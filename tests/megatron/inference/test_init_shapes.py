@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.hf_config import HF_FIELDS
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from tests.distributed import run_ranks
 from tests.megatron.inference.gpt2s import ours, theirs
 
 OTHERS: Mapping[str, tuple[Any, Any]] = {
-    "n_layer": (2, 3), "n_embd": (32, 48), "n_head": (2, 4), "n_inner": (64, 192), "n_positions": (32, 24),
-    "vocab_size": (100, 211), "layer_norm_epsilon": (1e-3, 1e-5), "activation_function": ("relu", "gelu_new"),
-    "scale_attn_weights": (False, True), "scale_attn_by_inverse_layer_idx": (True, False),
-    "tie_word_embeddings": (False, True),
-}
-"""Of transformers' configuration: of the model, of the checkpoint."""
-OURS: Mapping[str, tuple[Any, Any]] = {
     "num_layers": (2, 3), "num_attention_heads": (2, 4), "ffn_size": (64, 192), "max_position_embeddings": (32, 24),
-    "tokens": (100, 211), "layernorm_epsilon": (1e-3, 1e-5)}
-KEYS = {"ffn_size": "intermediate_size", "tokens": "vocab_size"}
+    "known_vocab_size": (100, 211), "layernorm_epsilon": (1e-3, 1e-5)}
+"""Field -> its value in the model, and in the checkpoint."""
+OTHERS_OF_THEIRS: Mapping[str, tuple[Any, Any]] = {
+    "activation_function": ("relu", "gelu_new"), "scale_attn_weights": (False, True),
+    "scale_attn_by_inverse_layer_idx": (True, False), "tie_word_embeddings": (False, True)}
+KEYS = {"ffn_size": "intermediate_size", "known_vocab_size": "vocab_size"}
+KEYS_OF_THEIRS = {ours: theirs for theirs, (ours, _) in HF_FIELDS.items()} | {
+    "ffn_size": "n_inner", "known_vocab_size": "vocab_size"}
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +41,23 @@ def refusal(model: Any, folder: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "more layers"])
-def test_a_model_of_transformers_of_another_shape_is_refused(name: str, folder: str) -> None:
-    key, (its, saved) = ("n_layer", (4, 3)) if name == "more layers" else (name, OTHERS[name])
-    also = "its n_inner is 192, and the given model's is 128; " if key == "n_embd" else ""
-    assert refusal(theirs(seed=9, **{key: its}), folder) == (
-        f"checkpoint {folder} is another model: its {key} is {saved}, and the given model's is {its}; {also}leave the "
-        "model out, and it is made as the checkpoint says")
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_a_model_of_ours_of_another_shape_is_refused(name: str, folder: str) -> None:
-    its, saved = OURS[name]
-    said = refusal(ours(**{KEYS.get(name, name): its}), folder)
-    assert f"another model: its {name} is {saved}, and the given model's is {its}; leave" in said
+@pytest.mark.parametrize("name", [*OTHERS, *OTHERS_OF_THEIRS])
+def test_a_model_of_another_shape_is_refused(name: str, folder: str) -> None:
+    given, saved = {**OTHERS, **OTHERS_OF_THEIRS}[name]
+    models = [theirs(seed=9, **{KEYS_OF_THEIRS.get(name, name): given})]
+    models += [ours(**{KEYS.get(name, name): given})] if name in OTHERS else []
+    for model in models:
+        assert refusal(model, folder) == (
+            f"checkpoint {folder} is another model: its {name} is {saved}, and the given model's is {given}; leave the "
+            "model out, and it is made as the checkpoint says")
 
 
 def test_every_difference_is_named_at_once(folder: str) -> None:
-    said = refusal(theirs(n_layer=2, n_head=2, activation_function="relu"), folder)
-    assert all(f"its {name} is {OTHERS[name][1]}" in said for name in ("n_layer", "n_head", "activation_function"))
-    assert "\n" not in said and said.count("its ") == 3
+    said = refusal(theirs(n_layer=2, n_head=2, n_embd=32, activation_function="relu"), folder)
+    assert said.count("its ") == 5 and "\n" not in said
+    assert all(f"its {name} is {saved}, and the given model's is {given}; " in said for name, saved, given in (
+        ("num_layers", 3, 2), ("hidden_size", 48, 32), ("num_attention_heads", 4, 2), ("ffn_size", 192, 128),
+        ("activation_function", "gelu_new", "relu")))
 
 
 def test_what_says_the_same_in_another_way_is_the_same(folder: str) -> None:
@@ -75,4 +72,4 @@ def on_one_rank(rank: int, world: int, folder: str) -> str:
 
 def test_a_model_that_is_another_on_one_rank_is_refused_on_all(folder: str) -> None:
     for said in run_ranks(on_one_rank, 2, folder):
-        assert "its n_head is 4, and the given model's is 2" in said
+        assert "its num_attention_heads is 4, and the given model's is 2" in said
