@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -126,15 +125,6 @@ def test_a_layer_goes_whole_to_another_device() -> None:
     weight = cast(Int8, layer.weight)
     assert weight.device == weight.levels.device == weight.scale.device == torch.device("meta")
     assert layer(torch.empty(3, 32, device="meta")).shape == (3, 5)
-
-
-def test_a_copy_is_of_its_own_matrix_alone() -> None:
-    layer, room = a_layer(torch.float32), torch.zeros(50, 32, dtype=torch.int8)
-    layer.weight = nn.Parameter(Int8(room[10:15], torch.rand(5)), False)
-    for made in (copy.deepcopy(layer).weight, layer.weight.clone()):
-        assert isinstance(made, Int8) and made.levels.untyped_storage().nbytes() == 5 * 32
-        assert torch.equal(made.scale, layer.weight.scale) and made.scale.data_ptr() != layer.weight.scale.data_ptr()
-    assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:

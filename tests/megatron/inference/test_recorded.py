@@ -23,7 +23,7 @@ SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_pos
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [9, 8, 7], [60] * 11, [0, 1], [30, 31, 32, 33]]
 
 
-def device_of_recordings(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def record(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """What a graph does: the operations once before, none while recording, and the results always in one place."""
     run()
     place: list[Tensor] = []
@@ -46,18 +46,18 @@ def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyP
     expected = texts()
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
     monkeypatch.setattr(decoders, "MIN_GRAPH_POSITIONS", 8)
-    with patch.object(decoders, "CudaGraphRunner",
-                      side_effect=lambda *of: CudaGraphRunner(*of, capture=device_of_recordings)) as made:
+    with patch.object(CudaGraphRunner, "_capture", autospec=True, side_effect=record) as made:
         assert texts() == expected and made.called
 
 
-def test_there_is_one_recording_for_each_size_of_rows_and_positions() -> None:
+def test_there_is_one_recording_for_each_size_of_rows_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[int, int]]()
 
     def step(tokens: Tensor, places: Tensor, positions: int) -> Tensor:
         made.append((len(tokens), positions))
         return tokens[:, None] + places[:, None]
-    steps = CudaGraphRunner(6, 1000, torch.device("cpu"), capture=lambda run: (run(), run)[1])
+    monkeypatch.setattr(CudaGraphRunner, "_capture", lambda self, run: (run(), run)[1])
+    steps = CudaGraphRunner(6, 1000, torch.device("cpu"))
     for count in (1, 2, 3, 4, 5, 6):
         for place in (0, 127, 128, 600, 999):
             tokens, places = [*range(count)], [place] * count
@@ -68,14 +68,19 @@ def test_there_is_one_recording_for_each_size_of_rows_and_positions() -> None:
 
 def test_a_decoder_is_gone_with_its_cache_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when garbage is looked for: on a GPU it is gigabytes."""
+    def capture(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        made = run()
+        return lambda: made
+
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     decoder = Decoder(GPT2(SHAPE), 2)
     decoder.prefill([0, 1], [[1, 2], [3]])
     decoder.decode_step([4, 5])
-    cache = weakref.ref(decoder._cache)
+    reference = weakref.ref(decoder)
     gc.disable()
     try:
         del decoder
-        assert cache() is None
+        assert reference() is None
     finally:
         gc.enable()
