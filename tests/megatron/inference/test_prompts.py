@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.prompts import Prompt, StaticPrompts, StreamingPrompts
+from megatron.inference.prompts import Prompt, PromptSource, StreamingPrompts
 from tests.megatron.helpers import train
 
 
@@ -24,7 +24,7 @@ def given(texts: Iterable[str]) -> list[Prompt]:
 
 
 def test_what_is_at_hand_is_taken_in_order_and_then_ends() -> None:
-    prompts = StaticPrompts(given("01234"))
+    prompts = PromptSource(given("01234"))
     assert [prompts.take(2, True) for _ in range(4)] == [given("01"), given("23"), given("4"), None]
 
 
