@@ -24,7 +24,7 @@ from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
 from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.inference.frontends import _AnswerWriter
+from megatron.inference.frontends import AnswerWriter
 from megatron.inference.prompts import Terminal
 from megatron.metrics.console import Console
 from megatron.metrics.sinks import JsonlSink, RunConfigRecord
@@ -132,10 +132,10 @@ def of_a_session(text: str, capfd: Any) -> str:
 
 def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     """The prompt and its answer in two steps."""
-    parts = [text[:3], text]
-    wording: Any = SimpleNamespace(stable_text=lambda _: parts.pop(0), decode=lambda _: text)
-    shown = _AnswerWriter(wording, out, jsonl)
-    shown.add_prompt(0, text, 1)
+    parts = [text[:3], text[3:]]
+    wording: Any = SimpleNamespace(new_text=lambda _: parts.pop(0), decode=lambda _: text)
+    shown = AnswerWriter(wording, out, jsonl)
+    shown.prompts.append(text)
     for ended in (None, "length"):
         now: Any = SimpleNamespace(request=SimpleNamespace(number=0), finish_reason=ended, tokens=[1], logprobs=[0.0])
         shown.write_ready(now)

@@ -23,8 +23,8 @@ from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import model_args
 from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
-from megatron.inference.prompts import (PromptSource, StaticPrompts, StreamingPrompts, Terminal, prompts_from_args,
-                                        prompts_from_file, prompts_from_stream)
+from megatron.inference.prompts import (PromptSource, StreamingPrompts, Terminal, prompts_from_args, prompts_from_file,
+                                        prompts_from_stream)
 from megatron.inference.request import GenerationConfig, Sampling
 
 MODULE = "python -m megatron.generate"
@@ -100,14 +100,14 @@ def check_args(args: argparse.Namespace) -> None:
 def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> PromptSource:
     """A pipe streams: the program behind it may wait for each answer before it writes the next prompt."""
     if args.prompts:
-        return StaticPrompts(prompts_from_args(args.prompts))
+        return PromptSource(prompts_from_args(args.prompts))
     if args.file is not None:
-        return StaticPrompts(prompts_from_file(args.file, log))
+        return PromptSource(prompts_from_file(args.file, log))
     try:
         is_pipe = stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):  # standard input has no file descriptor
         is_pipe = False
-    return (StreamingPrompts if is_pipe else StaticPrompts)(prompts_from_stream(sys.stdin, log))
+    return (StreamingPrompts if is_pipe else PromptSource)(prompts_from_stream(sys.stdin, log))
 
 
 @contextmanager
@@ -145,16 +145,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = terminal.print_message if terminal is not None else process_group.rank_0_printer(env.rank)
     for note in notes:
         log(note)
-    prompts = all_succeed_or_raise(lambda: open_prompts(args, log) if first and not interactive else StaticPrompts(()),
+    prompts = all_succeed_or_raise(lambda: open_prompts(args, log) if first and not interactive else PromptSource(()),
                                    groups.world)
     loaded = load.load_model(source, groups, process_group.device_for(env, None))
     log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
     if interactive:
         InteractiveSession(loaded, groups, config, terminal).run()
     else:
-        answers = PromptBatchRunner(loaded, groups, config, args.batch_size)
+        runner = PromptBatchRunner(loaded, groups, config, args.batch_size)
         with open_output(args) if first else nullcontext() as out:
-            answers.write_answers(prompts, out, jsonl=args.jsonl)
-        log(answers.describe_speed())
+            speed = runner.write_answers(prompts, out, jsonl=args.jsonl)
+        log(speed)
     process_group.shutdown()
     return 0

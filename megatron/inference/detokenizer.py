@@ -31,6 +31,8 @@ class Detokenizer:
         self._stable_characters = 0  # characters of the text that stay
         self._overlap_characters = 0  # characters of the window's text that are among those
         self.text = ""
+        self.num_shown = 0
+        """Characters that `new_text` has returned."""
         self.offsets: list[int] = []
         """Length of the text before each token, where U+FFFD stands for a part of a character."""
         self.extend(ids)
@@ -79,3 +81,9 @@ class SequenceDetokenizer:
             return text
         held_back = max(map(len, sequence.request.stops), default=1) - 1
         return text[: max(0, len(text) - held_back)].rstrip(REPLACEMENT_CHARACTER)
+
+    def new_text(self, sequence: GeneratedSequence) -> str:
+        """What has become stable since the last call."""
+        detokenizer, text = self._detokenizer_of(sequence), self.stable_text(sequence)
+        start, detokenizer.num_shown = detokenizer.num_shown, max(detokenizer.num_shown, len(text))
+        return text[start:]

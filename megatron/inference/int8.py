@@ -10,7 +10,6 @@ before the product. Any other torch function receives a dequantized copy; in-pla
 
 from __future__ import annotations
 
-import copy
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -135,13 +134,6 @@ class Int8(Tensor):
             raise NotImplementedError(f"{func}: an int8 weight cannot be written into")
         args, kwargs = tree_map(lambda x: x.dequantized() if isinstance(x, Int8) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8:
-        """Copies these levels only, not the arena that they share with other matrices."""
-        memo[id(self)] = made = _copy(self)
-        rest = {name: value for name, value in vars(self).items() if name not in vars(made)}
-        vars(made).update(copy.deepcopy(rest, memo))  # among others, the attribute that makes it a parameter
-        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """For torch.compile."""

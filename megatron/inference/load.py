@@ -153,12 +153,20 @@ class OpenedModel:
     name: str
     trained_tokenizer: TokenizerFacts | None = None
     """None: unknown."""
-    has_moq_levels: Callable[[str], bool] | None = None
-    """Whether a matrix was quantised in training to levels that fit int8."""
+    has_int8_levels: Callable[[str], bool] = lambda name: False
+    """Whether the int8 levels of a matrix can be read: stored, or of quantized training."""
 
-    @property
-    def is_int8(self) -> bool:
-        return self.precision == "int8"
+    def reader(self, name: str, parameter: Tensor, tp: Group, kind: str = WEIGHT) -> ReadRange:
+        """Reads this rank's part of a parameter; of the kind SCALE_KIND, one number for each of its rows."""
+        shape, partition = tuple(parameter.shape), partition_of(parameter)
+        if kind == SCALE_KIND:
+            shape, partition = shape[:1], partition if partition is not None and partition.dim == 0 else None
+
+        def read(start: int, out: Tensor) -> None:
+            self.weights.read(kind, name, shape=shape, partition=partition, tp_rank=tp.rank, tp_size=tp.size,
+                              offset=start, out=out)
+
+        return read
 
 
 @dataclass(frozen=True)
@@ -219,11 +227,12 @@ def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) ->
         tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
     checkpoint = open_checkpoint(root, tag, world=groups.world, int8=True)
     recorded = all_succeed_or_raise(lambda: read_recorded_model(checkpoint), groups.world)
-    precision = "int8" if checkpoint.has(INT8_KIND) else recorded.precision
-    moq = None if precision == "int8" else all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[precision]),
-                                                                groups.world)
-    return OpenedModel(moq or checkpoint, recorded.shape, recorded.data, precision, f"{checkpoint.tag} of {root}",
-                       recorded.tokenizer, has_moq_levels=None if moq is None else moq.has_int8_levels)
+    opened = OpenedModel(checkpoint, recorded.shape, recorded.data, recorded.precision, f"{checkpoint.tag} of {root}",
+                         recorded.tokenizer)
+    if checkpoint.has(INT8_KIND):
+        return replace(opened, precision="int8", has_int8_levels=lambda name: True)
+    moq = all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[recorded.precision]), groups.world)
+    return opened if moq is None else replace(opened, weights=moq, has_int8_levels=moq.has_int8_levels)
 
 
 def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
@@ -274,33 +283,31 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
                 activations: torch.dtype | None = None) -> GPT2:
     """This rank's part of the model. With `torch.int8` the matrices are int8 and the rest has dtype `activations`
     (default: by the device). Collective: a read error of one rank is raised on all."""
-    require(dtype == torch.int8 or not opened.is_int8,
+    require(dtype == torch.int8 or opened.precision != "int8",
             f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
     model = empty_model(opened.shape, groups.tp)
-    parts = [_ParameterLoader(opened, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
+    parameters = dict(model.named_parameters())
     other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
-    matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    stored_as_int8 = matrices if opened.is_int8 else set[str]()
-    if (has_moq_levels := opened.has_moq_levels) is not None:
-        stored_as_int8 = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if has_moq_levels(name)},
-                                              groups.world)
-    maxima = _row_maxima([part for part in parts if part.name in matrices - stored_as_int8], groups)
+    matrices = {name: parameter for name, parameter in parameters.items()
+                if dtype == torch.int8 and is_quantised(name, parameter.shape)}
+    stored = all_succeed_or_raise(lambda: [name for name in matrices if opened.has_int8_levels(name)], groups.world)
+    maxima = _row_maxima(opened, {name: matrices[name] for name in matrices if name not in stored}, groups)
 
     def fill() -> None:
-        arena = HugePageArena([part.shape for part in parts if part.name in matrices], device)
-        for part in parts:
-            if part.name in matrices:
-                levels, scale = arena.allocate(part.shape), torch.empty(part.shape[0], dtype=other_dtype, device=device)
-                if part.name in stored_as_int8:
-                    read = partial(part.read_stored_int8, levels, scale)
-                else:
-                    read = partial(part.read_quantized, levels, scale, maxima.get(part.name))
-                _read_and_broadcast(read, (levels, scale), groups.dp)
-                set_parameter(model, part.name, Int8(levels, scale))
-            else:
-                numbers = torch.empty(part.shape, dtype=other_dtype, device=device)
-                _read_and_broadcast(partial(part.read_into, numbers), (numbers,), groups.dp)
-                set_parameter(model, part.name, numbers)
+        arena = HugePageArena([matrix.shape for matrix in matrices.values()], device)
+        for name, parameter in parameters.items():
+            reader, where = partial(opened.reader, name, parameter, groups.tp), f"{opened.name}: {name}"
+            if name not in matrices:
+                numbers = torch.empty(parameter.shape, dtype=other_dtype, device=device)
+                _read_and_broadcast(partial(_read_blocks, reader(), where, numbers), (numbers,), groups.dp)
+                set_parameter(model, name, numbers)
+                continue
+            levels = arena.allocate(parameter.shape)
+            scale = torch.empty(len(levels), dtype=other_dtype, device=device)
+            read = (partial(_read_int8, reader, levels, scale) if name in stored else
+                    partial(_quantize, reader(), where, levels, scale, maxima.get(name)))
+            _read_and_broadcast(read, (levels, scale), groups.dp)
+            set_parameter(model, name, Int8(levels, scale))
 
     all_succeed_or_raise(fill, groups.world)
     return model.eval().requires_grad_(False)
@@ -321,55 +328,41 @@ def _read_and_broadcast(read: Callable[[], None], tensors: Sequence[Tensor], dp:
         broadcast_into(part, 0, dp).wait()
 
 
-def _row_maxima(parts: Sequence[_ParameterLoader], groups: Groups) -> dict[str, Tensor]:
+def _row_maxima(opened: OpenedModel, matrices: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
     """Row maxima of the matrices whose rows are sharded, from one all-reduce after each rank has read its columns. A
     rank reads these matrices twice, but never the columns of others. Ranks that read nothing get {}. Collective."""
-    cut = [part for part in parts if part.has_sharded_rows and groups.dp.rank == 0]
-    own = all_succeed_or_raise(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
-    if not cut:
+    sharded = {name: matrix for name, matrix in matrices.items() if groups.dp.rank == 0 and not groups.tp.is_solo
+               and (partition := partition_of(matrix)) is not None and partition.dim == 1}
+    own = all_succeed_or_raise(lambda: [row_maxima(opened.reader(name, matrix, groups.tp), matrix.shape)
+                                        for name, matrix in sharded.items()], groups.world)
+    if not sharded:
         return {}
     flat = torch.cat(own)
     all_reduce_into(flat, groups.tp, "max").wait()
-    return dict(zip((part.name for part in cut), flat.split([part.shape[0] for part in cut]), strict=True))
+    return dict(zip(sharded, flat.split([len(matrix) for matrix in sharded.values()]), strict=True))
 
 
-@final
-class _ParameterLoader:
-    """This rank's part of a parameter, not yet read."""
+def _read_blocks(read: ReadRange, where: str, out: Tensor) -> None:
+    flat = out.view(-1)
+    block = torch.empty(min(READ_ELEMENTS, len(flat)))
+    for start in range(0, len(flat), READ_ELEMENTS):
+        part = block[: min(READ_ELEMENTS, len(flat) - start)]
+        read(start, part)
+        place = flat[start : start + len(part)].copy_(part)
+        if not bool(place.isfinite().all()):
+            raise CheckpointError(f"{where} is not finite in {str(out.dtype).removeprefix('torch.')}; ask for another "
+                                  "--dtype")
 
-    def __init__(self, opened: OpenedModel, name: str, parameter: Tensor, tp: Group) -> None:
-        self._opened, self.name, self._tp = opened, name, tp
-        self.shape, self._partition = tuple(parameter.shape), partition_of(parameter)
-        self.has_sharded_rows = self._partition is not None and self._partition.dim == 1 and not tp.is_solo
 
-    def reader(self, kind: str) -> ReadRange:
-        return partial(self._read, kind, self.shape, self._partition)
+def _quantize(read: ReadRange, where: str, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
+    scale.copy_(quantise_into(levels, read, where, maxima))
 
-    def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
-        self._opened.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
-                                  tp_size=self._tp.size, offset=start, out=out)
 
-    def read_into(self, out: Tensor) -> None:
-        flat = out.view(-1)
-        block, read = torch.empty(min(READ_ELEMENTS, len(flat))), self.reader("weight")
-        for start in range(0, len(flat), READ_ELEMENTS):
-            part = block[: min(READ_ELEMENTS, len(flat) - start)]
-            read(start, part)
-            place = flat[start : start + len(part)].copy_(part)
-            if not bool(place.isfinite().all()):
-                raise CheckpointError(f"{self._opened.name}: {self.name} is not finite in "
-                                      f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
-
-    def read_quantized(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
-        where = f"{self._opened.name}: {self.name}"
-        scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
-
-    def read_stored_int8(self, levels: Tensor, scale: Tensor) -> None:
-        self.reader(INT8_KIND)(0, levels.view(-1))
-        stored = torch.empty(len(levels))
-        cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
-        self._read(SCALE_KIND, tuple(stored.shape), cut, 0, stored)
-        scale.copy_(stored)
+def _read_int8(reader: Callable[[str], ReadRange], levels: Tensor, scale: Tensor) -> None:
+    reader(INT8_KIND)(0, levels.view(-1))
+    stored = torch.empty(len(levels))
+    reader(SCALE_KIND)(0, stored)
+    scale.copy_(stored)
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:

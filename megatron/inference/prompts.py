@@ -15,11 +15,11 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Protocol, TextIO, final
+from typing import NamedTuple, TextIO, final
 
 from data.compressed import open_decompressed, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
@@ -36,40 +36,29 @@ class Prompt(NamedTuple):
     """File and line, for messages."""
 
 
-class PromptSource(Protocol):
-    is_stream: bool
+class PromptSource:
+    """Prompts that are known before the first is answered."""
+
+    is_stream = False
     """The next prompt may take hours."""
 
-    @property
-    def known_prompts(self) -> Sequence[Prompt]:
-        """Prompts that can be checked before the first is answered."""
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.known_prompts = list(prompts)
+        self._rest = iter(self.known_prompts)
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
         """Up to `limit` prompts, with `wait` at least one; None: the source is exhausted."""
+        return list(itertools.islice(self._rest, limit)) or None
 
 
 @final
-class StaticPrompts:
-    is_stream = False
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self.known_prompts: Sequence[Prompt] = list(prompts)
-        self._num_taken = 0
-
-    def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        taken = list(self.known_prompts[self._num_taken : self._num_taken + limit])
-        self._num_taken += len(taken)
-        return taken or None
-
-
-@final
-class StreamingPrompts:
+class StreamingPrompts(PromptSource):
     """Lines of another program, which may wait for each answer. A thread reads them."""
 
     is_stream = True
-    known_prompts: Sequence[Prompt] = ()
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
+        super().__init__(())
         self._queue: queue.Queue[Prompt | BaseException | None] = queue.Queue()
         threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
         self._is_exhausted = False
@@ -113,7 +102,7 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
     is_json = strip_compression_suffix(path).endswith(".jsonl")
     is_empty = True
     with read_errors_for(path), open_decompressed(path) as file:
-        for text, where in _skip_blank_lines(_decode_lines(file, path), path, log):
+        for text, where in _decode_lines(file, path, log):
             is_empty = False
             yield Prompt(_text_from_json(text, where) if is_json else text, where)
     if is_empty:
@@ -123,14 +112,21 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
 def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[Prompt]:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")  # so that the error of decode_utf8 names the line
-    raw = (line.encode("utf-8", "surrogateescape") for line in stream)
-    return _skip_blank_lines(_decode_lines(raw, "standard input"), "standard input", log)
+    return _decode_lines((line.encode("utf-8", "surrogateescape") for line in stream), "standard input", log)
 
 
-def _decode_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
+def _decode_lines(lines: Iterable[bytes], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
+    """The lines that are not blank; logs the number of blank ones at the end."""
+    blanks = 0
     for number, raw in enumerate(lines, 1):
         where = f"{name}, line {number}"
-        yield Prompt(decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
+        line = decode_utf8(raw, where).removeprefix(BOM if number == 1 else "")
+        if line.strip():
+            yield Prompt(line.rstrip("\r\n"), where)
+        else:
+            blanks += 1
+    if blanks:
+        log(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
 
 
 def decode_utf8(raw: bytes, location: str) -> str:
@@ -138,18 +134,6 @@ def decode_utf8(raw: bytes, location: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{location}: not UTF-8 text ({error})") from error
-
-
-def _skip_blank_lines(lines: Iterable[Prompt], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
-    """Logs the number of blank lines at the end."""
-    blanks = 0
-    for line, where in lines:
-        if line.strip():
-            yield Prompt(line.rstrip("\r\n"), where)
-        else:
-            blanks += 1
-    if blanks:
-        log(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
 
 
 def _text_from_json(line: str, location: str) -> str:

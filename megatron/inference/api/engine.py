@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, final
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from megatron.config.config_errors import ErrorList
 from megatron.config.schema import require
 from megatron.errors import ConfigError, NumericsError
-from megatron.inference.api.equivalence import assert_tensors_equal_across_ranks
+from megatron.inference.api.shard_module import assert_tensors_equal_across_ranks
 from megatron.inference.decoder import MIN_GRAPH_POSITIONS, Decoder, next_power_of_two
 from megatron.inference.generation import Generator, texts_of
-from megatron.inference.int8 import Int8
 from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into, broadcast_json
@@ -42,21 +41,16 @@ class DecoderCache:
     def __init__(self, model: GPT2, limit: int) -> None:
         """No text has more than `limit` positions."""
         self.model, self.limit = model, limit
-        self._cached: tuple[Decoder, Hashable] | None = None
+        self._cached: tuple[Decoder, list[Any]] | None = None
         """The decoder, and where the weights were: a captured graph reads them there."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy makes a decoder of its own."""
-        return DecoderCache, (self.model, self.limit)
 
     @contextmanager
     def acquire(self, texts: int, positions: int) -> Iterator[Decoder]:
         """A decoder for `texts` sequences of up to `positions` tokens. Concurrent callers get separate decoders. An
         exception inside the block drops the decoder: the contents of its rows are undefined then."""
         cached, self._cached = self._cached, None
-        parts = (part for weight in self.model.parameters()
-                 for part in ((weight.levels, weight.scale) if isinstance(weight, Int8) else (weight,)))
-        weights = tuple((part.data_ptr(), part.dtype, part.device) for part in parts)
+        weights = [(getattr(weight, "levels", weight).data_ptr(), weight.dtype, weight.device)
+                   for weight in self.model.parameters()]
         rows = min(MAX_ROWS, next_power_of_two(texts))
         length = min(self.limit, max(MIN_GRAPH_POSITIONS, next_power_of_two(positions)))
         if cached is None or cached[1] != weights or cached[0].rows < rows or cached[0].max_positions < length:
@@ -94,9 +88,8 @@ UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})
 ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"),
                     (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
-    **dict.fromkeys(("min_length", "min_new_tokens"),
+    **dict.fromkeys(("min_length", "min_new_tokens", "top_k"),
                     (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")),
-    "top_k": (lambda value: type(value) is int and value >= 0, "a whole number; 0: all"),
     "temperature": (lambda value: 0 < value < float("inf"), "more than 0; without do_sample, the likeliest token is "
                     "taken"),
     "top_p": (lambda value: 0 < value <= 1, "more than 0, at most 1"),

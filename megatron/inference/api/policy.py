@@ -10,9 +10,9 @@ leaves out are not sharded.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -55,7 +55,8 @@ WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_siz
 @dataclass(frozen=True)
 class TPLayer:
     path: str
-    side: Literal["column", "row"]
+    side: str
+    """column or row"""
     num_fused: int = 1
 
 
@@ -64,38 +65,91 @@ class TPLayer:
 class TPPlan:
     tp_layers: tuple[TPLayer, ...]
     divided_attributes: tuple[str, ...]
-    layer_classes: Mapping[str, str]
-    """Path of a layer -> its class."""
+    class_names: tuple[str, ...]
+    """Of the policy."""
 
 
 def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
     """The plan of an injection policy; without one, of KNOWN_POLICIES."""
     if policy is None:
-        policy = {name: cut for name, cut in KNOWN_POLICIES.items() if any(_matches_class(module, name)
+        policy = {name: cut for name, cut in KNOWN_POLICIES.items() if any(_is_instance(module, name)
                                                                            for module in model.modules())}
-    cuts = {key: _validate_policy(key, value) for key, value in policy.items()}
-    places, numbers, layers = dict[str, TPLayer](), list[str](), dict[str, str]()
-    for key, cut in cuts.items():
-        found = [(path, module) for path, module in model.named_modules() if _matches_class(module, key)]
-        if not found:
+    places, attributes = dict[str, TPLayer](), list[str]()
+    for key, value in policy.items():
+        cut, name, used = _validate_policy(key, value), _class_name(key), set[str]()
+        layers = {path: module for path, module in model.named_modules() if _is_instance(module, key)}
+        if not layers:
             names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-            near = difflib.get_close_matches(_class_name(key).rpartition(".")[2], names, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}"
-            raise ConfigError(f"injection_policy: the model has no {_class_name(key)}; {hint}")
-        if not isinstance(cut, Cut):
-            matchers = [_LayerMatcher(layer, _class_name(key)) for _, layer in found]
-            for name in cut:  # in one of the layers: T5's encoder lacks what its decoder has
-                if not any(matcher.find_matches(name, "row") for matcher in matchers):
-                    matchers[0].require_matches(name, "row")
-        for path, layer in found:
-            layers[path] = _class_name(key)
-            where = f"{path} ({_class_name(key)})" if path else _class_name(key)
-            of_layer = _LayerMatcher(layer, where)
-            for place in of_layer.find_tp_layers(cut):
-                places.setdefault(_join_path(path, place.path),
-                                  TPLayer(_join_path(path, place.path), place.side, place.num_fused))
-            numbers += [_join_path(path, number) for number in of_layer.find_divided_attributes(cut)]
-    return TPPlan(tuple(places.values()), tuple(dict.fromkeys(numbers)), layers)
+            raise ConfigError(f"injection_policy: the model has no {name}; {hint}")
+        for path, layer in layers.items():
+            matches = _match_layer(layer, cut, not isinstance(value, Cut), name)
+            used |= matches.used_names
+            for place in matches.tp_layers:
+                places.setdefault(_join_path(path, place.path), place)
+            attributes += [_join_path(path, attribute) for attribute in matches.attributes]
+        # a name has to be in one of the layers: T5's encoder lacks what its decoder has
+        for wrong in (one for one in (*cut.column, *cut.fused, *cut.row) if one not in used):
+            paths = [path for layer in layers.values() for path, _ in layer.named_modules()]
+            near = difflib.get_close_matches(wrong, paths, n=1, cutoff=0.5)
+            raise ConfigError(f"injection_policy: {name} has no {wrong}" + (f": did you mean {near[0]}?" if near else ""))
+        for wrong in (one for one in cut.divide if one not in used):
+            raise ConfigError(f"injection_policy: {name} has no number {wrong} to divide")
+    return TPPlan(tuple(replace(place, path=path) for path, place in places.items()),
+                  tuple(dict.fromkeys(attributes)), tuple(map(_class_name, policy)))
+
+
+class _LayerMatches(NamedTuple):
+    """Paths are relative to the layer."""
+
+    tp_layers: list[TPLayer]
+    attributes: list[str]
+    used_names: set[str]
+    """Names of the policy that the layer has."""
+
+
+def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: str) -> _LayerMatches:
+    """With `infers_columns` all linear layers that are not named are column-parallel, and attributes are divided by
+    their names."""
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    places, attributes, used = dict[str, TPLayer](), list[str](), set[str]()
+
+    def paths_of(name: str) -> list[str]:
+        return [path for path in modules if f".{path}".endswith(f".{name}") and path]
+
+    columns = {**dict.fromkeys(cut.column, 1), **cut.fused}
+    for name in (*columns, *cut.row):
+        for path in paths_of(name):
+            module, side = modules[path], "column" if name in columns else "row"
+            fits = is_linear(module) or side == "column" and type(module) is nn.Embedding
+            require(fits, f"injection_policy: {path} of {class_name} is a {type(module).__name__}, which cannot be cut "
+                    f"as a {side} layer: name linear layers (nn.Linear or transformers' Conv1D)")
+            places.setdefault(path, TPLayer(path, side, columns.get(name, 1)))
+            used.add(name)
+    for number in cut.divide:
+        path, _, name = number.rpartition(".")
+        for owner in paths_of(path) if path else [""]:
+            if type(vars(modules[owner]).get(name)) is int:
+                attributes.append(_join_path(owner, name))
+                used.add(number)
+    widths = dict[str, set[int]]()
+    """Owner of column layers -> their output widths."""
+    for path, module in modules.items() if infers_columns else ():
+        owner = path.rpartition(".")[0]
+        if path not in places and (is_linear(module) or _is_per_head_table(module, modules[owner])):
+            places[path] = TPLayer(path, "column")
+            widths.setdefault(owner, set()).add(in_out_features(module)[1])
+    for owner, made in widths.items():
+        attributes += [_join_path(owner, name) for name, value in vars(modules[owner]).items() if type(value) is int
+                       and (name in HEAD_COUNT_NAMES or name in WIDTH_NAMES and value in made)]
+    return _LayerMatches([places[path] for path in modules if path in places], attributes, used)
+
+
+def _is_per_head_table(module: nn.Module, owner: nn.Module) -> bool:
+    """An embedding with one element per head, such as the relative position bias of T5."""
+    return isinstance(module, nn.Embedding) and any(
+        name in HEAD_COUNT_NAMES and value == module.embedding_dim for name, value in vars(owner).items())
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -104,7 +158,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    return _qualified_name(type(module)) == "transformers.pytorch_utils.Conv1D"
+    return _is_instance(module, "transformers.pytorch_utils.Conv1D")
 
 
 def in_out_features(module: nn.Module) -> tuple[int, int]:
@@ -114,67 +168,7 @@ def in_out_features(module: nn.Module) -> tuple[int, int]:
     return (weight.shape[0], weight.shape[1]) if is_conv1d(module) else (weight.shape[1], weight.shape[0])
 
 
-class _LayerMatcher:
-    """Finds the layers and attributes that a policy names within one layer of its class."""
-
-    def __init__(self, layer: nn.Module, location: str) -> None:
-        self.modules, self.location = dict(layer.named_modules(remove_duplicate=False)), location
-
-    def find_tp_layers(self, cut: Cut | tuple[str, ...]) -> Iterator[TPLayer]:
-        if isinstance(cut, Cut):
-            for name, parts in {**dict.fromkeys(cut.column, 1), **cut.fused}.items():
-                yield from (TPLayer(path, "column", parts) for path in self.require_matches(name, "column"))
-            for name in cut.row:
-                yield from (TPLayer(path, "row") for path in self.require_matches(name, "row"))
-            return
-        rows = {path for name in cut for path in self.find_matches(name, "row")}
-        for path, module in self.modules.items():
-            if path in rows:
-                yield TPLayer(path, "row")
-            elif is_linear(module) or self._is_per_head_table(path):
-                yield TPLayer(path, "column")
-
-    def find_divided_attributes(self, cut: Cut | tuple[str, ...]) -> Iterator[str]:
-        if isinstance(cut, Cut):
-            for number in cut.divide:
-                path, _, name = number.rpartition(".")
-                owners = [owner for owner, module in self.modules.items()
-                          if f".{owner}".endswith(f".{path}" if path else "") and type(vars(module).get(name)) is int
-                          and (path or not owner)]
-                require(bool(owners), f"injection_policy: {self.location} has no number {number} to divide")
-                yield from (_join_path(owner, name) for owner in owners)
-            return
-        columns = [place.path for place in self.find_tp_layers(cut) if place.side == "column"]
-        for owner in dict.fromkeys(path.rpartition(".")[0] for path in columns):
-            made = {in_out_features(self.modules[path])[1] for path in columns if path.rpartition(".")[0] == owner}
-            for name, value in vars(self.modules[owner]).items():
-                if type(value) is int and (name in HEAD_COUNT_NAMES or name in WIDTH_NAMES and value in made):
-                    yield _join_path(owner, name)
-
-    def _is_per_head_table(self, path: str) -> bool:
-        """An embedding with one element per head, such as the relative position bias of T5."""
-        table, owner = self.modules[path], self.modules[path.rpartition(".")[0]]
-        heads = {value for name, value in vars(owner).items() if name in HEAD_COUNT_NAMES and type(value) is int}
-        return isinstance(table, nn.Embedding) and table.embedding_dim in heads
-
-    def require_matches(self, name: str, side: str) -> list[str]:
-        found = self.find_matches(name, side)
-        near = difflib.get_close_matches(name, self.modules, n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]}?" if near else ""
-        require(bool(found), f"injection_policy: {self.location} has no {name}{hint}")
-        return found
-
-    def find_matches(self, name: str, side: str) -> list[str]:
-        found = [path for path in self.modules if f".{path}".endswith(f".{name}") and path]
-        for path in found:
-            module = self.modules[path]
-            fits = is_linear(module) or side == "column" and type(module) is nn.Embedding
-            require(fits, f"injection_policy: {path} of {self.location} is a {type(module).__name__}, which cannot be "
-                    f"cut as a {side} layer: name linear layers (nn.Linear or transformers' Conv1D)")
-        return found
-
-
-def _validate_policy(key: Any, value: Any) -> Cut | tuple[str, ...]:
+def _validate_policy(key: Any, value: Any) -> Cut:
     require(isinstance(key, str) or isinstance(key, type) and issubclass(key, nn.Module),
             f"injection_policy: {key!r:.80} is no class of layers")
     if isinstance(value, Cut):
@@ -183,21 +177,17 @@ def _validate_policy(key: Any, value: Any) -> Cut | tuple[str, ...]:
     require(isinstance(names, (tuple, list)) and bool(names) and all(isinstance(name, str) for name in names),
             f"injection_policy: {_class_name(key)}: {value!r:.80} is not supported; give the names of its row-parallel "
             "layers (those whose outputs are summed over ranks), or megatron.inference.Cut(column=..., row=...)")
-    return tuple(name.removeprefix(".") for name in names)
+    return Cut(row=tuple(name.removeprefix(".") for name in names))
 
 
-def _matches_class(module: nn.Module, key: Any) -> bool:
-    if isinstance(key, str):
-        return key in (type(module).__name__, _qualified_name(type(module)))
-    return type(module) is key
+def _is_instance(module: nn.Module, key: type | str) -> bool:
+    """`key`: a class, its name, or its full name."""
+    cls = type(module)
+    return key in (cls, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
 
 
-def _class_name(key: Any) -> str:
-    return key.rpartition(".")[2] if isinstance(key, str) else str(key.__name__)
-
-
-def _qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _class_name(key: type | str) -> str:
+    return key.rpartition(".")[2] if isinstance(key, str) else key.__name__
 
 
 def _join_path(*parts: str) -> str:

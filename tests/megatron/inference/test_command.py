@@ -21,7 +21,7 @@ from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint.cli import main as convert
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.inference import load
-from megatron.inference.cli import build_parser, main
+from megatron.inference.cli import main
 from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
@@ -125,11 +125,6 @@ def test_bytes_that_are_no_text_on_standard_input_are_refused_by_their_line(fold
         main(["--load", str(folder), "--jsonl"])
 
 
-def test_help_names_the_flags_of_the_tokenizer() -> None:
-    for flag in ("--tokenizer-type KIND", "--vocab-file FILE", "--merge-file FILE", "--tokenizer-path FILE"):
-        assert flag in build_parser().format_help()
-
-
 def test_files_of_a_tokenizer_that_moved_are_named_at_once(folder: Path) -> None:
     groups = mpu_groups.build(1)
     found = replace(load.open_run_checkpoint(str(folder), groups),
@@ -147,11 +142,6 @@ def test_ranks_that_cannot_share_the_model_learn_how_many_can(folder: Path) -> N
     with pytest.raises(ConfigError, match="-size 3 does not divide .* 4 attention heads, hidden size 32 "
                                           "and MLP width 128: it can be 1, 2 and 4"):
         load.open_model(source, replace(groups, tp=replace(groups.tp, size=3)))
-
-
-def test_one_at_a_time_a_text_is_printed_as_it_comes(folder: Path) -> None:
-    typed = ["--load", folder, "--max-new-tokens", 12, "one", "two", "--top-k", 3]
-    assert said(*typed, "--batch-size", 1)[0] == said(*typed)[0]
 
 
 def test_an_answer_ends_before_what_stops_it(folder: Path) -> None:
@@ -210,12 +200,6 @@ def test_a_folder_without_a_model_and_a_prompt_that_is_too_long_are_refused(fold
     with pytest.raises(ConfigError, match="prompt 1 .* line: a prompt of 33 tokens, and the model has 32 positions"):
         said("--load", folder, "x" * 33)
     assert objects("--load", folder, "x" * 33, "--past-the-end", "slide", "--max-new-tokens", 2)
-
-
-def test_a_hugging_face_folder_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
-    assert convert(["convert", str(folder), "--output", str(tmp_path / "hf")]) == 0
-    typed = ["hello", "x", "--greedy", "--max-new-tokens", 8, "--dtype", "fp32"]
-    assert objects("--load-hf", tmp_path / "hf", *typed) == objects("--load", folder, *typed)
 
 
 def test_a_hugging_face_folder_says_its_tokenizer(folder: Path, tmp_path: Path) -> None:

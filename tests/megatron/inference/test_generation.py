@@ -1,18 +1,21 @@
-"""Text from a cache is text from the whole model, whatever runs beside it."""
+"""Text from a cache is text from the whole model, whatever runs beside it, with recorded steps or without."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.inference import decoder as decoders, generation, load
-from megatron.inference.decoder import Decoder
+from megatron.inference.decoder import CudaGraphRunner, Decoder
 from megatron.inference.generation import GeneratedSequence, Generator, texts_of
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
@@ -158,22 +161,12 @@ def test_texts_and_seeds_have_random_numbers_of_their_own() -> None:
     assert len({tuple(tokens) for texts in found for tokens in texts}) == 8
 
 
-def test_texts_whose_settings_differ_are_drawn_as_alone() -> None:
-    model = GPT2(SHAPE)
-    requests = [Request(number, tuple(prompt), 9, Sampling(top_k=2 + number % 3, greedy=number == 4), f"7/{number}")
-                for number, prompt in enumerate(PROMPTS)]
-
-    def tokens(rows: int) -> dict[int, list[int]]:
-        generator = Generator(Decoder(model, rows), vocabulary=61, eod=None)
-        return {text.request.number: text.tokens for text in generator.generate(requests)}
-    assert tokens(1) == tokens(8)
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
         accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token 60 stands for what overflows in fp16: from there on keys and values are not finite."""
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: accelerator)
+    monkeypatch.setattr(decoders.CudaGraphRunner, "_capture", lambda self, run: run)
     model = GPT2(SHAPE)
     with torch.no_grad():
         model.wte.weight[60] = torch.inf
@@ -224,11 +217,6 @@ def test_any_tensor_parallel_size_gives_the_same_text(tmp_path: Path) -> None:
     check_sizes(tmp_path, [1, 2])
 
 
-@pytest.mark.slow
-def test_so_do_four_ranks(tmp_path: Path) -> None:
-    check_sizes(tmp_path, [1, 2, 4])
-
-
 TILED = "--memory-centric-tiled-linear --tile-factor 2 --zero-stage 3 --hidden-size 512".split()
 
 
@@ -242,3 +230,68 @@ def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dty
                                  torch.device("cpu"))
     held = sum(parameter.nbytes for parameter in model.parameters())
     assert held <= live.peak < 1.01 * held + 3 * 4 * load.READ_ELEMENTS, (live.peak, held, live.largest)
+
+
+# ---- recorded steps -------------------------------------------------------------------------------------------------
+
+def record(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What a graph does: the operations once before, none while recording, and the results always in one place."""
+    run()
+    place: list[Tensor] = []
+
+    def again() -> Tensor:
+        found = run()
+        if not place:
+            place.append(found.clone())
+        return place[0].copy_(found)
+    return again
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT2(SHAPE)
+
+    def drawn() -> list[list[int]]:
+        return [text.tokens for text in answers(model, rows, Sampling(top_k=9))]
+
+    expected = drawn()
+    monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
+    monkeypatch.setattr(decoders, "MIN_GRAPH_POSITIONS", 8)
+    with patch.object(CudaGraphRunner, "_capture", autospec=True, side_effect=record) as made:
+        assert drawn() == expected and made.called
+
+
+def test_there_is_one_recording_for_each_size_of_rows_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[int, int]]()
+
+    def step(tokens: Tensor, places: Tensor, positions: int) -> Tensor:
+        made.append((len(tokens), positions))
+        return tokens[:, None] + places[:, None]
+    monkeypatch.setattr(CudaGraphRunner, "_capture", lambda self, run: (run(), run)[1])
+    steps = CudaGraphRunner(6, 1000, torch.device("cpu"))
+    for count in (1, 2, 3, 4, 5, 6):
+        for place in (0, 127, 128, 600, 999):
+            tokens, places = [*range(count)], [place] * count
+            assert steps(step, tokens, places).flatten().tolist() == [token + place for token in tokens]
+    assert set(made) == {(rows, positions) for rows in (1, 2, 4, 6) for positions in (128, 256, 1000)}
+    assert len(made) == 6 * 5 + len(set(made))
+
+
+def test_a_decoder_is_gone_with_its_cache_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not when garbage is looked for: on a GPU it is gigabytes."""
+    def capture(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        made = run()
+        return lambda: made
+
+    monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
+    decoder = Decoder(GPT2(SHAPE), 2)
+    decoder.prefill([0, 1], [[1, 2], [3]])
+    decoder.decode_step([4, 5])
+    reference = weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert reference() is None
+    finally:
+        gc.enable()

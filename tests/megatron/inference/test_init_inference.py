@@ -1,18 +1,22 @@
-"""`init_inference` gives the model it was given, at any tensor parallel size, and an engine that is that model."""
+"""`init_inference` gives the model it was given, at any tensor parallel size and in any precision."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron import zero
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
+from megatron.inference.int8 import Int8
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train
@@ -122,22 +126,6 @@ def test_the_engine_is_the_module_to_who_asks() -> None:
     assert not engine(tokens()).logits.requires_grad
 
 
-@pytest.mark.parametrize("given, said", [
-    ({"max_new_tokens": 30}, "a prompt of 4 tokens and 30 new ones are more than the 24"),
-    ({"max_length": 4}, "max_length is 4, and the prompt has 4 tokens"),
-    ({"num_beams": 3}, "num_beams is 3, which our decoder does not do: leave it out"),
-    ({"temperature": 0}, "temperature is 0: expected more than 0; without do_sample"),
-    ({"max_new_tokens": "3"}, "max_new_tokens is '3': expected a whole number, 1 or more"),
-    ({"top_p": 1.5, "top_k": -1}, "2 errors:"),
-    ({"max_newtokens": 3}, "max_newtokens is unknown; did you mean max_new_tokens?"),
-    ({"attention_mask": torch.tensor([[1, 1, 1, 0]] * 3)}, "pad prompts on the left"),
-    ({"attention_mask": torch.ones(3, 5)}, r"attention_mask is \[3, 5\], and input_ids \[3, 4\]"),
-])
-def test_what_generate_cannot_do_it_says(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(TrainerError, match=said):
-        init_inference(ours()).generate(PROMPTS, **given)
-
-
 def test_room_for_tokens_is_a_promise_and_a_limit() -> None:
     for fast in (False, True):
         engine = init_inference(theirs(), max_out_tokens=10, replace_with_kernel_inject=fast)
@@ -146,3 +134,184 @@ def test_room_for_tokens_is_a_promise_and_a_limit() -> None:
             greedy(engine)
     with pytest.raises(TrainerError, match="min_out_tokens is 30, and there is room for 24"):
         init_inference(ours(), min_out_tokens=30)
+
+
+PADDED = torch.tensor([[0, 0, 5, 7], [1, 2, 3, 4], [0, 9, 8, 7]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+
+
+def answers(model: Any) -> list[torch.Tensor]:
+    """Greedy; of unequal prompts; ended by two kinds of tokens."""
+    free = greedy(model)
+    uneven = model.generate(PADDED, attention_mask=MASK, max_new_tokens=7, pad_token_id=0)
+    return [free, uneven, greedy(model, eos_token_id=[int(free[0, 8]), int(free[1, 6])]),
+            greedy(model, repetition_penalty=1.7)]
+
+
+def their_answers(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
+    found = []
+    for fast in (False, True):
+        engine = init_inference(theirs(), tensor_parallel={"tp_size": world}, dtype=torch.float32,
+                                replace_with_kernel_inject=fast)
+        assert engine.transformer.h[0].attn.c_attn.weight.shape == (144 // world, 48)
+        found.append((engine(tokens()).logits, *answers(engine), *answers(engine.module)))
+    return found
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gpt2_of_transformers_is_itself_when_it_is_cut(world: int) -> None:
+    whole = theirs()
+    with torch.no_grad():
+        logits = whole(tokens()).logits
+    expected = answers(whole)
+    assert expected[2].shape[1] < 13 and not torch.equal(expected[3], expected[0])
+    for found in run_ranks(their_answers, world):
+        for one, *texts in found:
+            torch.testing.assert_close(one, logits, **CLOSE)
+            assert all(map(torch.equal, texts, [*expected, *expected]))
+
+
+def drawn(rank: int, world: int) -> list[list[torch.Tensor]]:
+    found = []
+    for fast in (False, True):
+        engine = init_inference(theirs(), mp_size=world, replace_with_kernel_inject=fast)
+        torch.manual_seed(5 + 7 * rank)  # only rank 0's counts
+        wanted = {"do_sample": True, "temperature": 1.5, "num_return_sequences": 4}
+        found.append([greedy(engine, **wanted), greedy(engine, **wanted)])
+    return found
+
+
+def test_every_rank_draws_the_same_and_rank_0_says_from_which_numbers() -> None:
+    (alone,) = run_ranks(drawn, 1)
+    for found in run_ranks(drawn, 2):
+        for texts, expected in zip(found, alone, strict=True):
+            assert all(map(torch.equal, texts, expected)) and not torch.equal(*texts)
+            assert texts[0].shape == (12, 13) and len(texts[0].unique(dim=0)) == 12
+
+
+def test_the_fast_decoder_has_the_weights_of_the_module_and_no_others() -> None:
+    engine = init_inference(theirs(), replace_with_kernel_inject=True)
+    gpt2 = engine._decoder_cache.model
+    held = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+    assert {parameter.untyped_storage().data_ptr() for parameter in gpt2.parameters()} == held
+
+
+def test_what_the_fast_decoder_would_compute_differently_stays_with_transformers(capsys: Any) -> None:
+    engine = init_inference(theirs(activation_function="relu"), replace_with_kernel_inject=True)
+    assert "replace_with_kernel_inject has no effect: the given model: activation_function is 'relu'" in \
+        capsys.readouterr().err
+    assert torch.equal(greedy(engine), greedy(theirs(activation_function="relu")))
+
+
+def test_what_the_model_says_of_its_answers_is_done_or_refused() -> None:
+    model = theirs()
+    model.generation_config.max_new_tokens, model.generation_config.repetition_penalty = 5, 1.7
+    engine = init_inference(model, replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(PROMPTS), greedy(theirs(), repetition_penalty=1.7)[:, :9])
+    model.generation_config.num_beams = 2
+    with pytest.raises(TrainerError, match="num_beams is 2, which our decoder does not do"):
+        engine.generate(PROMPTS)
+
+
+def other_weights(rank: int, world: int) -> str:
+    with pytest.raises(TrainerError) as error:
+        init_inference(theirs(seed=rank), mp_size=world)
+    return str(error.value)
+
+
+def test_models_that_differ_between_ranks_are_no_one_model() -> None:
+    for said in run_ranks(other_weights, 2):
+        assert "rank 1 of the tensor parallel group has other weights" in said
+
+
+def other_prompts(rank: int, world: int) -> list[str]:
+    found = []
+    for fast in (False, True):
+        with pytest.raises(TrainerError) as error:
+            greedy(init_inference(theirs(), mp_size=world, replace_with_kernel_inject=fast), PROMPTS + rank)
+        found.append(str(error.value))
+    return found
+
+
+def test_prompts_that_differ_between_ranks_are_refused() -> None:
+    for said in run_ranks(other_prompts, 2):
+        assert all("has other input_ids" in one for one in said)
+
+
+def levels(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (weight.data.levels, weight.data.scale) for name, weight in module.named_parameters()
+            if isinstance(weight.data, Int8)}
+
+
+@contextmanager
+def in_fp32() -> Iterator[None]:
+    """Activations, on any processor: so that sums of parts are nearly those of the whole."""
+    with ExitStack() as stack:
+        for module in ("inference.api.init_inference", "inference.load"):
+            stack.enter_context(patch(f"megatron.{module}.activation_dtype", lambda device: torch.float32))
+        yield
+
+
+def work(rank: int, world: int, fast: bool) -> tuple[Mapping[str, tuple[Tensor, Tensor]], Any, Any, Any]:
+    with in_fp32():
+        engine = init_inference(theirs(), mp_size=world, dtype=torch.int8, replace_with_kernel_inject=fast)
+        own = init_inference(ours(), mp_size=world, dtype="int8")
+    return levels(engine.module), engine(tokens()).logits, greedy(engine), own(tokens())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_levels_and_scales_are_the_same_at_any_tensor_parallel_size(fast: bool) -> None:
+    ((alone, logits, text, own),) = run_ranks(work, 1, fast)
+    assert len(alone) == 12
+    found = run_ranks(work, 2, fast)
+    for name, (whole, scale) in alone.items():
+        parts = [one[0][name] for one in found]
+        if name.endswith("c_proj.weight"):  # a row layer
+            assert torch.equal(torch.cat([part for part, _ in parts], 1), whole)
+            assert all(torch.equal(part, scale) for _, part in parts)
+        else:
+            count = 3 if name.endswith("c_attn.weight") else 1
+            for number, expected in ((0, whole), (1, scale)):
+                joined = torch.cat([part[number].unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 1)
+                assert torch.equal(joined, expected), name
+    for _, of_rank, text_of_rank, own_of_rank in found:
+        torch.testing.assert_close(of_rank, logits, **CLOSE)
+        torch.testing.assert_close(own_of_rank, own, **CLOSE)
+        assert torch.equal(text_of_rank, text)
+
+
+def test_int8_is_nearly_the_model_in_half_the_bytes() -> None:
+    whole = theirs()
+    with in_fp32():
+        engine = init_inference(theirs(), dtype=torch.int8)
+    for name, (level, scale) in levels(engine.module).items():
+        weight = whole.get_parameter(name).detach().t()
+        assert bool(((level * scale[:, None] - weight).abs() <= 0.501 * scale[:, None]).all())
+        assert level.nbytes == weight.numel()
+    logits = whole(tokens()).logits.detach()
+    assert float((engine(tokens()).logits - logits).norm() / logits.norm()) < 0.05
+
+
+def test_without_layers_to_quantise_int8_is_refused() -> None:
+    whole = nn.Linear(4, 4)
+    with pytest.raises(TrainerError, match="which layers of a Linear are to be int8 is not known: give"):
+        init_inference(whole, dtype=torch.int8)
+    init_inference(whole, dtype=torch.bfloat16)
+    broken = theirs()
+    broken.transformer.h[1].mlp.c_proj.weight.data[3, 3] = torch.inf
+    with pytest.raises(TrainerError, match=r"h.1.mlp.c_proj.weight is not finite: it cannot be quantised"):
+        init_inference(broken, dtype=torch.int8)
+
+
+def broken_on_one_rank(rank: int, world: int) -> str:
+    model = theirs()
+    model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = torch.nan  # of rank 0's part alone
+    with pytest.raises(TrainerError) as error:
+        init_inference(model, mp_size=world, dtype=torch.int8)
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_quantise_all_say() -> None:
+    one, other = run_ranks(broken_on_one_rank, 2)
+    assert one == other

@@ -1,8 +1,11 @@
-"""What `init_inference` refuses before it cuts or casts a model stays as it was; what breaks off later says so."""
+"""Each argument of DeepSpeed's call does what it says, or is refused by name. What is refused before a model is cut or
+cast leaves it as it was, and what breaks off later says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,108 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.errors import TrainerError
+from megatron.config.hf_config import HF_FIELDS
+from megatron.errors import ConfigError, TrainerError
 from megatron.inference import init_inference
+from megatron.inference.api.arguments import FIXED_ARGUMENTS, InferenceArguments, parse_arguments
 from tests.distributed import run_ranks
 from tests.megatron.inference.gpt2s import ours, theirs
+
+
+def test_the_call_of_the_tutorial() -> None:
+    asked = parse_arguments(None, {"tensor_parallel": {"tp_size": 2}, "dtype": torch.half, "checkpoint": "folder",
+                                   "replace_with_kernel_inject": True, "replace_method": "auto", "training_mp_size": 1,
+                                   "max_out_tokens": 1024, "min_tokens": 3, "injection_policy": {nn.Linear: ("out",)}})
+    assert asked.notes == () and asked == InferenceArguments(
+        tp_size=2, dtype=torch.float16, checkpoint="folder", replace_with_kernel_inject=True, max_out_tokens=1024,
+        min_out_tokens=3, injection_policy={nn.Linear: ("out",)})
+
+
+def test_config_is_a_dict_or_a_file_and_a_dtype_has_several_names(tmp_path: Path) -> None:
+    tree = {"kernel_inject": True, "tensor_parallel": {"tp_size": 4, "enabled": True}, "dtype": "bf16"}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(tree))
+    expected = InferenceArguments(tp_size=4, dtype=torch.bfloat16, replace_with_kernel_inject=True)
+    for config, given in ((tree, {}), (str(file), {}), (file, {"mp_size": 4, "dtype": torch.bfloat16})):
+        assert parse_arguments(config, given) == expected
+    for name, dtype in (("float", torch.float32), ("torch.bfloat16", torch.bfloat16), ("half", torch.float16),
+                        (torch.float32, torch.float32), ("int8", torch.int8), (torch.int8, torch.int8)):
+        assert parse_arguments({"dtype": name}, {}).dtype is dtype
+    file.write_text('{"tensor_parallel": {"tp_size": 2, "tp_size": 4}}')
+    with pytest.raises(ConfigError, match="tensor_parallel.tp_size is given twice"):
+        parse_arguments(file, {})
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "tensor_parallel.enabled": False, "triangular_masking": False, "transposed_mode": True, "set_empty_params": True,
+    "keep_module_on_host": True, "save_mp_checkpoint_path": "x", "checkpoint_config": {"checkpoint_dir": "x"},
+    "zero": {"stage": 3}, "injection_policy_tuple": ("a", "b"), "config": {"dtype": "fp32"},
+    "quantization_setting": (True, 8), "quant.weight.num_bits": 4, "quant.weight.q_type": "asymmetric",
+    "quant.weight.q_groups": 8, "quant.activation.enabled": True, "quant.qkv.enabled": False, "moe": True,
+    "moe_type": "residual", "moe_experts": [4], "ep_size": 2, "ep_group": object(), "ep_mp_group": object(),
+    "quant.weight.quantized_initialization": {"num_bits": 8}, "quant.weight.post_init_quant": {"a": 1},
+    "quant.activation.num_bits": 4, "quant.activation.q_type": "asymmetric", "quant.activation.q_groups": 2,
+    "return_tuple": 3, "quant.enabled": 3, "quant.weight.enabled": 3,
+}
+
+
+def test_every_argument_that_is_not_supported_says_what_to_do() -> None:
+    assert FIXED_ARGUMENTS.keys() == UNSUPPORTED.keys()
+    for path, value in UNSUPPORTED.items():
+        accepted, remedy = FIXED_ARGUMENTS[path]
+        with pytest.raises(ConfigError) as error:
+            parse_arguments(None, nested(path, value))
+        assert str(error.value).startswith(f"init_inference: {path} is {value!r:.80}, which is not supported: ")
+        assert str(error.value).endswith(remedy)
+        for harmless in accepted:
+            assert parse_arguments(None, nested(path, harmless)).notes == ()
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
+
+
+def test_what_changes_nothing_is_noted() -> None:
+    for name, value in {"enable_cuda_graph": True, "use_triton": True, "triton_autotune": True, "training_mp_size": 4,
+                        "replace_method": "manual", "tensor_parallel.tp_grain_size": 8}.items():
+        (note,) = parse_arguments(None, nested(name, value)).notes
+        assert note.startswith(f"{name} has no effect: ")
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"config": {"dtype": "fp32"}, "dtype": torch.half},
+     "dtype of config is torch.float32 and dtype is torch.float16: leave one of them out"),
+    ({"config": {"tensor_parallel": {"tp_size": 2}}, "mp_size": 4},
+     "tensor_parallel.tp_size of config is 2 and mp_size is 4: leave one of them out"),
+    ({"mp_size": 2, "tp": {"tp_size": 1}}, "mp_size is 2 and tensor_parallel.tp_size is 1: leave one"),
+    ({"mp_sise": 2}, "mp_sise is unknown; did you mean mp_size?"),
+    ({"tensor_parallel": {"tp_sizes": 2}}, "did you mean tensor_parallel.tp_size?"),
+    ({"tp_size": 2}, "tp_size is unknown; did you mean mp_size?"),
+    ({"tensor_parallel": 2}, 'tensor_parallel is 2: expected an object, such as {"tp_size": 2}'),
+    ({"frobnicate": 2}, "frobnicate is unknown; docs/inference.md lists every argument"),
+    ({"mp_size": 0}, "mp_size is 0: expected a number of ranks, 1 or more"),
+    ({"mp_size": True}, "mp_size is True: expected"),
+    ({"dtype": "fp8"}, "dtype is 'fp8': expected torch.float32"),
+    ({"checkpoint": 3}, "checkpoint is 3: expected a folder"),
+    ({"injection_policy": ["out"]}, "injection_policy is ['out']: expected {LayerClass"),
+    ({"replace_with_kernel_inject": "yes"}, "expected true or false"),
+    ({"max_out_tokens": 0, "dtype": "x"}, "2 errors:\n  (1) max_out_tokens is 0"),
+    ({"config": "nowhere.json"}, "config nowhere.json: cannot be read"),
+    ({}, "init_inference needs a model, or checkpoint="),
+    ({"model": 3}, "model is a int: expected a module"),
+    ({"model": nn.Linear(3, 3), "mp_size": 2}, "tensor_parallel.tp_size is 2, and there are 1 ranks: start 2 of them"),
+    ({"model": nn.Linear(3, 3), "checkpoint": "runs"}, "checkpoint= fills a GPT-2, and the model is a Linear"),
+    ({"checkpoint": "nowhere"}, "nowhere"),
+    ({"checkpoint": {"type": "Megatron", "version": 0.0, "checkpoints": ["mp_rank_00/model_optim_rng.pt"]}},
+     "a list of files of type 'Megatron' is not read here: make a checkpoint of it with `python -m megatron."),
+    ({"checkpoint": "nowhere.json"}, "nowhere.json: cannot be read"),
+])
+def test_a_wrong_call_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainerError) as error:
+        init_inference(**given)
+    assert said in str(error.value)
 
 
 def facts(model: nn.Module) -> list[Any]:
@@ -46,20 +147,20 @@ def one_layer() -> nn.Module:
     return nn.Sequential(nn.Dropout(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("make", [ours, theirs, one_layer])
-def test_weights_that_do_not_fit_a_precision_stay_as_they_were(make: Callable[[], Any]) -> None:
-    with refused(model := large(make), "is not finite in float16: ask for another dtype"):
-        init_inference(model, dtype="fp16")
+FLOAT16 = "is not finite in float16: ask for another dtype"
 
 
 @pytest.mark.parametrize("make, given, words", [
+    *((make, {"dtype": "fp16"}, FLOAT16) for make in (ours, theirs, one_layer)),
     (ours, {"dtype": "bf16", "min_out_tokens": 99}, "min_out_tokens is 99, and there is room for 24"),
     (theirs, {"dtype": "bf16", "injection_policy": {"GPT2Block": "oot"}}, "has no oot"),
     (one_layer, {"dtype": "int8"}, "which layers of a Sequential are to be int8 is not known"),
 ])
-def test_wrong_arguments_change_no_model(make: Callable[[], Any], given: dict[str, Any], words: str) -> None:
+def test_a_refused_call_changes_no_model(make: Callable[[], Any], given: dict[str, Any], words: str) -> None:
     with refused(model := large(make), words):
         init_inference(model, **given)
+    with refused(model := large(theirs, torch.inf), "c_proj.weight is not finite: it cannot be quantised to int8"):
+        init_inference(model, dtype="int8")
 
 
 def test_a_model_without_values_is_refused() -> None:
@@ -67,11 +168,6 @@ def test_a_model_without_values_is_refused() -> None:
         model = one_layer()
     with pytest.raises(TrainerError, match="1.weight is on the meta device, and has no values: make"):
         init_inference(model)
-
-
-def test_weights_that_cannot_be_int8_stay_as_they_were() -> None:
-    with refused(model := large(theirs, torch.inf), "c_proj.weight is not finite: it cannot be quantised to int8"):
-        init_inference(model, dtype="int8")
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_left_in_the_model(tmp_path: Path) -> None:
@@ -109,3 +205,64 @@ def test_a_model_that_is_partly_cast_says_so_and_one_that_is_partly_moved_is_tak
     for again in (lambda: init_inference(model), lambda: model(torch.ones(1, 4))):
         with pytest.raises(TrainerError, match="partly cut or cast: load it again"):
             again()
+
+
+OTHERS: Mapping[str, tuple[Any, Any]] = {
+    "num_layers": (2, 3), "num_attention_heads": (2, 4), "ffn_size": (64, 192), "max_position_embeddings": (32, 24),
+    "known_vocab_size": (100, 211), "layernorm_epsilon": (1e-3, 1e-5)}
+"""Field -> its value in the model, and in the checkpoint."""
+OTHERS_OF_THEIRS: Mapping[str, tuple[Any, Any]] = {
+    "activation_function": ("relu", "gelu_new"), "scale_attn_weights": (False, True),
+    "scale_attn_by_inverse_layer_idx": (True, False), "tie_word_embeddings": (False, True)}
+KEYS = {"ffn_size": "intermediate_size", "known_vocab_size": "vocab_size"}
+KEYS_OF_THEIRS = {ours: theirs for theirs, (ours, _) in HF_FIELDS.items()} | {
+    "ffn_size": "n_inner", "known_vocab_size": "vocab_size"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("hf")
+    theirs().save_pretrained(path)
+    return str(path)
+
+
+def refusal(model: Any, folder: str) -> str:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(TrainerError) as error:
+        init_inference(model, checkpoint=folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *OTHERS_OF_THEIRS])
+def test_a_model_of_another_shape_is_refused(name: str, folder: str) -> None:
+    given, saved = {**OTHERS, **OTHERS_OF_THEIRS}[name]
+    models = [theirs(seed=9, **{KEYS_OF_THEIRS.get(name, name): given})]
+    models += [ours(**{KEYS.get(name, name): given})] if name in OTHERS else []
+    for model in models:
+        assert refusal(model, folder) == (
+            f"checkpoint {folder} is another model: its {name} is {saved}, and the given model's is {given}; leave the "
+            "model out, and it is made as the checkpoint says")
+
+
+def test_every_difference_is_named_at_once(folder: str) -> None:
+    said = refusal(theirs(n_layer=2, n_head=2, n_embd=32, activation_function="relu"), folder)
+    assert said.count("its ") == 5 and "\n" not in said
+    assert all(f"its {name} is {saved}, and the given model's is {given}; " in said for name, saved, given in (
+        ("num_layers", 3, 2), ("hidden_size", 48, 32), ("num_attention_heads", 4, 2), ("ffn_size", 192, 128),
+        ("activation_function", "gelu_new", "relu")))
+
+
+def test_what_says_the_same_in_another_way_is_the_same(folder: str) -> None:
+    model = theirs(seed=9, n_inner=192, activation_function="gelu_pytorch_tanh", attn_pdrop=0.3)
+    init_inference(model, checkpoint=folder)
+    assert torch.equal(model.transformer.h[2].mlp.c_fc.weight.t(), theirs().transformer.h[2].mlp.c_fc.weight)
+
+
+def on_one_rank(rank: int, world: int, folder: str) -> str:
+    return refusal(theirs(seed=9, n_head=4 - 2 * rank), folder)
+
+
+def test_a_model_that_is_another_on_one_rank_is_refused_on_all(folder: str) -> None:
+    for said in run_ranks(on_one_rank, 2, folder):
+        assert "its num_attention_heads is 4, and the given model's is 2" in said

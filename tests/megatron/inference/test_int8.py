@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +16,10 @@ from data.indexed import IndexedCorpus
 from megatron.checkpoint.cli import main as checkpoint
 from megatron.checkpoint.int8_weights import BLOCK_ELEMENTS, is_quantised, quantise_matrix
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.config.model_config import PRESETS
-from megatron.config.tree import ModelConfig
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
 from megatron.inference import int8, load as loading
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator
 from megatron.inference.int8 import Int8
-from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
 from mpu.partition import join_local_slices, partition_of
@@ -121,22 +116,6 @@ def test_a_layer_in_another_precision_has_the_same_levels(dtype: torch.dtype) ->
     torch.testing.assert_close(found.double(), expected.detach(), atol=tolerance, rtol=0)
 
 
-def test_a_layer_goes_whole_to_another_device() -> None:
-    layer = a_layer(torch.float32).to("meta")
-    weight = cast(Int8, layer.weight)
-    assert weight.device == weight.levels.device == weight.scale.device == torch.device("meta")
-    assert layer(torch.empty(3, 32, device="meta")).shape == (3, 5)
-
-
-def test_a_copy_is_of_its_own_matrix_alone() -> None:
-    layer, room = a_layer(torch.float32), torch.zeros(50, 32, dtype=torch.int8)
-    layer.weight = nn.Parameter(Int8(room[10:15], torch.rand(5)), False)
-    for made in (copy.deepcopy(layer).weight, layer.weight.clone()):
-        assert isinstance(made, Int8) and made.levels.untyped_storage().nbytes() == 5 * 32
-        assert torch.equal(made.scale, layer.weight.scale) and made.scale.data_ptr() != layer.weight.scale.data_ptr()
-    assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
-
-
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     layer = a_layer(torch.bfloat16)
     with pytest.raises(ConfigError, match="cannot be made float16: its activations are one of float64, float32, bf"):
@@ -231,11 +210,6 @@ def test_levels_and_scales_are_the_same_at_any_size_read_or_quantised(tmp_path: 
     check_cells(tmp_path, [1, 2])
 
 
-@pytest.mark.slow
-def test_so_are_those_of_four_ranks(tmp_path: Path) -> None:
-    check_cells(tmp_path, [1, 2, 4])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model that has learnt something, of `data` beside it."""
@@ -256,17 +230,6 @@ def test_logits_are_those_of_the_numbers(folder: Path) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_logits_are_those_of_the_real_vocabulary(folder: Path) -> None:
-    """Rows that pad the table are zero, and their logits never seen: drawn evenly, no token beyond is drawn."""
-    model = load(folder, groups.build(1))
-    assert len(model.wte.weight) == 384 and not matrices(model)["wte.weight"].levels[257:].any()
-    decoder = Decoder(model, 1)
-    assert decoder.prefill([0], [[1, 2, 3]]).shape == (1, 257)
-    generator = Generator(decoder, vocabulary=257, eod=None, sliding_window=True)
-    (text,) = generator.generate([Request(0, (1,), 400, Sampling(temperature=1e6))])
-    assert max(text.tokens) in range(250, 257)
-
-
 def perplexity(model: GPT2, tokens: Tensor) -> float:
     with torch.no_grad():
         logits = model.logits(model.hidden_states(tokens[:, :-1])).double()
@@ -282,12 +245,6 @@ def test_perplexity_is_that_of_the_weights_they_were_made_of(folder: Path, activ
     expected, found = perplexity(plain, tokens), perplexity(load(folder, grid, activations), tokens)
     assert expected < 3  # of 257: it has learnt
     assert abs(found / expected - 1) < 0.005
-
-
-def test_a_loss_can_be_taken_of_it(folder: Path) -> None:
-    model, tokens = load(folder, groups.build(1)), torch.arange(64).view(2, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens, tokens), dequantised(model)(tokens, tokens), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
@@ -347,29 +304,7 @@ def test_a_rank_holds_its_part_and_a_block_at_any_moment(tmp_path: Path, tp: int
         assert held <= peak < 1.01 * held + 3 * 4 * BLOCK_ELEMENTS, (held, peak)
 
 
-@pytest.mark.parametrize(("preset", "share"), [("124M", 0.53), ("345M", 0.51), ("1.5B", 0.51)])
-def test_the_published_shapes_take_little_more_than_half_of_bf16(preset: str, share: float) -> None:
-    shape = {key: value for key, value in PRESETS[preset].items() if key != "tokenizer_type"}
-    model = GPT2(ModelConfig(**shape, vocab_size=50257), deferred=True)
-    assert resident(model, 2) < share * 2 * sum(parameter.numel() for parameter in model.parameters())
-
-
 # ---- what goes wrong ----------------------------------------------------------------------------------------------
-
-def one_fails(rank: int, world: int, folder: Path) -> str:
-    def read(self: Checkpoint, kind: str, name: str, *, out: Tensor, **place: Any) -> None:
-        if rank == 1 and name == "blocks.1.mlp.proj.weight":
-            raise CheckpointError("a byte is lost")
-        out.zero_()
-
-    with patch.object(Checkpoint, "read", read), pytest.raises(CheckpointError) as caught:
-        load(folder, groups.build(world))
-    return str(caught.value)
-
-
-def test_what_one_rank_cannot_read_is_an_error_of_all(folder: Path) -> None:
-    assert run_ranks(one_fails, 2, folder) == ["a byte is lost"] * 2
-
 
 def test_int8_cannot_be_made_wide_again(folder: Path, tmp_path: Path) -> None:
     assert checkpoint(["convert", str(folder), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0

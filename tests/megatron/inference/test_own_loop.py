@@ -28,7 +28,6 @@ from tests.distributed import run_ranks
 from tests.megatron.evaluate.test_command import values
 from tests.megatron.helpers import train
 from tests.megatron.inference.test_command import objects
-from tests.megatron.serve.server import served
 
 TOKENIZER = ByteLevelTokenizer()
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=32,
@@ -80,13 +79,6 @@ def test_it_leads_to_text_scores_and_other_files(stage: int, precision: str, tp:
     ids = torch.tensor([TOKENIZER.encode("abcd")])
     answer = init_inference(checkpoint=str(run)).generate(ids, max_new_tokens=12, do_sample=False)
     assert TOKENIZER.decode(answer[0].tolist()) == "abcdefabcdefabcd"
-
-
-@pytest.mark.slow
-def test_it_is_served(tmp_path: Path) -> None:
-    run_ranks(trained, 1, tmp_path / "run", 2)
-    with served(tmp_path / "run", tmp_path) as server:
-        assert server.text(prompt="abcd", temperature=0, max_tokens=12) == "efabcdefabcd"
 
 
 def test_it_is_where_the_trainer_starts_and_a_run_of_the_trainer_is_where_it_starts(tmp_path: Path) -> None:
