@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.config.config_errors import ErrorList
-from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.ds_json import parse_loose_json
 from megatron.config.schema import require
 from megatron.errors import ConfigError
 from megatron.inference import load
@@ -157,7 +157,7 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
-        config = to_plain_dicts(parse_loose_json(text, name), problems)
+        config = parse_loose_json(text, name, problems)
         require(isinstance(config, dict), f"{name}: expected an object {{...}}")
     values = dict[str, tuple[str, Any]]()  # path -> (the key as the caller wrote it, value)
     for tree, where in ((config or {}, " of config"), (given, "")):

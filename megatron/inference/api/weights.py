@@ -19,7 +19,7 @@ from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, parameter_shapes
 from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
 from megatron.config.config_errors import ErrorList
-from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.ds_json import parse_loose_json
 from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS, model_fields_of
 from megatron.config.schema import require
 from megatron.config.tree import ModelConfig
@@ -48,7 +48,7 @@ def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) 
     if isinstance(given, str) and folder.suffix == ".json":
         try:
             problems = ErrorList()
-            given = to_plain_dicts(parse_loose_json(folder.read_text(encoding="utf-8"), name), problems)
+            given = parse_loose_json(folder.read_text(encoding="utf-8"), name, problems)
             problems.raise_if_any(name)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"checkpoint {folder}: cannot be read ({error})") from error
