@@ -17,7 +17,6 @@ from megatron.config.schema import flag_name, setting_of
 from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 _FLAG = r"--[a-z][\w-]*"
-NAME_PREFIX_END = "\0"  # ends a name that joins the next word of the message: "optimizer.params." and a parameter
 
 
 def flags_in(message: str) -> set[str]:
@@ -36,13 +35,12 @@ class FlagToKeyNames:
 
     def translate(self, message: str) -> str:
         """The message with keys in place of flags, if any of these came from the file."""
-        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(
-                {*re.findall(_FLAG, message), *flags_in(message)}):
+        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(flags_in(message)):
             return message
         names = {**self.keys_of_others, **self.keys_of_given}
         names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
         translated = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
-        return translated.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
+        return translated.replace("optimizer.params. ", "optimizer.params.")  # --optimizer-params NAME
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -94,13 +92,12 @@ def range_errors(section: Any) -> ErrorList:
     return problems
 
 
-class ErrorCollector:
+class ErrorCollector(ErrorList):
     """Errors found so far, and the settings that they concern."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.key_names = FlagToKeyNames()  # translates the errors added from now on
-        self.has_errors = False
-        self._sentences: list[str] = []
         self._doubtful: set[str] = set()
         self._file = ""
 
@@ -113,19 +110,8 @@ class ErrorCollector:
         translated = new_sentences if file else list(map(self.key_names.translate, new_sentences))
         if file and new_sentences or translated != new_sentences:
             self._file = file or self.key_names.file
-        self._sentences += translated
+        self += translated
         self.ignore_later_errors_of(new_sentences)
-        self.has_errors = bool(self._sentences)
 
-    @contextmanager
-    def collecting_errors(self) -> Iterator[None]:
-        """Collect a ConfigError of the block and continue after it."""
-        try:
-            yield
-        except ConfigError as error:
-            self.add_errors(error_sentences(error))
-
-    def raise_if_any(self) -> None:
-        """Raise the collected errors as one."""
-        if self._sentences:
-            raise ConfigErrors(self._sentences, self._file)
+    def raise_if_any(self, name: str = "") -> None:
+        super().raise_if_any(name or self._file)

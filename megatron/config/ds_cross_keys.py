@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.config_errors import ErrorList
-from megatron.config.ds_reader import DsKeyValues
+from megatron.config.ds_keys import DsKeyValues
 from megatron.config.model_config import TrainConfig
 from megatron.config.optimizer_config import (AUTO_STEPS, DEEPSPEED_TYPES, OPTIMIZER_SWITCHES, OPTIMIZERS,
                                               SCHEDULER_TYPES, OptimConfig, ScheduleConfig)

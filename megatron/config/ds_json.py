@@ -3,13 +3,17 @@
     read_ds_json(source)          every key checked against the table of ds_keys.py
     build_ds_config(source, ...)  the Config; a key and a flag that are both given must agree
 
-An absent key leaves the preset's value or the default; `"auto"` does the same, with a note.
+Comments and trailing commas are accepted. An absent key leaves the preset's value or the default; `"auto"` does the
+same, with a note. All errors of a file are collected. What keys mean together is in ds_cross_keys.py.
 """
 
 from __future__ import annotations
 
 import base64
+import difflib
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ds_cross_keys
-from megatron.config.config_errors import NAME_PREFIX_END, ErrorCollector, ErrorList, FlagToKeyNames
+from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, error_sentences
 from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE_STEP, OPTIMIZER_PARAMS, WARMUP_STEPS,
                                            FieldValue, solve_batch_sizes)
-from megatron.config.ds_keys import DS_KEYS, IgnoredKey, RenamedKey, keys_of_fields
-from megatron.config.ds_reader import (DsKeyChecker, DsKeyValues, parse_loose_json, to_plain_dicts, values_are_close,
-                                       values_match)
+from megatron.config.ds_keys import (AUTO_VALUE, DS_KEYS, DS_OBJECTS, DsKeyValues, FixedValue, IgnoredKey, RenamedKey,
+                                     UnsupportedSection, keys_of_fields)
 from megatron.config.optimizer_config import OPTIMIZERS, ScheduleConfig
-from megatron.config.schema import JsonKey, flag_name, json_text, require
+from megatron.config.schema import JsonKey, JsonType, flag_name, json_text, require
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
@@ -42,40 +45,45 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both.
     `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are raised, or
     added to `collector`; then the Config leaves out the wrong values."""
-    flags, fallback, errors = flags or {}, fallback or {}, collector or ErrorCollector()
+    flags, fallback = flags or {}, fallback or {}
+    errors = ErrorCollector() if collector is None else collector
     ds_values, problems = parse_ds_json(source, argument)
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(ds_values, auto_keys=tuple(
         path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
     errors.ignore_later_errors_of(_flags_of_keys(ds_values.invalid_keys))
-    values, conflicts = merge_with_flags(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr))
+    found = list(_field_values(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr)))
     errors.add_errors(problems, ds_values.name)
-    errors.add_errors(conflicts)
+    errors.add_errors(_flag_conflicts(in_effect, found, flags))
+    values = {**{name: value for name, value, _ in found}, **flags}
+    if not values.get("fp16"):
+        values = {name: value for name, value in values.items() if name in flags or name not in FP16_ONLY}
+    key_of = {name: path for name, _, path in found if name not in flags}
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
-    keys_of_given = {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END if name == "optimizer_params"
-                     else in_effect.name_as_written(path, "")
-                     for name, _, path in _field_values(in_effect, flags, ErrorList()) if name not in flags}
+    keys_of_given = {flag_name(name): OPTIMIZER_PARAMS if name == "optimizer_params"
+                     else in_effect.name_as_written(path) for name, path in key_of.items()}
     errors.key_names = FlagToKeyNames(keys_of_given, others, in_engine, ds_values.name)
     dp = 1
-    with errors.collecting_errors():
+    try:
         tp = flags.get("model_parallel_size", 1)
         dp = data_parallel_size(world_size, max(1, tp))  # an invalid size is reported by its section
         values |= _batch_sizes(in_effect, flags, dp)
+    except ConfigError as error:
+        errors.add_errors(error_sentences(error))
     config = build_config({**fallback, **values}, errors)
     if collector is None:
         errors.raise_if_any()
-    if errors.has_errors:
+    if errors:
         return config
-    of_keys = [name for name, _, _ in _field_values(ds_values, flags, ErrorList()) if name not in flags]
     unread = (f" {ds_values.name}: {errors.key_names.translate(line)}"
-              for line in unused_settings(config, of_keys, {*of_keys, *flags}))
+              for line in unused_settings(config, key_of, {*key_of, *flags}))
     return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread), key_names=errors.key_names)
 
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
     """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
     ds_values, problems = parse_ds_json(source, argument)
-    merge_with_flags(ds_values, {}, problems)
+    list(_field_values(ds_values, {}, problems))  # adds the errors of keys together
     problems.raise_if_any(ds_values.name)
     return ds_values
 
@@ -87,14 +95,15 @@ def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
     text = None if isinstance(source, Mapping) else _read_text(name, argument)
     if text is not None and not os.path.exists(name):
         name = "the base64 configuration"
-    doubles = ErrorList()
+    checker = _DsKeyChecker(name)
     try:
-        tree = to_plain_dicts(source if text is None else parse_loose_json(text, name), doubles)
+        tree = to_plain_dicts(source, checker.errors) if text is None else \
+            parse_loose_json(text, name, checker.errors)
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {json_text(tree)}")
-    ds_values, problems = DsKeyChecker(name).check(tree)
-    return ds_values, ErrorList([*doubles, *problems])
+    checker.check(tree)
+    return checker.values, checker.errors
 
 
 def _read_text(name: str, argument: str) -> str:
@@ -112,25 +121,218 @@ def _read_text(name: str, argument: str) -> str:
         raise ConfigError(f"{given} is not a text file: {error}; give the path of a JSON file") from None
 
 
+# ---- from text to keys: each checked by itself -------------------------------------------------------------------
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING = re.compile(rf'{_STRING}|(?<=[^\s\[{{,:])(\s*),(?=\s*[\]}}])', re.DOTALL)
+
+_EXPECTED = {  # json's messages -> ours; others are clear enough
+    "Expecting ',' delimiter": "expected ',' or a closing bracket",
+    "Expecting ':' delimiter": "expected ':' after the key",
+    "Expecting property name enclosed in double quotes": "expected a key in double quotes, or '}'",
+    "Expecting value": 'expected a value (a number, "text", true, false, null, {...} or [...])',
+    "Extra data": "expected the end of the file",
+    "Unterminated string starting at": "expected a closing double quote for the text that starts here",
+}
+
+
+class _JsonPairs(list[tuple[str, Any]]):
+    """The (key, value) pairs of one JSON object, in the file's order."""
+
+
+def parse_loose_json(text: str, name: str, problems: ErrorList) -> Any:
+    """Parse JSON with comments and trailing commas; ConfigError with line and column of file `name`. A key that is
+    given twice is added to `problems`."""
+    # comments and commas become blanks, so that positions stay
+    plain = _COMMENT.sub(lambda m: m[0] if m[1] else re.sub(r"[^\n]", " ", m[0]), text)
+    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", plain)
+    try:
+        return to_plain_dicts(json.loads(plain, object_pairs_hook=_JsonPairs), problems)
+    except json.JSONDecodeError as error:
+        word = re.match(r'[\w."+-]+|.', text[error.pos:])
+        found = repr(word[0][:30]) if word else f"the end of the {'line' if text[error.pos:] else 'file'}"
+        raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {_EXPECTED.get(error.msg, error.msg)}, "
+                          f"found {found}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
+    except ValueError:  # Python refuses integers of more than 4300 digits, without a position
+        raise ConfigError(f"{name} holds a number of too many digits") from None
+
+
+def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
+    """Turn objects into dicts; of a duplicate key the first value is kept."""
+    if isinstance(value, (_JsonPairs, Mapping)):
+        result: dict[str, Any] = {}
+        for key, inner in value if isinstance(value, _JsonPairs) else value.items():
+            where = f"{path}.{key}" if path else str(key)
+            if not isinstance(key, str):
+                problems.append(f"the key {key!r} is not a text")
+            elif key in result:
+                problems.append(f"{where} is given twice; leave one of them out")
+            else:
+                result[key] = to_plain_dicts(inner, problems, where)
+        return result
+    if isinstance(value, list):
+        return [to_plain_dicts(inner, problems, f"{path}[{index}]") for index, inner in enumerate(value)]
+    return value
+
+
+class _InvalidKey(ValueError):
+    """An error of one key."""
+
+
+class _DsKeyChecker:
+    """Checks the keys of the file `name` one by one."""
+
+    def __init__(self, name: str) -> None:
+        self.values = DsKeyValues(name)
+        self.errors = ErrorList()
+
+    def check(self, tree: dict[str, Any]) -> None:
+        renamed = []
+        for path, value in self._leaves(tree, ""):
+            if isinstance(DS_KEYS[path], RenamedKey):
+                renamed.append((path, value))  # renamed keys come last, when all others are known
+            else:
+                self._collect_error(path, value)
+        for path, value in renamed:
+            self._collect_error(path, value)
+
+    def _collect_error(self, path: str, value: Any) -> None:
+        try:
+            self._add_value(path, value)
+        except _InvalidKey as error:
+            self.values.invalid_keys.add(path)
+            self.errors.append(str(error))
+
+    def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        """(path, value) of every key; `type` first, since it decides which others are accepted."""
+        for key in sorted(tree, key=lambda key: key != "type"):
+            path, value = prefix + key, tree[key]
+            if key == "different_groups" and _is_off(tree):
+                continue  # the section is switched off, like unsupported ones
+            if path in DS_OBJECTS and isinstance(value, dict):
+                yield from self._leaves(value, path + ".")
+            elif path in DS_OBJECTS and value is None:
+                continue
+            elif path in DS_KEYS:
+                yield path, value
+            elif path in DS_OBJECTS:
+                self.errors.append(f"{path} is {json_text(value)}: expected an object {{...}}")
+            elif not (prefix.endswith(".params.") and f"{prefix[:-7]}type" in self.values.invalid_keys):
+                near, hint = _nearest_key(path)
+                self.values.invalid_keys.add(near)
+                self.errors.append(f"unknown key {path}; {hint}")
+
+    def _add_value(self, path: str, value: Any) -> None:
+        row = DS_KEYS[path]
+        if value == AUTO_VALUE and not isinstance(row, UnsupportedSection):
+            self.values.auto_keys += (path,)
+        elif isinstance(row, RenamedKey):
+            self._add_renamed_key(path, value, row)
+        elif isinstance(row, JsonKey):
+            if isinstance(value, str) and value.lower() in row.refused:
+                raise _InvalidKey(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
+            if value is not None or not row.nullable:
+                self.values.keys[path] = _convert_value(path, value, row.known_json_type)
+                self.values.raw_values[path] = value
+        elif isinstance(row, FixedValue):
+            if not any(values_match(value, allowed) for allowed in row.values):
+                raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
+                                  f"expected {json_text(row.values[0])}")
+        elif isinstance(row, IgnoredKey):
+            converted = _convert_value(path, value, row.json_type)
+            if row.has_effect_in_engine:
+                self.values.engine_values[path] = converted
+            elif converted != row.default:
+                self.values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+        elif isinstance(row, UnsupportedSection):
+            if not _is_off(value) and value not in row.off:
+                raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
+
+    def _add_renamed_key(self, path: str, value: Any, row: RenamedKey) -> None:
+        values, converted = self.values, row.convert(_convert_value(path, value, row.json_type))
+        for new in () if converted is None else row.new_paths:
+            if new not in values.raw_values:
+                self._add_value(new, converted)
+                values.deprecated_names[new] = path
+                values.raw_values[new] = value
+                continue
+            # both names may be given, with the same value
+            new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
+            assert isinstance(new_row, JsonKey)
+            if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.known_json_type)):
+                raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
+                                  f"{json_text(values.raw_values[new])}, and both are given with different values; "
+                                  f"leave {path} out")
+        if row.deprecated:
+            values.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a section is absent or switched off; compression_training nests the switch deeper."""
+    if not isinstance(value, dict) or not value:
+        return value is None or value is False or value == {}
+    return value.get("enabled") is False or isinstance(value.get("shared_parameters"), dict) and \
+        value["shared_parameters"].get("enabled") is False
+
+
+def _convert_value(path: str, value: Any, kind: JsonType) -> Any:
+    try:
+        return kind.convert(value)
+    except ValueError:
+        near = difflib.get_close_matches(value, kind.choices, n=1, cutoff=0.5) if isinstance(value, str) else []
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise _InvalidKey(f"{path} is {json_text(value)}: expected {kind.expected}{hint}") from None
+
+
+def values_match(value: Any, allowed: Any) -> bool:
+    """Equality that ignores the case of text; 1 equals true, but true does not equal 1."""
+    if isinstance(value, str) and isinstance(allowed, str):
+        return value.lower() == allowed.lower()
+    return bool(value == allowed) and (isinstance(allowed, bool) or not isinstance(value, bool))
+
+
+def values_are_close(one: Any, other: Any) -> bool:
+    """Equality up to rounding."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other))
+    return bool(one == other)
+
+
+# common wrong names whose spelling is not similar to the right one
+_MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
+          "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
+          "optimizer.params.learning_rate": "optimizer.params.lr"}
+
+
+def _nearest_key(path: str) -> tuple[str, str]:
+    """(the key that the user may have meant, a hint): another place for a section, a similar key beside it, the same
+    words in another order, or the key's right section."""
+    section, _, key = path.rpartition(".")
+    if parents := sorted(other.rpartition(".")[0] for other in DS_OBJECTS if other.rpartition(".")[2] == key):
+        return "", "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)
+    known = sorted({*DS_KEYS, *DS_OBJECTS})
+    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
+    near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
+    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.72)
+    elsewhere = [other for other in known if other.rpartition(".")[2] == key]
+    meant = _MEANT.get(path) or (f"{section}.{near[0]}".lstrip(".") if near else next(iter(elsewhere), ""))
+    return meant, f"did you mean {meant}?" if meant else "docs/ds_config.md lists every key"
+
+
 # ---- from keys to fields -----------------------------------------------------------------------------------------
 
 
-def merge_with_flags(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
-                     peak: float = ScheduleConfig.lr) -> tuple[dict[str, Any], ErrorList]:
-    """(field values of flags and keys without batch sizes, errors where a flag and a key differ). Errors of keys
-    together go to `problems`. `peak` is the default learning rate."""
-    values: dict[str, Any] = {}
-    conflicts = ErrorList()
-    for name, value, path in _field_values(ds_values, flags, problems, peak):
+def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: Mapping[str, Any]) -> Iterator[str]:
+    """An error text for each key and flag that differ."""
+    for name, value, path in found:
         if name in flags and not values_are_close(flags[name], value) and path not in KEYS_THAT_YIELD_TO_FLAGS:
-            meant = "" if values_match(ds_values.raw_value(path),
-                                       value) else f" (that is {flag_name(name)} {value_text(value)})"
-            conflicts.append(f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} "
-                             f"is {json_text(ds_values.raw_value(path))}{meant}: give one of them, or the same value")
-        values[name] = value
-    given = {**values, **flags}
-    return {name: value for name, value in given.items()
-            if name in flags or given.get("fp16") or name not in FP16_ONLY}, conflicts
+            raw = ds_values.raw_value(path)
+            meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
+            yield (f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} of "
+                   f"{ds_values.name} is {json_text(raw)}{meant}: give one of them, or the same value")
 
 
 def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -151,8 +353,8 @@ def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: Er
     seen: dict[str, tuple[Any, str]] = {}
     for name, value, path in chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)):
         other, where = seen.setdefault(name, (value, path))
-        problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where, '')} "
-                         f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path, '')} "
+        problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where)} "
+                         f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path)} "
                          f"{json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; leave one out")
         yield name, value, path
     yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
@@ -165,8 +367,8 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
     """Batch sizes of the file and the flags, with missing ones computed; {} if the file has none."""
     if not ds_values.invalid_keys.isdisjoint(BATCH_SIZE_KEYS):
         return {}
-    given = {key: (ds_values.keys[key], ds_values.name_as_written(key)) for key in BATCH_SIZE_KEYS
-             if key in ds_values.keys}
+    given = {key: (ds_values.keys[key], f"{ds_values.name_as_written(key)} of {ds_values.name}")
+             for key in BATCH_SIZE_KEYS if key in ds_values.keys}
     if not given:
         return {}
     problems = ErrorList()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megatron.config.optimizer_config import OPTIMIZERS, TEXT_CHOICES
+from megatron.config.optimizer_config import OPTIMIZERS, extra_param_type
 from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
-                                    JSON_TYPE_OF, NUMBER, NUMBER_FROM_0, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey,
-                                    JsonType, json_type_of, one_of, plain_type, setting_of)
+                                    NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey, JsonType, json_type_of,
+                                    one_of, plain_type, setting_of)
 from megatron.config.tree import SECTIONS
 
 AUTO_VALUE = "auto"
@@ -128,10 +128,8 @@ _PRECISION: dict[str, DsKeyRow] = {
 _OPTIMIZER: dict[str, DsKeyRow] = {
     "optimizer.legacy_fusion": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
     **_dependent_key("optimizer.params.adam_w_mode", BOOLEAN),
-    **{path: JsonKey(path, one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
-                     else JSON_TYPE_OF[type(default)], is_independent=False)
-       for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
-       for path in [f"optimizer.params.{name}"]},
+    **{path: row for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
+       for path, row in _dependent_key(f"optimizer.params.{name}", extra_param_type(name, default)).items()},
     "optimizer.params.ns_method": IgnoredKey(one_of("standard", "gram"), "gram", _SAME_RESULT),
     "optimizer.params.fp32_optimizer_states": FixedValue((True,), _16BIT_STATE),
     "optimizer.params.cuda_aware": IgnoredKey(BOOLEAN, False, _ONE_BACKEND),
@@ -265,3 +263,39 @@ DS_KEYS: dict[str, DsKeyRow] = {**{key.path: key for key in keys_of_fields()}, *
 """Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
+
+
+@dataclass
+class DsKeyValues:
+    """The keys of one file by path, checked one by one."""
+
+    name: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    raw_values: dict[str, Any] = field(default_factory=dict)  # path -> unconverted value
+    deprecated_names: dict[str, str] = field(default_factory=dict)  # path -> the deprecated name used in the file
+    auto_keys: tuple[str, ...] = ()
+    notices: list[str] = field(default_factory=list)
+    engine_values: dict[str, Any] = field(default_factory=dict)  # that only the engine of `zero.initialize` honours
+    invalid_keys: set[str] = field(default_factory=set)  # keys with an invalid value or a misspelt name
+
+    def is_given(self, path: str) -> bool:
+        return path in self.keys or path in self.auto_keys
+
+    def raw_value(self, path: str) -> Any:
+        """The unconverted value, also inside a key that holds an object."""
+        value: Any = self.raw_values
+        while path:
+            key = next(key for key in value if f"{path}.".startswith(f"{key}."))
+            value, path = value[key], path[len(key) + 1:]
+        return value
+
+    def is_absent(self, path: str) -> bool:
+        """Whether the file does not contain the key, not even wrongly."""
+        return not self.is_given(path) and path not in self.invalid_keys
+
+    def first_given(self, *paths: str) -> str:
+        """The first of `paths` that is given."""
+        return next(path for path in paths if path in self.keys)
+
+    def name_as_written(self, path: str) -> str:
+        return self.deprecated_names.get(path, path)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.config_errors import range_errors
-from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, JsonType,
-                                    NumberRange, one_of, require, setting)
+from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, JSON_TYPE_OF, NUMBER, NUMBER_FROM_0,
+                                    JsonKey, JsonType, NumberRange, one_of, require, setting)
 from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
@@ -101,6 +101,12 @@ REFUSED_TYPES = {
 """Types of DeepSpeed that we do not support, in lower case -> reason."""
 
 
+def extra_param_type(name: str, default: Any) -> JsonType:
+    if name in TEXT_CHOICES:
+        return one_of(*TEXT_CHOICES[name])
+    return NUMBER_FROM_0 if default is None else JSON_TYPE_OF[type(default)]
+
+
 def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
     """The converted value; ValueError says what is wrong."""
     takes = OPTIMIZERS[optimizer]
@@ -110,27 +116,16 @@ def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
     if name not in takes.extra:
         raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
                          f"{', '.join(takes.extra) or 'none'}")
-    default, is_number = takes.extra[name], _is_number(value)
-    if isinstance(default, bool):
-        is_valid, expected = isinstance(value, bool), "true or false"
-    elif isinstance(default, int):
-        is_valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif isinstance(default, str):
-        is_valid, expected = value in TEXT_CHOICES[name], " or ".join(TEXT_CHOICES[name])
-    elif isinstance(default, tuple):
-        is_valid = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-        expected = "a list of two numbers"
-    else:  # a float, or None
-        is_valid, expected = is_number or default is value is None, "a number"
-    if not is_valid:
-        raise ValueError(f"{name} is {value!r}: expected {expected}")
-    numbers = value if isinstance(value, list) else [] if value is None else [value]
+    kind = extra_param_type(name, takes.extra[name])
+    try:
+        converted = kind.convert(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}: expected {kind.expected}") from None
+    numbers = converted if isinstance(converted, tuple) else (converted,)
     if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
-    if isinstance(default, tuple):
-        return tuple(map(float, value))
-    return float(value) if is_number and not isinstance(default, int) else value
+    return converted
 
 
 def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
@@ -142,10 +137,6 @@ def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
         yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
     if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
         yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 @dataclass(frozen=True, kw_only=True)

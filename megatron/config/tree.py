@@ -216,7 +216,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 
 def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
     """A Config from flat field values. Errors are raised, or added to `collector`; their fields keep the defaults."""
-    errors, conflicts = collector or ErrorCollector(), ErrorList()
+    errors, conflicts = ErrorCollector() if collector is None else collector, ErrorList()
     known = {item.name for section in SECTIONS.values() for item in fields(section)}
     assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
     sections = {name: _build_section(section, {item.name: values[item.name] for item in fields(section)

@@ -50,7 +50,8 @@ class CollectiveLog:
         # decides when this rank communicates; shown in the error if diverging ranks differ in it
         self.accumulation_setting = ""
         self._reductions_in_order = reductions_in_order
-        self._awaited_entry, self._awaited_reduction = NO_ENTRY, NO_REDUCTION
+        self._awaited_entry = NO_ENTRY
+        self.awaited_reduction = NO_REDUCTION  # that the host waits for now: (number, parameter unit)
         self._entries = [("", "")] * MAX_ENTRIES
         self._uses: deque[UnitUse] = deque(maxlen=MAX_ENTRIES)
 
@@ -90,19 +91,10 @@ class CollectiveLog:
                 self._uses.append((what, self.purpose, self.entry_count))
 
     @property
-    def awaited_reduction(self) -> tuple[int, str]:
-        """The gradient reduction that the host waits for now: (number, parameter unit), or NO_REDUCTION."""
-        return self._awaited_reduction
-
-    @awaited_reduction.setter
-    def awaited_reduction(self, awaited: tuple[int, str]) -> None:
-        self._awaited_reduction = awaited
-
-    @property
     def awaited_collective(self) -> str:
         """Name of the entry or reduction that the host waits for now; "" for none."""
-        if self._awaited_reduction != NO_REDUCTION:
-            return f"the gradients of {self._awaited_reduction[1]}"
+        if self.awaited_reduction != NO_REDUCTION:
+            return f"the gradients of {self.awaited_reduction[1]}"
         return "" if self._awaited_entry == NO_ENTRY else ", ".join(
             filter(None, self._entries[self._awaited_entry % MAX_ENTRIES]))
 

@@ -4,7 +4,7 @@ A thread compares the log of its rank (collective_log.py) with the longest log o
 collective was recorded for some seconds. Only two logs that contradict each other end the run, never elapsed time.
 
 Keys in the store: `longest/G` longest log of group G; `divergence` the two logs that contradict each other; `rank/R`
-the log of rank R; `reporter` the rank that composes the error; `error`; `acknowledged` how many ranks have read it.
+the log of rank R; `error`, composed by the rank that found the divergence; `acknowledged` how many ranks have read it.
 The main thread may hang inside gloo or NCCL, so the watchdog exits the process itself, as NCCL's own watchdog does.
 Not covered: killed ranks, and ranks of one tensor parallel group that differ.
 """
@@ -33,14 +33,13 @@ from mpu.groups import Groups
 from mpu.store import StoreKV
 
 CHECK_SECONDS = 1.0
-CHECKS_BEFORE_COMPARING = 3  # checks without a new collective before a rank compares logs
-MAX_CHECKS_BETWEEN_COMPARISONS = 8
+CHECKS_BEFORE_COMPARING = 4  # checks without a new collective before a rank compares logs, and between comparisons
 CHECKS_BEFORE_WAIT_NOTE = 60  # checks without a new collective after which one waiting rank prints a note for all
 POLL_SECONDS = 0.2
 EXIT_GRACE_SECONDS = 1.5  # seconds after success for the other ranks to finish as well
 MAX_FAILED_CHECKS = 5  # failed checks in a row after which a rank disables its watchdog
 REPORTER_POLLS = 25  # of the reporter for the other ranks' logs
-REPORTER_TIMEOUT_POLLS = 40  # without progress of the reporter, after which another rank replaces it
+REPORTER_TIMEOUT_POLLS = 40  # of another rank for the error, after which it composes one of what is known
 ROOT_CAUSE_POLLS = 6  # of a rank that searches the root cause of a lost peer
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
@@ -132,20 +131,16 @@ class DesyncWatchdog:
             self._closed.wait(POLL_SECONDS)
 
     def _run(self) -> None:
-        count, idle_checks, next_comparison, failures, has_noted_wait = -1, 0, CHECKS_BEFORE_COMPARING, 0, False
+        count, idle_checks, failures = -1, 0, 0
         while not self._closed.wait(CHECK_SECONDS) and not self._log.is_finished:
             idle_checks += 1
             if count != self._log.entry_count:
-                count, idle_checks, next_comparison, has_noted_wait = (
-                    self._log.entry_count, 0, CHECKS_BEFORE_COMPARING, False)
+                count, idle_checks = self._log.entry_count, 0
                 continue
-            if idle_checks >= CHECKS_BEFORE_WAIT_NOTE and not has_noted_wait and collective_tracker.is_waiting():
-                has_noted_wait = True
+            if idle_checks == CHECKS_BEFORE_WAIT_NOTE and collective_tracker.is_waiting():
                 with suppress(RuntimeError):
                     self._note_long_wait(idle_checks)
-            if idle_checks >= next_comparison:
-                next_comparison = idle_checks + min(MAX_CHECKS_BETWEEN_COMPARISONS,
-                                                    idle_checks // CHECKS_BEFORE_COMPARING)
+            if idle_checks % CHECKS_BEFORE_COMPARING == 0:
                 try:
                     self._exit_with(self.compare_logs())
                     failures = 0
@@ -182,7 +177,7 @@ class DesyncWatchdog:
         """Count this rank as a reader of the error (0: it was counted before); the store's host waits for all."""
         with suppress(RuntimeError):
             self._keep_store_alive(self._store.add("acknowledged", more),
-                                   (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
+                                   (CHECKS_BEFORE_COMPARING + 2) * CHECK_SECONDS)
 
     def _keep_store_alive(self, acknowledged: int, seconds: float) -> None:
         """If this rank hosts the store, wait up to `seconds` for the other ranks to read it."""
@@ -198,12 +193,13 @@ class DesyncWatchdog:
         mine = self._log.snapshot(self._rank)
         if self._log.is_finished:
             self._store.write(f"rank/{self._rank}", mine.pack())
-        divergence = self._store.read("divergence")
+        divergence, is_reporter = self._store.read("divergence"), False
         if divergence is None:
             divergence = self._find_divergence(mine)
             if divergence is None:
                 return None
-            if not self._store.compare_and_set("divergence", None, divergence):
+            is_reporter = self._store.compare_and_set("divergence", None, divergence)
+            if not is_reporter:
                 divergence = self._store.read("divergence")
         if self._log.is_finished:
             return None
@@ -211,7 +207,16 @@ class DesyncWatchdog:
         if divergence[0] != self._group:
             return self._reported_error()
         self._store.write(f"rank/{self._rank}", mine.pack())
-        return self._wait_or_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
+        polls = 0
+        while not is_reporter and polls < REPORTER_TIMEOUT_POLLS:
+            error = self._reported_error()
+            if error is not None:
+                return error
+            if self._closed.wait(POLL_SECONDS):
+                return None
+            polls += 1
+        self._write_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
+        return self._reported_error()
 
     def _find_divergence(self, mine: CollectiveLogSnapshot) -> list[Any] | None:
         """[group, two packed logs] if this log contradicts the longest one; else None, after storing the longer one."""
@@ -230,30 +235,13 @@ class DesyncWatchdog:
             if self._store.compare_and_set(key, packed, mine.pack()):
                 return None
 
-    def _wait_or_report(self, divergence: list[CollectiveLogSnapshot]) -> TrainerError | None:
-        """Wait for the reported error, or become the reporter; None if the watchdog is closed meanwhile."""
-        last_reporter, polls = None, 0
-        while True:
-            error = self._reported_error()
-            if error is not None:
-                return error
-            reporter = self._store.read("reporter")
-            polls = polls + 1 if reporter == last_reporter else 0
-            last_reporter = reporter
-            is_free = reporter is None or polls == REPORTER_TIMEOUT_POLLS
-            if is_free and self._store.compare_and_set("reporter", reporter, [self._rank, 0]):
-                self._write_report(divergence)
-            elif self._closed.wait(POLL_SECONDS):
-                return None
-
     def _write_report(self, divergence: list[CollectiveLogSnapshot]) -> None:
-        """As the reporter: collect the logs of all waiting ranks and store the error."""
+        """Collect the logs of all waiting ranks and store the error."""
         logs: dict[int, CollectiveLogSnapshot] = {}
         missing = list(self._ranks)
         for rank in missing:
             self._store.compare_and_set(f"rank/{rank}", None, None)  # multi_get needs every key to exist
-        for poll in range(REPORTER_POLLS):
-            self._store.write("reporter", [self._rank, poll])
+        for _ in range(REPORTER_POLLS):
             received = zip(missing, self._store.read_all([f"rank/{rank}" for rank in missing]), strict=True)
             logs |= {rank: CollectiveLogSnapshot.unpack(packed) for rank, packed in received if packed is not None}
             missing = [rank for rank in missing if rank not in logs]
@@ -271,7 +259,7 @@ class DesyncWatchdog:
             report = ConfigError.__name__, (
                 "the ranks do not do the same, and would wait for each other forever: "
                 f"{where}{describe_setting_differences(list(known.values()))}; {_REMEDY}")
-        self._store.write("error", report)
+        self._store.compare_and_set("error", None, report)
 
     def _reported_error(self) -> TrainerError | None:
         report = self._store.read("error")

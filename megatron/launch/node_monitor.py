@@ -13,7 +13,7 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, final
@@ -48,10 +48,10 @@ class JsonConnection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send a message. Ignores a lost peer: the next `receive` reports it."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(json.dumps(dict(message)).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
         """Messages received; call it when the socket is readable. Raises JsonConnectionClosed."""
@@ -94,6 +94,9 @@ RECENT_PAUSE_SECONDS = 1.0  # seconds after a pause of this launcher in which re
 
 @dataclass
 class _Peer:
+    """Another launcher that this one is connected to."""
+
+    connection: JsonConnection
     last_received: float
     last_sent: float = 0.0
     warned_at_seconds: float = 0.0  # silence in seconds at the last warning; 0.0: not warned
@@ -103,63 +106,6 @@ def boot_clock() -> float:
     """Seconds on a clock that also runs while the machine is suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
-
-
-@final
-class Heartbeat:
-    def __init__(self, nodes: Iterable[int]) -> None:
-        self._peers = {node: _Peer(boot_clock()) for node in nodes}
-        self._last_check, self._paused_seconds, self._resumed_at = boot_clock(), 0.0, 0.0
-
-    def detect_own_pause(self) -> float:
-        """Seconds for which this launcher was paused before this call, else 0. A pause restarts all silences."""
-        now, before = boot_clock(), self._last_check
-        self._last_check = now
-        if now - before < SILENT_SECONDS:
-            return 0.0
-        self._paused_seconds, self._resumed_at = now - before, now
-        for peer in self._peers.values():
-            peer.last_received, peer.warned_at_seconds = now, 0.0
-        return self._paused_seconds
-
-    @property
-    def recent_pause(self) -> float:
-        """Length of a pause of this launcher that ended less than RECENT_PAUSE_SECONDS ago, else 0."""
-        return self._paused_seconds if boot_clock() - self._resumed_at < RECENT_PAUSE_SECONDS else 0.0
-
-    def record_message(self, node: int) -> float:
-        """Note that `node` sent something. Returns how long it was silent if a warning was printed, else 0."""
-        peer = self._peers[node]
-        silence = boot_clock() - peer.last_received if peer.warned_at_seconds else 0.0
-        peer.last_received, peer.warned_at_seconds = boot_clock(), 0.0
-        return silence
-
-    def forget(self, node: int) -> None:
-        self._peers.pop(node, None)
-
-    def nodes_due(self) -> list[int]:
-        """Nodes that need a heartbeat now; marks it as sent."""
-        now, due = boot_clock(), []
-        for node, peer in self._peers.items():
-            is_silent = now - peer.last_received >= SLOW_HEARTBEAT_SECONDS
-            if now - peer.last_sent >= (SLOW_HEARTBEAT_SECONDS if is_silent else HEARTBEAT_SECONDS):
-                peer.last_sent = now
-                due.append(node)
-        return due
-
-    def silent_nodes(self) -> dict[int, float]:
-        """Silent nodes -> seconds of silence."""
-        now = boot_clock()
-        return {node: now - peer.last_received
-                for node, peer in self._peers.items() if now - peer.last_received >= SILENT_SECONDS}
-
-    def silences_to_report(self) -> dict[int, float]:
-        """Silent nodes for which a warning is due now -> seconds; marks them as warned."""
-        due = {node: seconds for node, seconds in self.silent_nodes().items()
-               if seconds >= max(SILENCE_WARNING_SECONDS, 2 * self._peers[node].warned_at_seconds)}
-        for node, seconds in due.items():
-            self._peers[node].warned_at_seconds = seconds
-        return due
 
 
 FAILURE, LEFT_EARLY, SILENT_SECONDS_KEY = "failure", "left_early", "silent_seconds"  # keys of messages
@@ -220,17 +166,19 @@ class NodeMonitor:
                  other_nodes: Mapping[int, NodeInfo] | None = None,
                  print_line: Callable[[str], None] = lambda line: None) -> None:
         """`connections`: node 0 has one per other node, every other node has one to node 0."""
-        self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
+        self._print_line, self._last_check = print_line, boot_clock()
+        self._paused_seconds, self._resumed_at = 0.0, 0.0  # the last pause of this launcher, and when it ended
         # seconds that the other nodes missed this one before they ended the job; 0.0: they did not
         self._given_up_after_seconds = 0.0
-        self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
+        self._own, self._nodes = own, dict(other_nodes or {})
+        self._peers = {node: _Peer(link, self._last_check) for node, link in (connections or {}).items()}
         self._exits: dict[int, NodeExit] = {}  # exits of other nodes in order of arrival
         self._left_early: set[int] = set()
         self.others_failure = Failure.NONE  # of all other nodes together
         self._announced_failure = Failure.NONE
         self._selector = selectors.DefaultSelector()
-        for node, link in self._connections.items():
-            self._selector.register(link, selectors.EVENT_READ, node)
+        for node, peer in self._peers.items():
+            self._selector.register(peer.connection, selectors.EVENT_READ, node)
 
     def fileno(self) -> int:
         """epoll descriptor; readable when a message has arrived."""
@@ -238,42 +186,57 @@ class NodeMonitor:
 
     def send_heartbeats(self) -> None:
         """Send due heartbeats and print warnings. Call it often."""
-        paused_seconds = self._heartbeat.detect_own_pause()
-        if paused_seconds >= SILENCE_WARNING_SECONDS and self._connections:
-            self._print_line(f"warning: the launcher of {self._own.description}, this node, did not run for "
-                             f"{paused_seconds:.0f} s: it was stopped or suspended, or this machine swaps")
-        for node in self._heartbeat.nodes_due():
-            self._connections[node].send(HEARTBEAT_MESSAGE)
-        for node, seconds in self._heartbeat.silences_to_report().items():
-            self._print_line(
-                f"warning: the launcher of {self._nodes[node].description} has not answered for {seconds:.0f} s: "
-                "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
+        now, since_last = boot_clock(), boot_clock() - self._last_check
+        self._last_check = now
+        if since_last >= SILENT_SECONDS:  # this launcher was paused, and heard nothing meanwhile
+            self._paused_seconds, self._resumed_at = since_last, now
+            for peer in self._peers.values():
+                peer.last_received, peer.warned_at_seconds = now, 0.0
+            if since_last >= SILENCE_WARNING_SECONDS and self._peers:
+                self._print_line(f"warning: the launcher of {self._own.description}, this node, did not run for "
+                                 f"{since_last:.0f} s: it was stopped or suspended, or this machine swaps")
+        for node, peer in self._peers.items():
+            silence = now - peer.last_received
+            if now - peer.last_sent >= (
+                    SLOW_HEARTBEAT_SECONDS if silence >= SLOW_HEARTBEAT_SECONDS else HEARTBEAT_SECONDS):
+                peer.last_sent = now
+                peer.connection.send(HEARTBEAT_MESSAGE)
+            if silence >= max(SILENCE_WARNING_SECONDS, 2 * peer.warned_at_seconds):
+                peer.warned_at_seconds = silence
+                self._print_line(
+                    f"warning: the launcher of {self._nodes[node].description} has not answered for {silence:.0f} s: "
+                    "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
+
+    @property
+    def _recent_pause(self) -> float:
+        """Length of a pause of this launcher that ended less than RECENT_PAUSE_SECONDS ago, else 0."""
+        return self._paused_seconds if boot_clock() - self._resumed_at < RECENT_PAUSE_SECONDS else 0.0
 
     def receive(self, seconds: float = 0.0) -> None:
         """Process messages of other launchers, waiting up to `seconds` for the first."""
         self.send_heartbeats()
         for key, _ in self._selector.select(seconds):
-            node, link = key.data, self._connections[key.data]
+            node, peer = key.data, self._peers[key.data]
             try:
-                messages = link.receive()
-                silence = self._heartbeat.record_message(node)
-                if silence:
-                    self._print_line(f"note: the launcher of {self._nodes[node].description} answers again, after "
-                                     f"{silence:.0f} s")
-                for message in messages:
-                    self._process_message(message, node)
+                messages = peer.connection.receive()
             except JsonConnectionClosed:
-                self._selector.unregister(link)
-                link.close()
-                del self._connections[node]
-                self._heartbeat.forget(node)
+                self._selector.unregister(peer.connection)
+                peer.connection.close()
+                del self._peers[node]
                 if node not in self._exits:
                     self._process_message({"node": node, "code": EXIT_PEER}, node)
+                continue
+            if peer.warned_at_seconds:
+                self._print_line(f"note: the launcher of {self._nodes[node].description} answers again, after "
+                                 f"{boot_clock() - peer.last_received:.0f} s")
+            peer.last_received, peer.warned_at_seconds = boot_clock(), 0.0
+            for message in messages:
+                self._process_message(message, node)
 
     def _process_message(self, message: Mapping[str, Any], source: int) -> None:
         node, silent = message.get("node"), message.get(SILENT_SECONDS_KEY)
         if node == self._own.node and isinstance(silent, float):
-            self._given_up_after_seconds = max(silent, self._heartbeat.recent_pause)
+            self._given_up_after_seconds = max(silent, self._recent_pause)
             self.others_failure = max(self.others_failure, Failure.VICTIM)
         if node not in self._nodes or node in self._exits:
             return
@@ -289,13 +252,13 @@ class NodeMonitor:
                            silent if isinstance(silent, float) else 0.0)
             self._exits[node] = end
             if not end.error_line and not end.silent_seconds and end.failure \
-                    and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
+                    and self._recent_pause >= SILENCE_WARNING_SECONDS:
                 # the other side closed the connection during the pause
-                self._given_up_after_seconds = self._heartbeat.recent_pause
+                self._given_up_after_seconds = self._recent_pause
             self.others_failure = max(self.others_failure, end.failure)
-        for other, link in self._connections.items():
+        for other, peer in self._peers.items():
             if other != source:
-                link.send(dict(message))
+                peer.connection.send(message)
 
     @property
     def others_are_running(self) -> bool:
@@ -328,15 +291,17 @@ class NodeMonitor:
                 if not end.is_victim:
                     return end
             left = until - time.monotonic()
-            if left <= 0 or not self._connections:
+            if left <= 0 or not self._peers:
                 break
             self.receive(min(left, 0.5))
         # announce every silent node to all launchers (it reads that when it resumes), the one silent for longest first
-        silent = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
-        for node, seconds in silent:
-            self._process_message({"node": node, "code": EXIT_PEER, "error_line": where, SILENT_SECONDS_KEY: seconds},
-                                  self._own.node)
-        return self._exits.get(silent[0][0]) if silent else None
+        now = boot_clock()
+        silent = sorted((peer.last_received, node) for node, peer in self._peers.items()
+                        if now - peer.last_received >= SILENT_SECONDS)
+        for since, node in silent:
+            self._process_message({"node": node, "code": EXIT_PEER, "error_line": where,
+                                   SILENT_SECONDS_KEY: now - since}, self._own.node)
+        return self._exits.get(silent[0][1]) if silent else None
 
     def announce_failure(self, *, is_victim: bool) -> None:
         """Announce that a rank of this node fails; the other launchers then check their own ranks."""
@@ -353,10 +318,10 @@ class NodeMonitor:
         self._announce({"code": code, "error_line": shorten_error_text(error_line), "is_victim": is_victim})
 
     def _announce(self, message: dict[str, Any]) -> None:
-        for link in self._connections.values():
-            link.send({"node": self._own.node, **message})
+        for peer in self._peers.values():
+            peer.connection.send({"node": self._own.node, **message})
 
     def close(self) -> None:
-        for link in self._connections.values():
-            link.close()
+        for peer in self._peers.values():
+            peer.connection.close()
         self._selector.close()

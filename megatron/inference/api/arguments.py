@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.config.config_errors import ErrorList
-from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.ds_json import parse_loose_json
 from megatron.config.schema import require
 from megatron.errors import ConfigError
 from megatron.inference import load
@@ -168,7 +168,7 @@ def _read_config(config: Any, problems: ErrorList) -> Mapping[str, Any]:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
-    tree = to_plain_dicts(parse_loose_json(text, name), problems)
+    tree = parse_loose_json(text, name, problems)
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}")
     return tree  # type: ignore[no-any-return]
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.config import ds_cross_keys, ds_json
 from megatron.config.config_errors import ErrorCollector
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
-from megatron.config.ds_reader import DsKeyValues
+from megatron.config.ds_keys import DsKeyValues
 from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig
 from megatron.distributed import exit_codes, process_group

@@ -423,7 +423,7 @@ def test_parameters_given_as_text_reach_the_optimizer() -> None:
     ({"optimizer_params": ("nesterov=true",)}, "nesterov is not a parameter of --optimizer adam: expected amsgrad"),
     ({"optimizer": "adamax", "optimizer_params": ("x=1",)},
      "x is not a parameter of --optimizer adamax: expected none"),
-    ({"optimizer": "sgd", "optimizer_params": ("nesterov=1",)}, "nesterov is 1: expected true or false"),
+    ({"optimizer": "sgd", "optimizer_params": ("nesterov=2",)}, "nesterov is 2: expected true or false"),
     ({"optimizer": "sgd", "optimizer_params": ("dampening=true",)}, "dampening is True: expected a number"),
     ({"optimizer": "sgd", "optimizer_params": ("dampening=yes",)},
      "dampening is yes: expected a number, true or false"),

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 WIDTH = 8
 LOOK = 0.1
 """In place of a second."""
-REPORTER_POLLS = 200
+POLLS = {"CHECK_SECONDS": LOOK, "POLL_SECONDS": 0.05, "REPORTER_POLLS": 200, "REPORTER_TIMEOUT_POLLS": 400}
 """The reporter waits for ten seconds for the logs of ranks that are slow."""
 
 
@@ -111,7 +111,7 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
             ends.put(f"{failure.code} {failure.text}")
 
     told: list[str] = []
-    with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
+    with patch.multiple(watchdog, **POLLS), \
             accelerator_side(side), patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
@@ -335,7 +335,7 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         ends.put(f"{code} {told[-1]}")
         Event().wait()
 
-    with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
+    with patch.multiple(watchdog, **POLLS), \
             patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
         watchdog.DesyncWatchdog(log, groups.build(), StoreKV("watch")).start()
