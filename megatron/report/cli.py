@@ -87,9 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     histories, all_notes = list[RunHistory](), list[str]()
     for name, path in runs:
         lines = MetricsFileReader(path)
-        history = RunHistory(escape_to_one_line(name)).add_records(lines)
-        histories.append(history)
-        all_notes += history_notes(history, lines)
+        histories.append(RunHistory(escape_to_one_line(name), lines))
+        all_notes += history_notes(histories[-1], lines)
     text = report_page(histories, all_notes).encode(errors="backslashreplace")  # a setting need not be text
     with prefix_storage_errors("--output"), staged_file(args.output) as file:
         file.write(text)

@@ -114,59 +114,41 @@ class EvaluationEvent:
     bits_per_byte: float
 
 
-@dataclass(frozen=True)
-class SaveEvent:
-    step: int
-    tag: str
-    bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class AxisPosition:
-    """A step on every axis; nan if unknown."""
-
-    step: int
-    tokens: float
-    seconds: float
-
-
 class RunHistory:
-    """Filled by `add_records`; each step occurs once, in order."""
+    """Each step occurs once, in order."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, records: Iterable[Record] = ()) -> None:
         self.name = name
         self.steps = array("q")
         self.columns = {column: array("d") for column in COLUMNS}
-        self.tokens, self.seconds = array("d"), array("d")
-        """Cumulative at each step."""
         self.starts: list[RunStart] = []
-        self.saves: list[SaveEvent] = []
+        self.saves: list[int] = []
+        """Their steps."""
         self.num_out_of_order = 0
         """Steps after a later one without a start between them: another run writes to the file."""
         self._evaluations: dict[tuple[str, int], EvaluationEvent] = {}
+        for record in records:
+            self._add(record)
+        self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
+                                             for value in self.columns["step_ms"]))
+        """Cumulative at each step, as are the tokens."""
+        length = as_float(self.settings.get("data.seq_length") or self.settings.get("model.max_position_embeddings"))
+        self.tokens = array("d", (samples * length for samples in self.columns["consumed_samples"]))
 
     # ---- from records ---------------------------------------------------------------------------------------------
 
-    def add_records(self, records: Iterable[Record]) -> RunHistory:
-        for record in records:
-            step = _as_step(record.get("iteration"))
-            if record.get("config") is True:
-                self._add_start(RunStart(_as_step(record.get("start")) or 0, record))
-            elif record.get("save") is True and (saved := _as_step(record.get("step"))) is not None:
-                self.saves.append(SaveEvent(saved, str(record.get("tag")), as_float(record.get("bytes")),
-                                            as_float(record.get("seconds"))))
-            elif step is not None and record.get("eval") is True:
-                event = EvaluationEvent(str(record.get("split", "validation")), step, as_float(record.get("lm_loss")),
-                                        as_float(record.get("bits_per_byte")))
-                self._evaluations[event.split, step] = event
-            elif step:
-                self._add_step(step, record)
-        self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
-                                             for value in self.columns["step_ms"]))
-        length = self._sequence_length()
-        self.tokens = array("d", (samples * length for samples in self.columns["consumed_samples"]))
-        return self
+    def _add(self, record: Record) -> None:
+        step = _as_step(record.get("iteration"))
+        if record.get("config") is True:
+            self._add_start(RunStart(_as_step(record.get("start")) or 0, record))
+        elif record.get("save") is True and (saved := _as_step(record.get("step"))) is not None:
+            self.saves.append(saved)
+        elif step is not None and record.get("eval") is True:
+            event = EvaluationEvent(str(record.get("split", "validation")), step, as_float(record.get("lm_loss")),
+                                    as_float(record.get("bits_per_byte")))
+            self._evaluations[event.split, step] = event
+        elif step:
+            self._add_step(step, record)
 
     def _add_start(self, start: RunStart) -> None:
         start.discarded_steps, start.last_step = self._rewind(start.step), start.step
@@ -179,7 +161,7 @@ class RunHistory:
         del self.steps[kept:]
         for column in self.columns.values():
             del column[kept:]
-        self.saves = [save for save in self.saves if save.step <= step]
+        self.saves = [save for save in self.saves if save <= step]
         self._evaluations = {key: event for key, event in self._evaluations.items() if event.step <= step}
         return discarded
 
@@ -195,18 +177,6 @@ class RunHistory:
         for name, column in self.columns.items():
             value = record.get(name)
             column.append(value if type(value) is float else as_float(value))  # the common case without a call
-
-    def _sequence_length(self) -> float:
-        """Tokens of a sample: as configured, or derived from the rate and the samples of the last step."""
-        settings = self.settings
-        configured = settings.get("data.seq_length") or settings.get("model.max_position_embeddings")
-        if configured is not None:
-            return as_float(configured)
-        samples, rates, times = (self.columns[name] for name in ("consumed_samples", "tokens_per_s", "step_ms"))
-        if len(samples) < 2 or not samples[-1] > samples[-2]:
-            return math.nan
-        tokens = rates[-1] * times[-1] / 1e3 / (samples[-1] - samples[-2])
-        return round(tokens) if math.isfinite(tokens) else math.nan
 
     # ---- for the report -------------------------------------------------------------------------------------------
 
@@ -234,11 +204,11 @@ class RunHistory:
         """Steps between the first and the last without a record."""
         return self.steps[-1] - self.steps[0] + 1 - len(self.steps) if self.steps else 0
 
-    def position(self, step: int) -> AxisPosition:
-        """Of the last recorded step up to `step`."""
+    def position(self, step: int) -> dict[str, float]:
+        """A step on every axis, as of the last recorded step up to it; nan if unknown."""
         index = bisect_right(self.steps, step) - 1
-        return (AxisPosition(step, self.tokens[index], self.seconds[index]) if index >= 0
-                else AxisPosition(step, 0.0, 0.0))
+        return {"step": step, "tokens": self.tokens[index] if index >= 0 else 0.0,
+                "seconds": self.seconds[index] if index >= 0 else 0.0}
 
     def finite_values(self, column: str) -> Iterator[float]:
         return (value for value in self.columns[column] if math.isfinite(value))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from data.cli import format_count
 from data.storage import escape_to_one_line
 from megatron.report.history import EvaluationEvent, MetricsFileReader, RunHistory, as_float
 
@@ -61,19 +63,22 @@ def chart_data(histories: Sequence[RunHistory]) -> dict[str, Any]:
 
 def _run_data(history: RunHistory, charts: Sequence[MetricChart]) -> dict[str, Any]:
     ends = bucket_ends(len(history.steps))
-    last = [end - 1 for end in ends]  # a point is drawn at the end of its bucket
+
+    def event(step: int, **more: Any) -> dict[str, Any]:
+        return {axis: rounded(value) if axis != "step" else value
+                for axis, value in history.position(step).items()} | more
+
     return {
         "name": history.name,
         "first": history.steps[0] if history.steps else 0,
-        "step": [history.steps[index] for index in last],
-        "tokens": rounded_values(history.tokens[index] for index in last),
-        "seconds": rounded_values(history.seconds[index] for index in last),
+        # a point is drawn at the end of its bucket
+        "step": [history.steps[end - 1] for end in ends],
+        "tokens": [rounded(history.tokens[end - 1]) for end in ends],
+        "seconds": [rounded(history.seconds[end - 1]) for end in ends],
         "curves": {chart.column: _curve_data(history, chart, ends) for chart in charts},
-        "evaluations": [{**_position_data(history, one.step), "split": one.split, "loss": rounded_value(one.loss)}
-                        for one in history.evaluations],
-        "saves": [_position_data(history, save.step) for save in history.saves],
-        "resumes": [{**_position_data(history, start.step), "given_up": start.discarded_steps}
-                    for start in history.resumes]}
+        "evaluations": [event(one.step, split=one.split, loss=rounded(one.loss)) for one in history.evaluations],
+        "saves": [event(step) for step in history.saves],
+        "resumes": [event(start.step, given_up=start.discarded_steps) for start in history.resumes]}
 
 
 def _curve_data(history: RunHistory, chart: MetricChart, ends: Sequence[int]) -> dict[str, list[float | None]]:
@@ -82,17 +87,8 @@ def _curve_data(history: RunHistory, chart: MetricChart, ends: Sequence[int]) ->
     if chart.column == "skipped":
         values = array("d", accumulate(value if math.isfinite(value) else 0.0 for value in values))
     curve = downsample(values, ends)
-    parts = {"mean": curve.mean} if len(ends) == len(values) else asdict(curve)
-    return {name: rounded_values(value * chart.scale for value in part) for name, part in parts.items()}
-
-
-@dataclass(frozen=True)
-class DownsampledCurve:
-    """A value per bucket; nan if no step of it has one."""
-
-    mean: array[float]
-    low: array[float]
-    high: array[float]
+    parts = ("mean",) if len(ends) == len(values) else ("mean", "low", "high")
+    return {part: [rounded(value * chart.scale) for value in curve[part]] for part in parts}
 
 
 def bucket_ends(count: int, most: int = MOST_POINTS) -> list[int]:
@@ -101,31 +97,16 @@ def bucket_ends(count: int, most: int = MOST_POINTS) -> list[int]:
     return [count * number // buckets for number in range(1, buckets + 1)]
 
 
-def downsample(values: Sequence[float], ends: Sequence[int]) -> DownsampledCurve:
-    curve, begin = DownsampledCurve(array("d"), array("d"), array("d")), 0
-    for end in ends:
-        part: Sequence[float] = values[begin:end]
-        total, begin = sum(part), end
-        if not math.isfinite(total):
-            part = [value for value in part if math.isfinite(value)] or [math.nan]
-            total = sum(part)
-        curve.mean.append(total / len(part))
-        curve.low.append(min(part))
-        curve.high.append(max(part))
-    return curve
+def downsample(values: Sequence[float], ends: Sequence[int]) -> dict[str, list[float]]:
+    """Mean, minimum and maximum of the finite values of each bucket; nan if it has none."""
+    buckets = [[value for value in values[begin:end] if math.isfinite(value)] or [math.nan]
+               for begin, end in zip([0, *ends], ends, strict=False)]
+    return {"mean": [sum(bucket) / len(bucket) for bucket in buckets], "low": [*map(min, buckets)],
+            "high": [*map(max, buckets)]}
 
 
-def _position_data(history: RunHistory, step: int) -> dict[str, float | None]:
-    return {axis: rounded_value(value) if axis != "step" else value
-            for axis, value in asdict(history.position(step)).items()}
-
-
-def rounded_values(values: Iterable[float]) -> list[float | None]:
-    return [rounded_value(value) for value in values]
-
-
-def rounded_value(value: float) -> float | None:
-    """Rounded to what a chart can show; None (null in JSON) for nan and inf."""
+def rounded(value: float) -> float | None:
+    """To what a chart can show; None (null in JSON) for nan and inf."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
@@ -156,7 +137,7 @@ def _summary_values(history: RunHistory) -> dict[str, str]:
     cells["skipped steps"] = f"{sum(history.finite_values('skipped')):,.0f}"
     if lost := sum(map(math.isnan, history.columns["lm_loss"])):
         cells["steps without a finite loss"] = f"{lost:,}"
-    last = f", the last at step {history.saves[-1].step:,}" if history.saves else ""
+    last = f", the last at step {history.saves[-1]:,}" if history.saves else ""
     cells["saves"] = f"{len(history.saves):,}{last}"
     if history.resumes:
         cells["resumes"] = f"{len(history.resumes):,}"
@@ -201,20 +182,16 @@ def history_notes(history: RunHistory, lines: MetricsFileReader) -> list[str]:
     if lines.last_line_is_incomplete:
         notes.append("the last line of its metrics file is not whole: it is being written, or a kill has cut it")
     if lines.num_damaged_lines:
-        notes.append(f"{lines.num_damaged_lines:,} line{'s' * (lines.num_damaged_lines > 1)} of its metrics file "
-                     f"{'are' if lines.num_damaged_lines > 1 else 'is'} damaged")
+        notes.append(f"its metrics file has {format_count(lines.num_damaged_lines, 'damaged line')}")
     restart = next((start for start in reversed(history.starts) if start.discarded_steps and not start.step), None)
     if history.num_out_of_order:
-        notes.append(
-            f"{history.num_out_of_order:,} of its steps stand behind later ones, without a start between them: "
-            "two runs wrote into its metrics file at the same time, and the curves are a mixture of both")
+        notes.append(f"{format_count(history.num_out_of_order, 'step')} stand behind later ones, without a start "
+                     "between them: two runs wrote into its metrics file at the same time; the curves mix both")
     elif restart is not None:
-        notes.append(
-            f"it was started again from step 0: {restart.discarded_steps:,} step{'s' * (restart.discarded_steps > 1)} "
-            f"before that {'are' if restart.discarded_steps > 1 else 'is'} left out")
+        notes.append("it was started again from step 0, and its curves leave out "
+                     f"{format_count(restart.discarded_steps, 'step')} before that")
     if history.num_missing:
-        notes.append(f"{history.num_missing:,} step{'s' * (history.num_missing > 1)} between the first and the last "
-                     f"{'are' if history.num_missing > 1 else 'is'} not recorded")
+        notes.append(f"{format_count(history.num_missing, 'step')} between the first and the last have no record")
     if history.steps and math.isnan(history.tokens[-1]):
         notes.append("its file does not say how many tokens it has seen")
     return [f"{history.name}: {note}" for note in notes]
@@ -256,10 +233,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
-CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""The browser fetches nothing."""
-
-NO_SCRIPT = '<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>'
 HEADER_BYTES = 1 << 16
 """Upper bound on a page's size up to the end of its header."""
 AXES = """<form id="axes" aria-label="Horizontal axis">
@@ -268,52 +241,32 @@ AXES = """<form id="axes" aria-label="Horizontal axis">
 <label><input type="radio" name="axis" value="seconds"> training time</label>
 </form>
 """
+CHART_AREA = """<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>
+<div id="legend"></div>
+<div id="charts"></div>
+"""
 
 
 def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
-    main = f"""{html_notes(notes)}{NO_SCRIPT}
-<div id="legend"></div>
-<div id="charts"></div>
-{_sections(histories)}"""
     # "<" would end the element
     data = json.dumps(chart_data(histories), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    scripts = f"""<script type="application/json" id="data">{data}</script>
-<script>
-{_read_asset("page.js")}</script>
-"""
-    return html_document(", ".join(history.name for history in histories), main, beside_title=AXES, scripts=scripts)
+    scripts = (f'<script type="application/json" id="data">{data}</script>\n'
+               f"<script>\n{_read_asset('page.js')}</script>\n")
+    return html_document(", ".join(history.name for history in histories),
+                         html_notes(notes) + CHART_AREA + _sections(histories), beside_title=AXES, scripts=scripts)
 
 
 def is_report_page(path: Path) -> bool:
     """Whether `report_page` wrote the file."""
     with open(path, "rb") as file:
         begin = file.read(HEADER_BYTES)
-    return (begin.startswith(b"<!DOCTYPE html>") and CONTENT_SECURITY_POLICY.encode() in begin
-            and AXES.splitlines()[0].encode() in begin)
+    return begin.startswith(b"<!DOCTYPE html>") and AXES.splitlines()[0].encode() in begin
 
 
 def html_document(title: str, main: str, *, beside_title: str = "", scripts: str = "") -> str:
-    """A page of this style; all but the title is HTML."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
-<meta name="color-scheme" content="light dark">
-<title>{_escaped(title)}</title>
-<style>
-{_read_asset("page.css")}</style>
-</head>
-<body>
-<header>
-<h1>{_escaped(title)}</h1>
-{beside_title}</header>
-<main>
-{main}</main>
-{scripts}</body>
-</html>
-"""
+    """A page of the style of page.html, which loads nothing; all but the title is HTML."""
+    parts = {"title": _escaped(title), "beside_title": beside_title, "main": main, "scripts": scripts}
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _read_asset("page.html"))
 
 
 def _sections(histories: Sequence[RunHistory]) -> str:

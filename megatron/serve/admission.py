@@ -11,49 +11,39 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import final
+from dataclasses import dataclass, field, fields
+from typing import Any, final
 
 from megatron.config.tree import require
 
 
+def _limit(default: float | None, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """The fields are flags; LIMIT_HELP describes them. None: the positions of the model."""
+    """Each field is a flag. None: the positions of the model."""
 
-    max_body_bytes: int = 1 << 20
-    max_header_bytes: int = 16 << 10
-    max_prompt_tokens: int | None = None
-    max_new_tokens: int | None = None
-    max_texts: int = 128
-    max_waiting: int = 256
-    max_connections: int = 256
-    request_seconds: float = 20.0
-    write_seconds: float = 30.0
-    grace: float = 30.0
-
-
-LIMIT_HELP = {
-    "max_body_bytes": "largest body of a request (1 MiB)",
-    "max_header_bytes": "largest head of a request (16 KiB)",
-    "max_prompt_tokens": "longest prompt (the model's positions)",
-    "max_new_tokens": "most new tokens of a text (the model's positions)",
-    "max_texts": "most texts of a request, prompts times samples (128, or as many as may wait)",
-    "max_waiting": "most texts that wait for their turn; beyond, requests are answered with 503 (256)",
-    "max_connections": "most connections at a time (256)",
-    "request_seconds": "time for a request to arrive whole (20)",
-    "write_seconds": "time for a client to take what it is sent (30)",
-    "grace": "seconds for what is under way once the server is asked to stop (30)"}
+    max_body_bytes: int = _limit(1 << 20, "largest body of a request (1 MiB)")
+    max_header_bytes: int = _limit(16 << 10, "largest head of a request (16 KiB)")
+    max_prompt_tokens: int | None = _limit(None, "longest prompt (the model's positions)")
+    max_new_tokens: int | None = _limit(None, "most new tokens of a text (the model's positions)")
+    max_texts: int = _limit(128, "most texts of a request, prompts times samples (128, or as many as may wait)")
+    max_waiting: int = _limit(256, "most texts that wait for their turn; beyond, requests are answered with 503 (256)")
+    max_connections: int = _limit(256, "most connections at a time (256)")
+    request_seconds: float = _limit(20.0, "time for a request to arrive whole (20)")
+    write_seconds: float = _limit(30.0, "time for a client to take what it is sent (30)")
+    grace: float = _limit(30.0, "seconds for what is under way once the server is asked to stop (30)")
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    defaults = ServerLimits()
-    for name, text in LIMIT_HELP.items():
-        default = getattr(defaults, name)
-        group.add_argument(f"--{name.replace('_', '-')}", type=float if isinstance(default, float) else int,
-                           default=None if name == "max_texts" else default,
-                           metavar="S" if isinstance(default, float) else "N", help=text)
+    for limit in fields(ServerLimits):
+        is_seconds = isinstance(limit.default, float)
+        group.add_argument(f"--{limit.name.replace('_', '-')}", type=float if is_seconds else int,
+                           default=None if limit.name == "max_texts" else limit.default,
+                           metavar="S" if is_seconds else "N", help=limit.metadata["help"])
 
 
 def limits_from_args(args: argparse.Namespace) -> ServerLimits:
@@ -64,7 +54,7 @@ def limits_from_args(args: argparse.Namespace) -> ServerLimits:
                 f"{'0 or more' if not least else 'more than 0'}")
     capacity = args.max_waiting + args.batch_size
     if args.max_texts is None:
-        limits["max_texts"] = min(ServerLimits().max_texts, capacity)
+        limits["max_texts"] = min(ServerLimits.max_texts, capacity)
     require(limits["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and "
             f"--batch-size have room for together, {capacity}: such a request could never be taken")
     return ServerLimits(**limits)

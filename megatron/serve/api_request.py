@@ -1,4 +1,4 @@
-"""The API-independent generation request, the served model, and a strict reader of JSON bodies shared by both APIs.
+"""What both APIs share: the request for texts that they are translated to, and a strict reader of JSON bodies.
 
 Each key of a body is read once with its type and range; keys that are left over are refused by name.
 """
@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, TypeVar, final
 
 from data.tokenizer_base import Tokenizer
 from megatron.inference.generation import GeneratedSequence
@@ -19,6 +19,7 @@ from megatron.serve.scheduler import SequenceLogprobs
 
 MAX_QUOTED_CHARACTERS = 60
 """Of an unknown key in an error message."""
+Number = TypeVar("Number", int, float)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -55,31 +56,23 @@ class StrictJson:
     def take(self, name: str) -> Any:
         return self._remaining.pop(name, None)
 
-    def take_bool(self, name: str, default: bool = False) -> bool:
+    def take_bool(self, name: str) -> bool:
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
             raise invalid_field(name, "expected true or false")
-        return default if value is None else value
+        return bool(value)
 
-    def take_int(self, name: str, default: int, low: int, high: int) -> int:
+    def take_number(self, name: str, default: Number, low: float, high: float) -> Number:
+        """A whole number where the default is one."""
         value = self.take(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise invalid_field(name, f"expected a whole number from {low} to {high}")
-        return value
-
-    def take_float(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.take(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise invalid_field(name, f"expected a number from {low:g} to {high:g}")
-        return float(value)
-
-    def take_str(self, name: str) -> str | None:
-        value = self.take(name)
-        return None if value is None else valid_text(value, name)
+        is_whole = isinstance(default, int)
+        is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise invalid_field(name, f"expected a whole number from {low} to {high}" if is_whole
+                                else f"expected a number from {low:g} to {high:g}")
+        return type(default)(value)
 
     def require_neutral(self, name: str, accepted: Collection[Any], why: str) -> None:
         """For a key that is supported only with values that change nothing."""
@@ -106,50 +99,6 @@ def valid_text(value: Any, name: str) -> str:
     return value
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100.0
-"""Beyond, logits overflow."""
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    prompts: tuple[tuple[int, ...], ...]
-    num_samples: int
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-    stops: tuple[str, ...] = ()
-    top_logprobs: int | None = None
-    """With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without."""
-
-    def requests(self) -> list[Request]:
-        """In the order of the prompts, each with its own random numbers."""
-        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
-        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops)
-                for place, prompt in enumerate(prompts)]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-
-class ApiRequest(Protocol):
-    @property
-    def generation(self) -> GenerationRequest: ...
-
-    @property
-    def is_streaming(self) -> bool: ...
-
-    def full_response(self, sequences: Sequence[GeneratedSequence],
-                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]: ...
-
-    def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """Of a streamed answer: the new text since the last call."""
-
-    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """Of a streamed answer: what follows the text."""
-
-
 @final
 @dataclass(frozen=True)
 class ServedModel:
@@ -164,8 +113,8 @@ class ServedModel:
     def max_new_tokens(self) -> int:
         return min(self.limits.max_new_tokens or self.positions, self.positions)
 
-    def encode_prompt(self, text: str, name: str) -> tuple[int, ...]:
-        return self.check_prompt(tuple(int(token) for token in self.tokenizer.encode(text)), name)
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(int(token) for token in self.tokenizer.encode(text))
 
     def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         """An empty prompt becomes the end-of-document token."""
@@ -179,10 +128,49 @@ class ServedModel:
                             code="context_length_exceeded")
         return ids
 
-    def check_num_sequences(self, prompts: int, samples: int, name: str) -> None:
-        if prompts * samples > self.limits.max_texts:
-            raise invalid_field(
-                name, f"{prompts * samples} texts in one request, and at most {self.limits.max_texts} are taken")
+    def check_num_sequences(self, count: int, name: str) -> None:
+        if count > self.limits.max_texts:
+            raise invalid_field(name, f"{count} texts in one request, and at most {self.limits.max_texts} are taken")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """What a client asks for; a subclass for each API formats the answer."""
+
+    model: ServedModel
+    prompts: tuple[tuple[int, ...], ...]
+    shown_prompts: tuple[str, ...]
+    """Texts that the answers to each prompt begin with."""
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...] = ()
+    num_samples: int = 1
+    top_logprobs: int | None = None
+    """With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without."""
+    is_streaming: bool = False
+
+    def generation_requests(self) -> list[Request]:
+        """In the order of the prompts, each with its own random numbers."""
+        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops)
+                for place, prompt in enumerate(prompts)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def full_response(self, sequences: Sequence[GeneratedSequence],
+                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
+        """Of a streamed answer: the new text since the last call."""
+        raise NotImplementedError
+
+    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
+        """Of a streamed answer: what follows the text."""
+        raise NotImplementedError
 
 
 def build_sampling(temperature: float, *, top_k: int, top_p: float, min_p: float = 0.0,

@@ -1,7 +1,8 @@
 """The HTTP application: its routes, and how an answer goes from the model's thread to a client.
 
 A request passes four types: Starlette's `Request`, the API's `OpenAICompletion` or `MegatronGeneration`, a
-`PendingRequest` of the queue, and the generator's `Request` for each sequence.
+`PendingRequest` of the queue, and the generator's `Request` for each sequence. uvicorn parses HTTP/1.1, limits the head
+of a request and the number of connections, and shuts down gracefully; `TimedProtocol` adds two time limits.
 """
 
 from __future__ import annotations
@@ -11,31 +12,33 @@ import base64
 import hashlib
 import json
 import re
-import secrets
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.decoder import Decoder
 from megatron.inference.detokenizer import SequenceDetokenizer
 from megatron.inference.frontends import build_generator
 from megatron.inference.load import LoadedModel
-from megatron.serve import megatron_api, openai_api
 from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
 from megatron.serve.api_request import ApiRequest, ServedModel, parse_json_object
-from megatron.serve.http_server import HttpServer
-from megatron.serve.scheduler import (STOPPING_MESSAGE, FrontendFailed, GenerationScheduler, Inbox, LogprobScorer,
-                                      PendingRequest, RequestQueue, SequenceLogprobs, ServerMetrics, StepExecutor,
-                                      TokenEvent, run_worker)
+from megatron.serve.megatron_api import parse_generation
+from megatron.serve.openai_api import parse_completion
+from megatron.serve.scheduler import (STOPPING_MESSAGE, PendingRequest, RequestQueue, ServerMetrics, StepExecutor,
+                                      run_leader)
 from mpu.groups import Groups
 
 Message = MutableMapping[str, Any]
@@ -80,17 +83,18 @@ class ServeApp:
     """The routes. All methods run on the server's thread."""
 
     def __init__(self, model: ServedModel, queue: RequestQueue, auth: AuthPolicy, metrics: ServerMetrics,
-                 limits: ServerLimits, log: Callable[[str], None]) -> None:
+                 log: Callable[[str], None]) -> None:
         self._model, self._queue, self._auth = model, queue, auth
-        self._metrics, self._limits, self._log = metrics, limits, log
+        self._metrics, self._limits, self._log = metrics, model.limits, log
+        self.count_connections: Callable[[], int] = lambda: 0
         self._page = playground_response()
         # parses requests and formats responses: (de)tokenizing long texts takes a while
         self._pool = ThreadPoolExecutor(1, "requests")
         routes = [Route("/", self._show_page), Route("/health", self._show_health),
-                  Route("/metrics", self._show_metrics), Route("/v1/models", self._list_models),
-                  Route("/v1/models/{name}", self._show_model),
-                  Route("/v1/completions", self._complete, methods=["POST"]),
-                  Route("/api", self._generate, methods=["PUT", "POST"])]
+                  Route("/metrics", self._show_metrics), Route("/v1/models", self._show_models),
+                  Route("/v1/models/{name}", self._show_models),
+                  Route("/v1/completions", partial(self._generate, parse_completion), methods=["POST"]),
+                  Route("/api", partial(self._generate, parse_generation), methods=["PUT", "POST"])]
         self._paths = {route.path for route in routes} | {f"/v1/models/{model.name}"}
         self._router = Router(routes, redirect_slashes=False)
 
@@ -145,39 +149,27 @@ class ServeApp:
         return json_response({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.format_prometheus(), 200,
+        return Response(self._metrics.format_prometheus(self.count_connections()), 200,
                         {**COMMON_HEADERS, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _list_models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_info()]})
-
-    async def _show_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._model.name:
+    async def _show_models(self, request: Request) -> Response:
+        """The list of models, or the model of the path."""
+        model, name = self._model, request.path_params.get("name")
+        found = {"id": model.name, "object": "model", "created": model.created, "owned_by": "local",
+                 "max_model_len": model.positions}
+        if name not in (None, model.name):
             raise HTTPException(404)
-        return json_response(self._model_info())
+        return json_response({"object": "list", "data": [found]} if name is None else found)
 
-    def _model_info(self) -> dict[str, Any]:
-        model = self._model
-        return {"id": model.name, "object": "model", "created": model.created, "owned_by": "local",
-                "max_model_len": model.positions}
-
-    async def _complete(self, request: Request) -> Response:
-        identity = f"cmpl-{secrets.token_hex(12)}"
-        return await self._start_generation(
-            request, lambda body: openai_api.parse_completion(parse_json_object(body), self._model, identity))
-
-    async def _generate(self, request: Request) -> Response:
-        return await self._start_generation(
-            request, lambda body: megatron_api.parse_generation(parse_json_object(body), self._model))
-
-    async def _start_generation(self, request: Request, parse: Callable[[bytes], ApiRequest]) -> Response:
+    async def _generate(self, parse: Callable[[dict[str, Any], ServedModel], ApiRequest], request: Request) -> Response:
         try:
             async with asyncio.timeout(self._limits.request_seconds):
                 body = await self._read_json_body(request)
         except TimeoutError:
             raise HttpError(408, "the request did not arrive in time") from None
-        asked = await asyncio.get_running_loop().run_in_executor(self._pool, parse, body)
-        pending = self._queue.submit(asked.generation.requests(), asked.generation.top_logprobs)
+        asked = await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: parse(parse_json_object(body), self._model))
+        pending = self._queue.submit(asked.generation_requests(), asked.top_logprobs)
         return GenerationResponse(asked, pending, self._queue, self._pool)
 
     async def _read_json_body(self, request: Request) -> bytes:
@@ -212,24 +204,21 @@ class GenerationResponse(Response):
             if self._asked.is_streaming:
                 await self._send_stream(scope, send)
             else:
-                await self._send_whole(scope, receive, send)
+                while not pending.is_done:
+                    await pending.wait_for_change()
+                found = await asyncio.get_running_loop().run_in_executor(
+                    self._pool, self._asked.full_response, pending.sequences, pending.logprobs)
+                await json_response(found)(scope, receive, send)
         finally:
             watch.cancel()
-            scope["tokens"] = (self._asked.generation.num_prompt_tokens, pending.num_generated)
+            scope["tokens"] = (self._asked.num_prompt_tokens, sum(len(text.tokens) for text in pending.sequences))
             if not pending.is_done:
-                self._queue.cancel(pending)
+                self._queue.cancel(pending, ConnectionResetError())
 
     async def _cancel_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._queue.cancel(self._pending)
-
-    async def _send_whole(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        while not self._pending.is_done:
-            await self._pending.wait_for_change()
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._asked.full_response, self._pending.sequences, self._pending.logprobs)
-        await json_response(found)(scope, receive, send)
+        self._queue.cancel(self._pending, ConnectionResetError())
 
     async def _send_stream(self, scope: Mapping[str, Any], send: Send) -> None:
         """Tokens that arrive while a chunk is sent go into the next one."""
@@ -237,7 +226,8 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200,
                     "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()]})
 
-        async def send_event(text: str, more: bool = True) -> None:
+        async def send_event(value: Any, more: bool = True) -> None:
+            text = value if isinstance(value, str) else json.dumps(value)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
         is_done = False
@@ -246,57 +236,132 @@ class GenerationResponse(Response):
                 await self._pending.wait_for_change()
                 is_done = self._pending.is_done
                 for part in self._asked.new_chunks(self._pending.sequences):
-                    await send_event(json.dumps(part))
+                    await send_event(part)
         except HttpError as error:  # the last event then, without [DONE]
-            await send_event(json.dumps(error_body(scope["path"], error)), more=False)
+            await send_event(error_body(scope["path"], error), more=False)
             return
         for part in self._asked.final_chunks(self._pending.sequences):
-            await send_event(json.dumps(part))
+            await send_event(part)
         await send_event("[DONE]", more=False)
 
 
+# ---- uvicorn, on a thread beside the model's ---------------------------------------------------------------------
+
+
+class TimedProtocol(H11Protocol):
+    """One connection, with a time limit for the head of a request and for a client that reads nothing. Every response
+    closes the connection, so there is one request head."""
+
+    limits = ServerLimits()
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that waiting for a client means that it reads what is sent
+        self._start_timer(self.limits.request_seconds, self._close_without_request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_timer(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def _close_without_request(self) -> None:
+        if self.cycle is None:  # the head has not come
+            self.transport.close()
+
+    def _start_timer(self, seconds: float, action: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, action)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+START_SECONDS = 10.0
+"""For uvicorn to listen."""
 DRAIN_SECONDS = 5.0
 """For clients to read their responses, once the model has stopped."""
 FAILURE_DRAIN_SECONDS = 1.0
 """Shorter than a launcher waits before it ends all ranks."""
 
 
+@final
+class HttpServer:
+    """The public methods are called by the model's thread."""
+
+    def __init__(self, app: ServeApp, listener: socket.socket, limits: ServerLimits, queue: RequestQueue) -> None:
+        protocol = type("LimitedProtocol", (TimedProtocol,), {"limits": limits})
+        self._server = uvicorn.Server(uvicorn.Config(
+            app, http=protocol, ws="none", lifespan="off", loop="asyncio", interface="asgi3", log_config=None,
+            log_level="critical", access_log=False, server_header=False, backlog=128,
+            limit_concurrency=limits.max_connections + 1, h11_max_incomplete_event_size=limits.max_header_bytes))
+        app.count_connections = lambda: len(self._server.server_state.connections)
+        self._listener, self._queue = listener, queue
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="clients", daemon=True)
+
+    def start(self) -> None:
+        """Return once the server listens."""
+        self._thread.start()
+        until = time.monotonic() + START_SECONDS
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def call(self, action: Callable[..., object], *arguments: object) -> None:
+        """Call it on the server's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(action, *arguments)
+
+    def refuse_connections(self) -> None:
+        """The open ones are served."""
+        self._server.should_exit = True
+
+    def finish(self, seconds: float) -> None:
+        """Wait up to `seconds` until the open connections have been served."""
+        self.refuse_connections()
+        self._thread.join(seconds)
+        self._server.force_exit = True
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._server.serve(sockets=[self._listener]))
+        except BaseException as error:
+            self._queue.frontend_error = error
+
+
 def build_executor(loaded: LoadedModel, rows: int) -> StepExecutor:
     generator = build_generator(loaded, Decoder(loaded.model, rows), SequenceDetokenizer(loaded.tokenizer),
                                 sliding_window=False)
-    return StepExecutor(generator, LogprobScorer(loaded.model, loaded.tokenizer.vocab_size))
-
-
-def run_worker_rank(loaded: LoadedModel, groups: Groups, rows: int) -> None:
-    run_worker(build_executor(loaded, rows), groups.world)
+    return StepExecutor(generator, loaded.model, loaded.tokenizer.vocab_size)
 
 
 def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str,
                key: str | None, allowed_hosts: Iterable[str], limits: ServerLimits, log: Callable[[str], None],
                on_ready: Callable[[], None], stop_requested: Callable[[], bool]) -> None:
     """Runs rank 0 until `stop_requested`. `on_ready` is called once the server listens."""
-    executor, inbox, metrics = build_executor(loaded, rows), Inbox(), ServerMetrics()
-    queue = RequestQueue(inbox, rows, limits.max_waiting, metrics)
+    executor, metrics = build_executor(loaded, rows), ServerMetrics()
+    queue = RequestQueue(rows, limits.max_waiting, metrics)
     shape, tokenizer = loaded.model.config, loaded.tokenizer
     eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
     model = ServedModel(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
-    app = ServeApp(model, queue, AuthPolicy(host, key, allowed_hosts), metrics, limits, log)
-    server = HttpServer(app, listener, limits, lambda error: inbox.put(FrontendFailed(error)))
-    metrics.count_connections = lambda: server.num_connections
-
-    def publish(events: list[TokenEvent | SequenceLogprobs]) -> None:
-        server.call(queue.handle_events, events)
-
-    def close() -> None:
-        server.close()
-        server.call(queue.close)
-
-    scheduler = GenerationScheduler(executor, groups.world, inbox, publish)
+    server = HttpServer(ServeApp(model, queue, AuthPolicy(host, key, allowed_hosts), metrics, log), listener, limits,
+                        queue)
     timeout_error = HttpError(503, f"{STOPPING_MESSAGE}, and this was not done in time", code="stopping")
     server.start()
     try:
         on_ready()
-        if not scheduler.run(stop_requested, close, limits.grace):
+        if not run_leader(executor, groups.world, queue, partial(server.call, queue.handle_events), stop_requested,
+                          server.refuse_connections, limits.grace):
             server.call(queue.fail, timeout_error)
     except BaseException as error:
         has_failed = isinstance(error, Exception)

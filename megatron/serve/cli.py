@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop_handler.listening() as stop, \
             bind_listener(args.host, args.port) if is_listener else nullcontext() as listener:
         from megatron.inference import load
-        from megatron.serve.app import run_server, run_worker_rank
+        from megatron.serve.app import build_executor, run_server
+        from megatron.serve.scheduler import run_worker
 
         env = process_group.init(must_match=flags_to_compare(args))
         groups = load.build_groups(source, env.world_size, MODULE)
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load.load_model(source, groups, process_group.device_for(env, None))
         stop.mark_started()
         if listener is None:
-            run_worker_rank(loaded, groups, args.batch_size)
+            run_worker(build_executor(loaded, args.batch_size), groups.world)
         else:
             folder = Path((args.load_hf or args.load).partition(":")[0]).resolve().name
             name = args.model_name or folder.encode("ascii", "replace").decode() or "gpt2"

@@ -1,14 +1,14 @@
-"""The continuous-batching scheduler on the model's thread, and the request queue on the clients' thread.
+"""Continuous batching: the request queue that clients and model share, and the loops of the model's ranks.
 
-Rank 0 schedules: before each step it broadcasts a StepPlan (sequences to start, cancel and score) and all ranks
-execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out. The two
-threads exchange only the records of this file: commands go through `Inbox`, token events come back.
+Rank 0 leads: before each step it takes a StepPlan from the queue (sequences to start, cancel and score) and broadcasts
+it, and all ranks execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out.
+Tokens come back to the clients' thread as records, for `RequestQueue.handle_events`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,14 +35,13 @@ class ServerMetrics:
         self._seconds = 0.0
         self.prompt_tokens = self.generated_tokens = 0
         self.texts_running = self.texts_waiting = self.texts_dropped = 0
-        self.count_connections: Callable[[], int] = lambda: 0
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """`route` is one of ours or "other", so that clients cannot create labels."""
         self._requests[route, status] += 1
         self._seconds += seconds
 
-    def format_prometheus(self) -> str:
+    def format_prometheus(self, connections: int) -> str:
         lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
         lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
                   for (route, status), count in sorted(self._requests.items())]
@@ -53,19 +52,17 @@ class ServerMetrics:
                 ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
                 ("texts_running", "gauge", self.texts_running, "Texts that have a row of the model."),
                 ("texts_waiting", "gauge", self.texts_waiting, "Texts that wait for a row."),
-                ("connections", "gauge", self.count_connections(), "Open connections."),
+                ("connections", "gauge", connections, "Open connections."),
                 ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
             lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
         return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
-class StartSequences:
-    requests: tuple[Request, ...]
+# ---- the model's ranks -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ScoreSequence:
+class ScoreRequest:
     """A finished text whose tokens LogprobScorer scores."""
 
     number: int
@@ -75,21 +72,20 @@ class ScoreSequence:
 
 
 @dataclass(frozen=True)
-class CancelSequences:
-    numbers: tuple[int, ...]
+class StepPlan:
+    """What every rank does in the next step."""
 
+    cancel: tuple[int, ...] = ()
+    start: tuple[Request, ...] = ()
+    score: tuple[ScoreRequest, ...] = ()
+    is_last: bool = False
 
-@dataclass(frozen=True)
-class QueueClosed:
-    """No more requests will come."""
-
-
-@dataclass(frozen=True)
-class FrontendFailed:
-    error: BaseException
-
-
-SchedulerCommand = StartSequences | ScoreSequence | CancelSequences | QueueClosed | FrontendFailed
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StepPlan:
+        start = (Request(**{**one, "prompt": tuple(one["prompt"]), "stops": tuple(one["stops"]),
+                            "sampling": Sampling(**one["sampling"])}) for one in values["start"])
+        score = (ScoreRequest(**{**one, "ids": tuple(one["ids"])}) for one in values["score"])
+        return cls(tuple(values["cancel"]), tuple(start), tuple(score), values["is_last"])
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,11 @@ class TokenEvent:
     logprob: float
     finish_reason: FinishReason | None
 
-
-LOGITS_CHUNK_BYTES = 64 << 20
-"""Logits of a chunk of positions."""
+    @classmethod
+    def of(cls, sequence: GeneratedSequence) -> TokenEvent:
+        number, tokens = sequence.request.number, sequence.tokens
+        token, logprob = (tokens[-1], sequence.logprobs[-1]) if tokens else (0, 0.0)
+        return cls(number, len(tokens), token, logprob, sequence.finish_reason)
 
 
 @dataclass(frozen=True)
@@ -118,29 +116,41 @@ class SequenceLogprobs:
     """At each position: (token, log-probability), the likeliest first."""
 
 
-@final
-class LogprobScorer:
-    """Scores every token of a finished text, and the likeliest tokens there, in another forward over the text."""
+LOGITS_CHUNK_BYTES = 64 << 20
+"""Logits of a chunk of positions."""
 
-    def __init__(self, model: GPT2, vocabulary: int) -> None:
+
+@final
+class StepExecutor:
+    """Executes plans on one rank. All ranks call it with the same plans."""
+
+    def __init__(self, generator: Generator, model: GPT2, vocabulary: int) -> None:
         """Tokens from `vocabulary` on are padding."""
-        self._model, self._vocabulary = model, vocabulary
-        self._rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocabulary))
+        self.generator, self._model, self._vocabulary = generator, model, vocabulary
+
+    def __call__(self, plan: StepPlan) -> Iterator[TokenEvent | SequenceLogprobs]:
+        """Yields the new token of each running text, and the scores."""
+        for number in plan.cancel:
+            self.generator.cancel(number)
+        yield from map(TokenEvent.of, self.generator.start(plan.start))
+        yield from map(TokenEvent.of, self.generator.step())
+        yield from map(self.score, plan.score)
 
     @torch.inference_mode()
-    def __call__(self, number: int, ids: tuple[int, ...], num_top: int) -> SequenceLogprobs:
-        """Collective."""
-        tokens = torch.tensor(ids, device=self._model.wpe.weight.device)
+    def score(self, request: ScoreRequest) -> SequenceLogprobs:
+        """Scores every token of a text, and the likeliest tokens there, in another forward over the text."""
+        tokens = torch.tensor(request.ids, device=self._model.wpe.weight.device)
         logprobs: list[float] = []
         likeliest: list[tuple[tuple[int, float], ...]] = []
-        if len(ids) > 1:
+        if len(tokens) > 1:
             hidden = self._model.hidden_states(tokens[None, :-1])[0]  # [s - 1, h]
-            for rows, targets in zip(hidden.split(self._rows), tokens[1:].split(self._rows), strict=True):
+            chunk = max(1, LOGITS_CHUNK_BYTES // (4 * self._vocabulary))
+            for rows, targets in zip(hidden.split(chunk), tokens[1:].split(chunk), strict=True):
                 found = self._model.logits(rows)[:, : self._vocabulary].float().log_softmax(-1)  # [n, V]
                 logprobs += found.gather(1, targets[:, None])[:, 0].tolist()
-                values, places = found.topk(min(num_top, self._vocabulary))
+                values, places = found.topk(min(request.top_logprobs, self._vocabulary))
                 likeliest += [tuple(zip(*pair)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
-        return SequenceLogprobs(number, tuple(logprobs), tuple(likeliest))
+        return SequenceLogprobs(request.number, tuple(logprobs), tuple(likeliest))
 
 
 POLL_SECONDS = 0.2
@@ -148,125 +158,43 @@ POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 5.0
 """Between empty plans to idle ranks."""
 
-Inbox = queue.SimpleQueue[SchedulerCommand]
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What every rank does in the next step."""
-
-    drop: tuple[int, ...] = ()
-    begin: tuple[Request, ...] = ()
-    read: tuple[ScoreSequence, ...] = ()
-    last: bool = False
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StepPlan:
-        begin = (Request(**{**one, "prompt": tuple(one["prompt"]), "stops": tuple(one["stops"]),
-                            "sampling": Sampling(**one["sampling"])}) for one in values["begin"])
-        read = (ScoreSequence(**{**one, "ids": tuple(one["ids"])}) for one in values["read"])
-        return cls(tuple(values["drop"]), tuple(begin), tuple(read), values["last"])
-
-
-@final
-class StepExecutor:
-    def __init__(self, generator: Generator, scorer: LogprobScorer) -> None:
-        self.generator, self._scorer = generator, scorer
-
-    def __call__(self, plan: StepPlan) -> Iterator[GeneratedSequence | SequenceLogprobs]:
-        """Yields the texts that got a token or ended."""
-        for number in plan.drop:
-            self.generator.cancel(number)
-        yield from self.generator.start(plan.begin)
-        yield from self.generator.step()
-        for one in plan.read:
-            yield self._scorer(one.number, one.ids, one.top_logprobs)
+def run_leader(executor: StepExecutor, world: Group, queue: RequestQueue,
+               publish: Callable[[list[TokenEvent | SequenceLogprobs]], None], stop_requested: Callable[[], bool],
+               on_stop: Callable[[], None], grace: float) -> bool:
+    """The loop of rank 0: runs until a stop is requested and the open requests are done (True), or `grace` seconds
+    later (False)."""
+    running, until, last_broadcast = set[int](), float("inf"), time.monotonic()
+    while not queue.is_finished and time.monotonic() < until:
+        plan = queue.next_plan(executor.generator.free_slots, running)
+        is_idle = plan == StepPlan() and not running
+        if world.size > 1 and (not is_idle or time.monotonic() - last_broadcast >= HEARTBEAT_SECONDS):
+            broadcast_json(asdict(plan), world)
+            last_broadcast = time.monotonic()
+        if not is_idle:
+            running.difference_update(plan.cancel)
+            events = list(executor(plan))
+            for event in events:
+                if isinstance(event, TokenEvent):
+                    (running.add if event.finish_reason is None else running.discard)(event.number)
+            publish(events)
+        if until == float("inf") and stop_requested():
+            until = time.monotonic() + grace
+            queue.close()
+            on_stop()
+    if world.size > 1:
+        broadcast_json(asdict(StepPlan(is_last=True)), world)
+    return queue.is_finished
 
 
 def run_worker(executor: StepExecutor, world: Group) -> None:
-    """The loop of every rank but the first."""
-    while not (plan := StepPlan.from_json(broadcast_json(None, world))).last:
+    """The loop of every other rank."""
+    while not (plan := StepPlan.from_json(broadcast_json(None, world))).is_last:
         for _ in executor(plan):
             pass
 
 
-@final
-class GenerationScheduler:
-    def __init__(self, executor: StepExecutor, world: Group, inbox: Inbox,
-                 publish: Callable[[list[TokenEvent | SequenceLogprobs]], None]) -> None:
-        self._executor, self._world, self._inbox, self._publish = executor, world, inbox, publish
-        self._running: set[int] = set()
-        self._waiting: deque[Request] = deque()
-        self._cancelled: list[int] = []
-        self._to_score: deque[ScoreSequence] = deque()
-        self._queue_is_closed = False
-        self._last_broadcast = time.monotonic()
-
-    @property
-    def _is_idle(self) -> bool:
-        return not self._waiting and not self._running and not self._to_score
-
-    def run(self, stop_requested: Callable[[], bool], close_queue: Callable[[], None], grace: float) -> bool:
-        """Runs until a stop is requested and the open requests are done (True), or `grace` seconds later (False).
-        `close_queue` makes the clients' thread send QueueClosed."""
-        until = float("inf")
-        while not (self._queue_is_closed and self._is_idle) and time.monotonic() < until:
-            self._receive_commands()
-            self._run_step()
-            if until == float("inf") and stop_requested():
-                until = time.monotonic() + grace
-                close_queue()
-        self._broadcast_plan(StepPlan(last=True))
-        return self._is_idle
-
-    def _receive_commands(self) -> None:
-        """Handles all commands in the inbox; while idle, waits up to POLL_SECONDS for one."""
-        try:
-            command = self._inbox.get(timeout=POLL_SECONDS) if self._is_idle else self._inbox.get_nowait()
-            while True:
-                match command:
-                    case StartSequences(requests):
-                        self._waiting += requests
-                    case ScoreSequence():
-                        self._to_score.append(command)
-                    case CancelSequences(numbers):
-                        self._to_score = deque(read for read in self._to_score if read.number not in numbers)
-                        self._waiting = deque(request for request in self._waiting if request.number not in numbers)
-                        self._cancelled += [number for number in numbers if number in self._running]
-                    case QueueClosed():
-                        self._queue_is_closed = True
-                    case FrontendFailed(error):
-                        raise error
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return
-
-    def _run_step(self) -> None:
-        if self._is_idle:
-            if self._world.size > 1 and time.monotonic() - self._last_broadcast >= HEARTBEAT_SECONDS:
-                self._broadcast_plan(StepPlan())
-            return
-        free_slots = self._executor.generator.free_slots + len(self._cancelled)
-        plan = StepPlan(
-            tuple(self._cancelled), tuple(self._waiting.popleft() for _ in range(min(free_slots, len(self._waiting)))),
-            (self._to_score.popleft(),) if self._to_score else ())  # one at a time: the others wait for tokens
-        self._cancelled.clear()
-        self._running.difference_update(plan.drop)
-        self._broadcast_plan(plan)
-        self._publish([found if isinstance(found, SequenceLogprobs) else self._token_event(found)
-                       for found in self._executor(plan)])
-
-    def _token_event(self, sequence: GeneratedSequence) -> TokenEvent:
-        number, tokens = sequence.request.number, sequence.tokens
-        (self._running.add if sequence.finish_reason is None else self._running.discard)(number)
-        return TokenEvent(number, len(tokens), tokens[-1] if tokens else 0, sequence.logprobs[-1] if tokens else 0.0,
-                          sequence.finish_reason)
-
-    def _broadcast_plan(self, plan: StepPlan) -> None:
-        if self._world.size > 1:
-            broadcast_json(asdict(plan), self._world)
-            self._last_broadcast = time.monotonic()
-
+# ---- the queue ---------------------------------------------------------------------------------------------------
 
 STOPPING_MESSAGE = "the server is stopping"
 NON_FINITE_MESSAGE = ("the model produced non-finite logits after this prompt: the operator of the server may start it "
@@ -275,6 +203,8 @@ NON_FINITE_MESSAGE = ("the model produced non-finite logits after this prompt: t
 
 @final
 class PendingRequest:
+    """Used by the clients' thread only."""
+
     def __init__(self, requests: Sequence[Request], top_logprobs: int | None) -> None:
         """With `top_logprobs`, each finished text is scored, with this many likeliest tokens at each position."""
         self.sequences = [GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
@@ -282,118 +212,136 @@ class PendingRequest:
         self.top_logprobs = top_logprobs
         self.logprobs: dict[int, SequenceLogprobs] = {}
         """By request number."""
-        self.error: HttpError | None = None
-        self.is_cancelled = False
-        self._changed = asyncio.Event()
+        self.error: Exception | None = None
+        self.changed = asyncio.Event()
 
     @property
     def is_done(self) -> bool:
         ended = all(text.finish_reason is not None for text in self.sequences)
         return ended and (self.top_logprobs is None or len(self.logprobs) == len(self.sequences))
 
-    @property
-    def num_generated(self) -> int:
-        return sum(len(text.tokens) for text in self.sequences)
-
-    def notify(self) -> None:
-        self._changed.set()
-
     async def wait_for_change(self) -> None:
         """Raises the error of a failed request, and ConnectionResetError for a cancelled one."""
         if not self.is_done:
-            await self._changed.wait()
-            self._changed.clear()
-        if self.is_cancelled:
-            raise ConnectionResetError
+            await self.changed.wait()
+            self.changed.clear()
         if self.error is not None:
             raise self.error
 
 
 @final
 class RequestQueue:
-    def __init__(self, inbox: Inbox, rows: int, max_waiting: int, metrics: ServerMetrics) -> None:
+    """Requests that wait or run. The model's thread calls `next_plan` and `close`, the clients' thread the rest."""
+
+    def __init__(self, rows: int, max_waiting: int, metrics: ServerMetrics) -> None:
         """`rows` texts run at a time, and `max_waiting` more may wait."""
-        self._inbox, self._rows, self._max_waiting, self._metrics = inbox, rows, max_waiting, metrics
+        self._rows, self._max_waiting, self._metrics = rows, max_waiting, metrics
         self._active: dict[int, tuple[PendingRequest, GeneratedSequence]] = {}
         self._number = 0
+        self._condition = threading.Condition()
+        """Guards the attributes below, which both threads use."""
+        self._to_start: deque[Request] = deque()
+        self._to_score: deque[ScoreRequest] = deque()
+        self._to_cancel: set[int] = set()
         self.is_closed = False
+        self.frontend_error: BaseException | None = None
+        """What ended the clients' thread."""
+
+    def next_plan(self, free_slots: int, running: set[int]) -> StepPlan:
+        """Takes the work of the next step; if there is none and no text is running, waits up to POLL_SECONDS for it."""
+        with self._condition:
+            if not (self._to_start or self._to_score or running):
+                self._condition.wait(POLL_SECONDS)
+            if self.frontend_error is not None:
+                raise self.frontend_error
+            cancelled = tuple(self._to_cancel & running)
+            self._to_cancel.clear()
+            count = min(free_slots + len(cancelled), len(self._to_start))
+            return StepPlan(cancelled, tuple(self._to_start.popleft() for _ in range(count)),
+                            (self._to_score.popleft(),) if self._to_score else ())  # one: the others wait for tokens
+
+    def close(self) -> None:
+        """Later requests are refused."""
+        with self._condition:
+            self.is_closed = True
+
+    @property
+    def is_finished(self) -> bool:
+        with self._condition:
+            return self.is_closed and not self._active
 
     def submit(self, requests: Sequence[Request], top_logprobs: int | None = None) -> PendingRequest:
         """Requests for no new token are only scored."""
-        if self.is_closed:
-            raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
         if len(self._active) + len(requests) > self._rows + self._max_waiting:
             raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for {len(requests)} "
                             "more than there is room for: come again", code="queue_full",
                             headers=(("Retry-After", "1"),))
-        numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
-        self._number += len(numbered)
-        ticket = PendingRequest(numbered, top_logprobs)
-        self._active |= {text.request.number: (ticket, text) for text in ticket.sequences}
-        if to_begin := tuple(request for request in numbered if request.max_new_tokens):
-            self._inbox.put(StartSequences(to_begin))
-        for text in ticket.sequences:
-            self._finish_or_score(ticket, text)
-        self._metrics.prompt_tokens += sum(len(request.prompt) for request in numbered)
+        pending = PendingRequest([replace(request, number=self._number + place)
+                                  for place, request in enumerate(requests)], top_logprobs)
+        with self._condition:
+            if self.is_closed:
+                raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
+            self._active |= {text.request.number: (pending, text) for text in pending.sequences}
+            self._to_start += (text.request for text in pending.sequences if text.finish_reason is None)
+            self._condition.notify()
+        self._number += len(requests)
+        for text in pending.sequences:
+            self._finish_or_score(pending, text)
+        self._metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._update_metrics()
-        return ticket
+        return pending
 
-    def cancel(self, pending: PendingRequest) -> None:
-        pending.is_cancelled = True
-        self._cancel_sequences(pending)
-
-    def _cancel_sequences(self, pending: PendingRequest) -> None:
-        """Stops the running texts of a request."""
-        numbers = tuple(text.request.number for text in pending.sequences if text.request.number in self._active)
+    def cancel(self, pending: PendingRequest, error: Exception) -> None:
+        """Stops the running texts of a request, which ends with `error`."""
+        numbers = {text.request.number for text in pending.sequences} & self._active.keys()
         for number in numbers:
             del self._active[number]
-        if numbers:
-            self._metrics.texts_dropped += len(numbers)
-            self._inbox.put(CancelSequences(numbers))
+        with self._condition:
+            self._to_start = deque(one for one in self._to_start if one.number not in numbers)
+            self._to_score = deque(one for one in self._to_score if one.number not in numbers)
+            self._to_cancel |= numbers
+        self._metrics.texts_dropped += len(numbers)
         self._update_metrics()
-        pending.notify()
+        pending.error = error
+        pending.changed.set()
 
     def handle_events(self, events: Iterable[TokenEvent | SequenceLogprobs]) -> None:
-        for one in events:
-            if one.number not in self._active:
+        for event in events:
+            if event.number not in self._active:
                 continue  # its client left meanwhile
-            ticket, text = self._active[one.number]
-            if isinstance(one, SequenceLogprobs):
-                ticket.logprobs[one.number] = one
-                del self._active[one.number]
+            pending, text = self._active[event.number]
+            if isinstance(event, SequenceLogprobs):
+                pending.logprobs[event.number] = event
+                del self._active[event.number]
             else:
-                if one.count > len(text.tokens):
-                    text.tokens.append(one.token)
-                    text.logprobs.append(one.logprob)
+                if event.count > len(text.tokens):
+                    text.tokens.append(event.token)
+                    text.logprobs.append(event.logprob)
                     self._metrics.generated_tokens += 1
-                text.finish_reason = one.finish_reason
-                self._finish_or_score(ticket, text)
-                if one.finish_reason == "not finite":
-                    ticket.error = HttpError(500, NON_FINITE_MESSAGE, code="not_finite")
-                    self._cancel_sequences(ticket)
-            ticket.notify()
+                text.finish_reason = event.finish_reason
+                self._finish_or_score(pending, text)
+                if event.finish_reason == "not finite":
+                    self.cancel(pending, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
+            pending.changed.set()
         self._update_metrics()
 
     def _finish_or_score(self, pending: PendingRequest, sequence: GeneratedSequence) -> None:
         if sequence.finish_reason is None:
             return
+        number = sequence.request.number
         if pending.top_logprobs is None:
-            del self._active[sequence.request.number]
-        else:
-            self._inbox.put(ScoreSequence(sequence.request.number, tuple(sequence.ids), pending.top_logprobs))
-
-    def close(self) -> None:
-        """Later requests are refused."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._inbox.put(QueueClosed())
+            del self._active[number]
+            return
+        with self._condition:
+            self._to_score.append(ScoreRequest(number, tuple(sequence.ids), pending.top_logprobs))
+            self._condition.notify()
 
     def fail(self, error: HttpError) -> None:
         """Ends all open requests with `error`."""
-        self.is_closed = True
-        for ticket, _ in self._active.values():
-            ticket.error = error
-            ticket.notify()
+        self.close()
+        for pending, _ in self._active.values():
+            pending.error = error
+            pending.changed.set()
         self._active.clear()
         self._update_metrics()
 

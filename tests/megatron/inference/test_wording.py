@@ -99,17 +99,15 @@ def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_fo
         return ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0)
 
     counts = Counting()
-    job = parse_completion({"prompt": "x" * length, "max_tokens": 0, "echo": True, "logprobs": 2}, subject_of(counts),
-                           "id")
-    text = GeneratedSequence(job.generation.requests()[0], finish_reason="length")
+    job = parse_completion({"prompt": "x" * length, "max_tokens": 0, "echo": True, "logprobs": 2}, subject_of(counts))
+    text = GeneratedSequence(job.generation_requests()[0], finish_reason="length")
     likely = ((65, -1.0), (66, -2.0))
     job.full_response([text], {0: SequenceLogprobs(0, (-1.0,) * (length - 1), (likely,) * (length - 1))})
     assert counts.decoded <= most
 
     counts = Counting()
-    job = parse_completion({"prompt": "x", "max_tokens": length, "stream": True, "logprobs": 0}, subject_of(counts),
-                           "id")
-    text, parts = GeneratedSequence(job.generation.requests()[0]), []
+    job = parse_completion({"prompt": "x", "max_tokens": length, "stream": True, "logprobs": 0}, subject_of(counts))
+    text, parts = GeneratedSequence(job.generation_requests()[0]), []
     for _ in range(length):
         text.tokens.append(65)
         text.logprobs.append(-1.0)

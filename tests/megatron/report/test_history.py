@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.report.history import MetricsFileReader, RunHistory, AxisPosition
+from data.storage import DataError
+from megatron.report.history import MetricsFileReader, RunHistory
 from megatron.report.page import history_notes
-from tests.megatron.report.written import CONFIG, evaluation, save, start, step
+from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 
 def history(*records: dict[str, Any]) -> RunHistory:
-    return RunHistory("run").add_records(records)
+    return RunHistory("run", records)
 
 
 def notes_of(found: RunHistory) -> list[str]:
@@ -51,7 +53,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_line(seed: int) -> None:
     found = history(*records)
     assert list(found.steps) == sorted(losses) == list(range(1, len(losses) + 1))
     assert list(found.columns["lm_loss"]) == [losses[number] for number in sorted(losses)]
-    assert [one.step for one in found.saves] == [event["step"] for event in events if "save" in event]
+    assert [*found.saves] == [event["step"] for event in events if "save" in event]
     assert [(one.step, one.loss) for one in found.evaluations] == [
         (event["iteration"], event["lm_loss"]) for event in events if "eval" in event]
     assert list(found.seconds) == [0.5 * number for number in found.steps]
@@ -72,7 +74,7 @@ def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
     found = history(start(0), *map(step, range(1, 31)), evaluation(20, 3.0), evaluation(30, 2.0), save(20), save(30),
                     start(20), *map(step, range(21, 26)))
     assert found.last_step == 25 and found.num_missing == 0
-    assert [one.step for one in found.evaluations] == [one.step for one in found.saves] == [20]
+    assert [one.step for one in found.evaluations] == [*found.saves] == [20]
     assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
 
 
@@ -87,8 +89,8 @@ def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
     found = history(*records)
     assert len(found.starts) == 2 and not found.resumes
     told, *others = notes_of(found)
-    assert all("not recorded" in note for note in others), "who of them began anew is not known"
-    assert told.startswith(f"run: {found.num_out_of_order} of its steps stand behind later ones, without a start")
+    assert all("no record" in note for note in others), "who of them began anew is not known"
+    assert told.startswith(f"run: {found.num_out_of_order} step") and told.endswith("mix both")
 
 
 def test_a_resume_is_no_second_run() -> None:
@@ -102,7 +104,7 @@ def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
     found = history(start(0), *map(step, range(1, 11)), start(0), *map(step, range(1, 7)))
     assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 10), (0, 10, 6)]
     assert list(found.steps) == list(range(1, 7))
-    assert notes_of(found) == ["run: it was started again from step 0: 10 steps before that are left out"]
+    assert notes_of(found) == ["run: it was started again from step 0, and its curves leave out 10 steps before that"]
 
 
 def test_marks_are_of_resumes_on_the_line_alone() -> None:
@@ -124,12 +126,11 @@ def test_steps_that_are_not_recorded_are_counted() -> None:
     assert list(found.steps) == [1, 2, 6] and found.num_missing == 3
 
 
-@pytest.mark.parametrize("settings", [CONFIG, {}])
-def test_a_step_has_its_place_on_every_axis(settings: dict[str, Any]) -> None:
-    """Tokens are known without a configuration as well: 64 a second, of 4 samples in half a second."""
-    found = history(*([settings] if settings else []), *map(step, range(1, 5)))
-    assert found.position(3) == AxisPosition(3, 96.0, 1.5) and found.position(9) == AxisPosition(9, 128.0, 2.0)
-    assert found.position(0) == AxisPosition(0, 0.0, 0.0)
+def test_a_step_has_its_place_on_every_axis() -> None:
+    found = history(CONFIG, *map(step, range(1, 5)))
+    assert found.position(3) == {"step": 3, "tokens": 96.0, "seconds": 1.5}
+    assert found.position(9) == {"step": 9, "tokens": 128.0, "seconds": 2.0}
+    assert found.position(0) == {"step": 0, "tokens": 0.0, "seconds": 0.0}
 
 
 def test_values_that_are_no_numbers_are_not_known() -> None:
@@ -140,3 +141,56 @@ def test_values_that_are_no_numbers_are_not_known() -> None:
     for record in ({"iteration": "1"}, {"iteration": -1}, {"iteration": 1.5}, {"iteration": 2**70}, {"save": {}},
                    {"save": True}, {"iteration": 0}):
         assert not history(record).steps
+
+
+# ---- the file ---------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> tuple[list[int | None], MetricsFileReader]:
+    lines = MetricsFileReader(path)
+    return [record.get("iteration") for record in lines], lines
+
+
+@pytest.mark.parametrize("cut", range(1, len(json.dumps(step(3))), 7))
+def test_a_last_line_that_was_cut_anywhere_is_told_and_left_out(cut: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "m", CONFIG, step(1), step(2), end=json.dumps(step(3))[:cut])
+    found, lines = read(path)
+    assert found == [None, 1, 2] and lines.last_line_is_incomplete and not lines.num_damaged_lines
+
+
+def test_a_whole_last_line_needs_no_end(tmp_path: Path) -> None:
+    found, lines = read(write(tmp_path / "m", CONFIG, end=json.dumps(step(1))))
+    assert found == [None, 1] and not lines.last_line_is_incomplete
+
+
+@pytest.mark.parametrize("cut", [5, 60, 200])
+@pytest.mark.parametrize("following", [start(2), step(3)])
+def test_a_record_behind_a_cut_line_is_found(following: dict[str, object], cut: int, tmp_path: Path) -> None:
+    """As a trainer that did not begin a new line has left it."""
+    path = write(tmp_path / "m", step(1), step(2), end=json.dumps(step(3))[:cut] + json.dumps(following) + "\n"
+                 + json.dumps(step(4)) + "\n")
+    found, lines = read(path)
+    assert found == [1, 2, following.get("iteration"), 4
+                     ] and lines.num_damaged_lines == 1 and not lines.last_line_is_incomplete
+
+
+def test_zeros_of_a_power_cut_hide_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(json.dumps(step(1)).encode() + b"\n" + bytes(4096) + json.dumps(start(1)).encode() + b"\n")
+    found, lines = read(path)
+    assert found == [1, None] and lines.num_damaged_lines == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", bytes(512), b'{"config": tr'])
+def test_a_file_without_a_line_is_a_run_that_has_only_begun(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(content)
+    assert read(tmp_path / "m")[0] == []
+
+
+@pytest.mark.parametrize("content", [
+    b"some text\nand more\n", b'{"text": "a corpus"}\n' * 3, b"[" * 100_000 + b"\n", b"\x80\xff\x00\n" * 3,
+    b'"iteration"\n'])
+def test_another_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(content)
+    with pytest.raises(DataError, match=r"/m is no metrics file"):
+        read(tmp_path / "m")

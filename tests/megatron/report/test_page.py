@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import subprocess
 import time
+from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from data.storage import escape_to_one_line
 from megatron.report import page as page_module
 from megatron.report.history import MetricsFileReader, RunHistory
-from megatron.report.page import MOST_POINTS, chart_data, report_page
+from megatron.report.page import MOST_POINTS, bucket_ends, chart_data, downsample, report_page
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 
@@ -61,7 +63,7 @@ class Parsed(HTMLParser):
 
 
 def history(*records: dict[str, Any], name: str = "run") -> RunHistory:
-    return RunHistory(name).add_records(records)
+    return RunHistory(name, records)
 
 
 def test_a_page_loads_nothing() -> None:
@@ -130,7 +132,7 @@ def test_skipped_steps_are_counted_up() -> None:
 def test_values_beyond_all_numbers_leave_a_gap_and_a_page() -> None:
     """`Infinity` and `1e999`, as other writers of JSON have them."""
     infinite = {name: math.inf for name in ("lm_loss", "grad_norm", "step_ms", "tokens_per_s", "max_memory_bytes")}
-    found = history(step(1), step(2, **infinite), evaluation(2, math.inf), step(3))
+    found = history(CONFIG, step(1), step(2, **infinite), evaluation(2, math.inf), step(3))
     run = json.loads(Parsed(report_page([found], [])).data)["runs"][0]
     assert run["curves"]["lm_loss"]["mean"] == [5.0, None, 5.0] and run["seconds"] == [0.5, 0.5, 1.0]
     assert run["evaluations"][0]["loss"] is None and run["tokens"] == [32, 64, 96]
@@ -145,7 +147,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_points_of_a_long_run_are_few_and_no_spike_is_lost(long_run: Path) -> None:
-    found = RunHistory("long").add_records(MetricsFileReader(long_run))
+    found = RunHistory("long", MetricsFileReader(long_run))
     run = chart_data([found])["runs"][0]
     for curve in run["curves"].values():
         for part in curve.values():
@@ -164,7 +166,7 @@ def test_a_long_run_costs_little_more_than_parsing_its_lines(long_run: Path) -> 
     for line in long_run.read_bytes().splitlines():
         json.loads(line)
     parsed = time.thread_time()
-    found = RunHistory("long").add_records(MetricsFileReader(long_run))
+    found = RunHistory("long", MetricsFileReader(long_run))
     read = time.thread_time()
     report_page([found], [])
     drawn = time.thread_time()
@@ -176,3 +178,29 @@ def test_the_script_is_one_that_javascript_understands() -> None:
     script = Path(page_module.__file__).with_name("page.js")
     done = subprocess.run(["node", "--check", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS - 1, 10**5])
+def test_buckets_cover_all_steps_and_are_no_more_than_a_page_can_show(count: int) -> None:
+    cuts = bucket_ends(count)
+    assert len(cuts) == min(count, MOST_POINTS)
+    sizes = [end - begin for begin, end in zip([0, *cuts], cuts, strict=False)]
+    assert sum(sizes) == count and (not sizes or max(sizes) - min(sizes) <= 1 and min(sizes) >= 1)
+
+
+@pytest.mark.parametrize("count", [1, 7, 999, 1001, 54_321])
+def test_every_bucket_has_the_mean_and_the_peaks_of_its_steps(count: int) -> None:
+    draw = random.Random(count)
+    values = array("d", (draw.choice([math.nan, math.inf]) if draw.random() < 0.01 else draw.gauss(0, 1)
+                         for _ in range(count)))
+    values[count // 2] = 1e6
+    cuts = bucket_ends(count)
+    curve = downsample(values, cuts)
+    for number, end in enumerate(cuts):
+        part = [value for value in values[cuts[number - 1] if number else 0:end] if math.isfinite(value)]
+        if part:
+            assert (curve["low"][number], curve["high"][number]) == (min(part), max(part))
+            assert curve["mean"][number] == pytest.approx(math.fsum(part) / len(part), abs=1e-9)
+        else:
+            assert math.isnan(curve["mean"][number]) and math.isnan(curve["low"][number])
+    assert max(curve["high"]) == 1e6

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,8 +17,7 @@ from megatron.inference.generation import Generator
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from megatron.serve import scheduler
-from megatron.serve.scheduler import (CancelSequences, LogprobScorer, QueueClosed, ScoreSequence, StartSequences,
-                                      TokenEvent)
+from megatron.serve.scheduler import RequestQueue, ServerMetrics, StepExecutor, TokenEvent, run_leader, run_worker
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
@@ -32,45 +31,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("run"))
 
 
-TURNS, BEATS = 3, 3
+TURNS, BEATS = 4, 3
 
 
 def lead(rank: int, world: int) -> tuple[int, list[object]]:
-    """(words to the others, what was told) of a leader that has a few orders, and then none until it has said a few
-    times that they go on."""
+    """(plans that were broadcast, events) of a leader that has a few requests, and then none for a few heartbeats."""
     made = groups.build(world)
     model = GPT2(tiny_model(), made.tp)
-    hands = scheduler.StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), LogprobScorer(model, 257))
-    inbox, told, words = scheduler.Inbox(), [], 0
-    say = scheduler.broadcast_json
+    executor = StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), model, 257)
+    events, plans, broadcast = [], 0, scheduler.broadcast_json
 
     def counted(*arguments: object) -> object:
-        nonlocal words
-        words += 1
-        return say(*arguments)  # type: ignore[arg-type]
+        nonlocal plans
+        plans += 1
+        return broadcast(*arguments)  # type: ignore[arg-type]
 
     with patch.object(scheduler, "HEARTBEAT_SECONDS", 0.1), patch.object(scheduler, "POLL_SECONDS", 0.02), \
             patch.object(scheduler, "broadcast_json", counted):
         if rank > 0:
-            scheduler.run_worker(hands, made.world)
-            return words, []
-        texts = [Request(number, (5, 6), 4, Sampling(greedy=True)) for number in range(3)]
-        for order in (StartSequences(tuple(texts)), ScoreSequence(7, (5, 6, 7), 2), CancelSequences((2, 99))):
-            inbox.put(order)
+            run_worker(executor, made.world)
+            return plans, []
+        queue = RequestQueue(2, 9, ServerMetrics())
+        queue.submit([Request(0, (5, 6), 4, Sampling(greedy=True)) for _ in range(2)])
+        queue.cancel(queue.submit([Request(0, (5, 6), 4)]), ConnectionResetError())  # before it began
+        queue.submit([Request(0, (5, 6, 7), 0)], top_logprobs=2)
+
+        def publish(new: list[Any]) -> None:
+            events.extend(new)
+            queue.handle_events(new)
+
         began = time.monotonic()
-        finished = scheduler.GenerationScheduler(hands, made.world, inbox, told.extend).run(
-            lambda: words >= TURNS + BEATS or time.monotonic() - began > 30, lambda: inbox.put(QueueClosed()), 5)
-        beats = words - TURNS - 1
-        assert finished and 0.1 * beats < time.monotonic() - began < 30
-        return words, [(one.number, one.count, one.finish_reason) if isinstance(one, TokenEvent) else one.number
-                       for one in told]
+        finished = run_leader(executor, made.world, queue, publish, lambda: plans >= TURNS + BEATS or
+                              time.monotonic() - began > 30, lambda: None, 5)
+        assert finished and 0.1 * (plans - TURNS - 1) < time.monotonic() - began < 30
+        return plans, [(one.number, one.count, one.finish_reason) if isinstance(one, TokenEvent) else one.number
+                       for one in events]
 
 
-def test_ranks_with_nothing_to_do_hear_that_they_go_on() -> None:
-    (words, told), (heard, _) = run_ranks(lead, 2)
-    assert words == heard >= TURNS + BEATS + 1  # the last one ends them
-    ends: Sequence[object] = [one for one in told if isinstance(one, tuple) and one[2]]
-    assert ends == [(0, 4, "length"), (1, 4, "length")] and 7 in told
+def test_idle_ranks_get_a_plan_every_few_seconds() -> None:
+    (plans, events), (received, _) = run_ranks(lead, 2)
+    assert plans == received >= TURNS + BEATS + 1  # the last one ends them
+    ends = [one for one in events if isinstance(one, tuple) and one[2]]
+    assert ends == [(0, 4, "length"), (1, 4, "length")] and 3 in events
 
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
