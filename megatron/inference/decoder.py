@@ -134,13 +134,13 @@ class Decoder:
         self.max_positions = min(model.config.max_position_embeddings,
                                  positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
-        weight, attention = model.wpe.weight, self._blocks[0].attn
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device, self._dtype = model.device, model.dtype
+        attention = self._blocks[0].attn
         self._cache = KVCache(len(self._blocks), rows, self.max_positions, attention.heads, attention.head_width,
-                              dtype=weight.dtype, device=weight.device)
+                              dtype=self._dtype, device=self._device)
         self._cuda_graphs = None  # tensor parallel collectives are not captured
-        if use_cuda_graphs and on_accelerator(weight) and model.tp.is_solo:
-            self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, weight.device)
+        if use_cuda_graphs and on_accelerator(self._device) and model.tp.is_solo:
+            self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, self._device)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:

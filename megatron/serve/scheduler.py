@@ -130,7 +130,7 @@ class LogprobScorer:
     @torch.inference_mode()
     def __call__(self, number: int, ids: tuple[int, ...], num_top: int) -> SequenceLogprobs:
         """Collective."""
-        tokens = torch.tensor(ids, device=self._model.wpe.weight.device)
+        tokens = torch.tensor(ids, device=self._model.device)
         logprobs: list[float] = []
         likeliest: list[tuple[tuple[int, float], ...]] = []
         if len(ids) > 1:

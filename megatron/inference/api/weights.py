@@ -30,14 +30,7 @@ from megatron.model.gpt2 import GPT2
 from mpu.groups import Group, Groups
 from mpu.partition import partition_of, set_partition
 
-COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
-                   "max_position_embeddings", "layernorm_epsilon")
-"""Must be equal in a model and its checkpoint."""
-
-HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner",
-            "known_vocab_size": "vocab_size"}
-OUR_NAMES = {"known_vocab_size": "tokens"}
-"""Names of fields in messages."""
+HF_NAMES = {ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
@@ -77,8 +70,12 @@ def weights_of_gpt2(model: GPT2) -> OpenedModel:
 
 def check_same_shape(wanted: ModelConfig, opened: OpenedModel) -> None:
     """Raises ConfigError unless the checkpoint fits a model of ours."""
-    _require_equal(opened, {OUR_NAMES.get(name, name): (getattr(opened.shape, name), getattr(wanted, name))
-                            for name in COMPARED_FIELDS})
+    _require_equal(opened, _compare(wanted, opened, {}))
+
+
+def _compare(wanted: ModelConfig, opened: OpenedModel, names: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+    ours = wanted.architecture()
+    return {names.get(key, key): (its, ours[key]) for key, its in opened.shape.architecture().items()}
 
 
 def check_not_meta(name: str, value: Tensor) -> None:
@@ -95,7 +92,7 @@ def check_hf_model(model: Any, opened: OpenedModel) -> None:
     wanted = ModelConfig(**model_fields_of(config))
     gelu = config.get("activation_function", SUPPORTED_GELU[0])
     _require_equal(opened, {
-        **{HF_NAMES[name]: (getattr(opened.shape, name), getattr(wanted, name)) for name in COMPARED_FIELDS},
+        **_compare(wanted, opened, HF_NAMES),
         **{name: (value, config.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
         "activation_function": (gelu if gelu in SUPPORTED_GELU else SUPPORTED_GELU[0], gelu)})
 
