@@ -117,7 +117,7 @@ def main() -> None:
     found = load.OpenedModel(Drawn(shape), shape, {}, "fp32", asked.preset)
     models = {name: load.build_model(found, grid, load.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
     rate = bandwidth()
-    print(f"{torch.get_num_threads()} threads, {rate / 1e9:.1f} GB/s, int8 over {models['int8'].wpe.weight.dtype}")
+    print(f"{torch.get_num_threads()} threads, {rate / 1e9:.1f} GB/s, int8 over {models['int8'].dtype}")
     for batch in asked.batch:
         decode(models, batch, asked.prompt, asked.tokens, rate)
     read(models, asked.prompt, max(3, asked.tokens // 8))

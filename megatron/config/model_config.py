@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
@@ -35,6 +35,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "1T": _gpt2(128, 25600, 160),
 }
 """Preset -> fields that it fills in. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B), for the planner."""
+
+
+_NOT_ARCHITECTURE = ("make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "init_method_std",
+                     "memory_centric_tiled_linear")
+"""Fields of ModelConfig that training alone reads, or that change neither logical weights nor their use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,12 @@ class ModelConfig:
     @property
     def ffn_size(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
+
+    def architecture(self) -> dict[str, Any]:
+        """Field -> value, of the fields that must be equal in a model and the checkpoint it loads."""
+        effective = {"intermediate_size": self.ffn_size,
+                     "tile_factor": self.tile_factor if self.memory_centric_tiled_linear else None}
+        return {name: value for name, value in (asdict(self) | effective).items() if name not in _NOT_ARCHITECTURE}
 
     @property
     def known_vocab_size(self) -> int:

@@ -124,7 +124,7 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
 class Scorer:
     def __init__(self, model: GPT2, groups: Groups, batch_size: int, *, shows_progress: bool = False) -> None:
         self._model, self._groups, self._batch_size = model.eval(), groups, batch_size
-        self._device, self._shows_progress = model.wpe.weight.device, shows_progress
+        self._device, self._shows_progress = model.device, shows_progress
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[TargetScore]:

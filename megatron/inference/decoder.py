@@ -88,17 +88,16 @@ class Decoder:
         self.max_positions = min(model.config.max_position_embeddings,
                                  positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
-        weight, attention = model.wpe.weight, self._blocks[0].attn
-        self._device, self._dtype = weight.device, weight.dtype
+        attention, self._device = self._blocks[0].attn, model.device
         # keys and values, [layer, row, position, 2, head of this rank, width]; on a CPU, positions that are never
         # written take no memory
         self._kv = torch.zeros((len(self._blocks), rows, self.max_positions, 2, attention.heads, attention.head_width),
-                               dtype=weight.dtype, device=weight.device)
-        self._row_ids = torch.arange(rows, device=weight.device)
+                               dtype=model.dtype, device=self._device)
+        self._row_ids = torch.arange(rows, device=self._device)
         self._lengths = [0] * rows
         self._cuda_graphs = None  # tensor parallel collectives are not captured
-        if use_cuda_graphs and on_accelerator(weight) and model.tp.is_solo:
-            self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, weight.device)
+        if use_cuda_graphs and on_accelerator(self._device) and model.tp.is_solo:
+            self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, self._device)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -155,7 +154,7 @@ class Decoder:
         mask = None  # [b, 1, 1, position], added: 0 where a row has something
         if masked:
             behind = torch.arange(kv_length, device=self._device) > position_ids[:, None]
-            mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None, :]
+            mask = torch.zeros_like(behind, dtype=self._kv.dtype).masked_fill_(behind, -torch.inf)[:, None, None, :]
         return self._forward(tokens[:, None], position_ids[:, None], attend)[:, 0]
 
     def _forward(self, tokens: Tensor, position_ids: Tensor, attend: AttentionFn,

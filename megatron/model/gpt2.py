@@ -45,6 +45,15 @@ class GPT2(nn.Module):
         self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
         """Called with the blocks that run, if layer dropping leaves some out."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.ln_f.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations; int8 matrices have it too."""
+        return self.ln_f.weight.dtype
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:

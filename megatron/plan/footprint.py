@@ -27,7 +27,6 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
 """AdamW's moments per weight."""
-EMBEDDING_NAMES = ("wte.weight", "wpe.weight")
 MUON_WIRE_BYTES = 2
 """Bytes per element of a matrix that is gathered for Muon."""
 MAX_TILE = 2**24
@@ -180,7 +179,7 @@ class PlannedRun:
     @cached_property
     def vocab_columns(self) -> int:
         """Columns of the logits on one rank: the rows of the token embedding."""
-        return next(slot.shape[0] for slot in self.root_parameters if slot.name == EMBEDDING_NAMES[0])
+        return next(slot.shape[0] for slot in self.root_parameters if slot.name == "wte.weight")
 
     @cached_property
     def root(self) -> FlatLayout:
@@ -400,5 +399,6 @@ class PlannedRun:
         """Upper bound on a rank's elements of a bucket's hidden matrices; 0 unless Muon gathers them."""
         if self.config.optim.optimizer != "muon":
             return 0
-        hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name not in EMBEDDING_NAMES)
+        in_block = {slot.name for slot in self.block_parameters}
+        hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name in in_block)
         return min(layout.shard_numel, sum(align(slot.numel) for slot in hidden))

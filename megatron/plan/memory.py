@@ -178,10 +178,11 @@ def _overlap_phase(run: PlannedRun, block: int, first: bool) -> PhaseMemory:
 
 
 def _reduction_phase(run: PlannedRun, first: bool) -> PhaseMemory:
-    acts, model = run.activations, run.config.model
-    embedding = 2 * acts.residual_bytes + model.max_position_embeddings * model.hidden_size * run.param_bytes
+    acts = run.activations
+    tables = {slot.name: slot.numel * run.param_bytes for slot in run.root_parameters}
+    embedding = 2 * acts.residual_bytes + tables.get("wpe.weight", 0)
     if run.device == "cuda":
-        embedding = max(embedding, acts.residual_bytes + run.vocab_columns * model.hidden_size * run.param_bytes)
+        embedding = max(embedding, acts.residual_bytes + tables["wte.weight"])
     kept, whole = _gradient_bytes(run, 0, first, True)
     leaving = (_reduction_bytes(run, run.root, first) + _reduction_bytes(run, run.persistent, first)
                + _sum_scratch_bytes(run, run.root))

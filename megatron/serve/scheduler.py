@@ -139,7 +139,7 @@ class StepExecutor:
     @torch.inference_mode()
     def score(self, request: ScoreRequest) -> SequenceLogprobs:
         """Scores every token of a text, and the likeliest tokens there, in another forward over the text."""
-        tokens = torch.tensor(request.ids, device=self._model.wpe.weight.device)
+        tokens = torch.tensor(request.ids, device=self._model.device)
         logprobs: list[float] = []
         likeliest: list[tuple[tuple[int, float], ...]] = []
         if len(tokens) > 1:

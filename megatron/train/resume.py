@@ -26,7 +26,7 @@ from megatron.checkpoint.tags import (check_tag_exists, choose_tag, dangling, fi
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_config import read_model_fields
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
-from megatron.config.tree import Config, flag_name
+from megatron.config.tree import Config, ModelConfig, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedulers import LRSchedule
@@ -35,10 +35,6 @@ from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.checkpoint_state import check_shared_state, shared_state_label
 from megatron.zero.api.engine import Engine
 from mpu.groups import Groups
-
-MODEL_FIELDS_TO_MATCH = ("num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
-                         "max_position_embeddings", "vocab_size", "layernorm_epsilon", "tile_factor")
-"""Model fields that must be equal in the checkpoint and the run that loads it."""
 
 OnSaved = Callable[[SaveReport, int, str], None]
 """on_saved(report, step, folder), called when a save is complete."""
@@ -236,22 +232,16 @@ def explain_load_errors(folder: str | None) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _compare_models(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
-    """(flag, saved value, value of this run) of MODEL_FIELDS_TO_MATCH."""
-    def effective(model: dict[str, Any], key: str) -> Any:
-        if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
-            return None
-        value = model.get(key)
-        return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
-
-    present = asdict(config.model)
-    return [(flag_name(key), effective(saved, key), effective(present, key)) for key in MODEL_FIELDS_TO_MATCH]
+def _compare_models(saved: ModelConfig, present: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(flag, saved value, value of this run)."""
+    now = present.architecture()
+    return [(flag_name(key), was, now[key]) for key, was in saved.architecture().items()]
 
 
 def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError that names every differing field of the model."""
     saved = checkpoint.config
-    rows = _compare_models(saved["model"], config)
+    rows = _compare_models(ModelConfig(**saved["model"]), config.model)
     if not config.save.finetune:
         if not config.save.load_precision_change:
             rows.append(("precision", _precision(saved), config.precision.name))
@@ -295,7 +285,7 @@ def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoi
     read_model_fields(str(folder))  # raises for an invalid folder
     weights = open_huggingface(folder)
     if differing := [f"{name} {theirs} there, {ours} here"
-                     for name, theirs, ours in _compare_models(asdict(weights.model), config) if theirs != ours]:
+                     for name, theirs, ours in _compare_models(weights.model, config.model) if theirs != ours]:
         raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
     return weights
 

@@ -31,7 +31,7 @@ from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG,
 from megatron.checkpoint.reader import Checkpoint, read_logical, read_recorded_model
 from megatron.checkpoint.tags import PrintLine, print_to_stderr
 from megatron.checkpoint.zero_to_fp32 import OutputTensor, write_output
-from megatron.config.hf_config import HF_CONFIG_FILE
+from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 
@@ -64,11 +64,9 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
                 file.write(content)
         write_json_atomic(output / HF_CONFIG_FILE, {
             **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
-            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
-            "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
-            "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
-            "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
-            "embd_pdrop": model.hidden_dropout, "layer_norm_epsilon": model.layernorm_epsilon,
+            **{theirs: getattr(model, ours) for theirs, (ours, _) in HF_FIELDS.items()},
+            "n_ctx": model.max_position_embeddings, "attn_pdrop": model.attention_dropout,
+            "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
             "initializer_range": model.init_method_std, "bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod,
             "torch_dtype": "float32"})
     return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]

@@ -138,11 +138,6 @@ def _check_equal_weights(model: nn.Module, groups: Groups) -> None:
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
-                   "max_position_embeddings", "layernorm_epsilon")
-"""Must be equal in a model and its checkpoint."""
-
-
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
     """Opens a checkpoint folder of ours, a Hugging Face GPT-2 folder, or the folder that DeepSpeed's description
     `{"type": "ds_model", "checkpoints": FOLDER}` names. Collective."""
@@ -174,10 +169,10 @@ def weights_of_gpt2(model: GPT2) -> OpenedModel:
 def check_same_shape(model: Any, opened: OpenedModel) -> None:
     """Raises ConfigError unless the checkpoint fits a GPT-2 of ours or of transformers. Equal names and shapes of the
     weights are not enough."""
-    its, theirs = opened.shape, {} if isinstance(model, GPT2) else model.config.to_dict()
+    its, theirs = opened.shape.architecture(), {} if isinstance(model, GPT2) else model.config.to_dict()
     wanted = model.config if isinstance(model, GPT2) else ModelConfig(**model_fields_of(theirs))
-    gelu = theirs.get("activation_function", SUPPORTED_GELU[0])
-    values = {**{name: (getattr(its, name), getattr(wanted, name)) for name in COMPARED_FIELDS},
+    gelu, ours = theirs.get("activation_function", SUPPORTED_GELU[0]), wanted.architecture()
+    values = {**{name: (saved, ours[name]) for name, saved in its.items()},
               **{name: (value, theirs.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
               "activation_function": (gelu if gelu in SUPPORTED_GELU else SUPPORTED_GELU[0], gelu)}
     differing = [f"its {name} is {saved}, and the given model's is {given}" for name, (saved, given) in values.items()

@@ -61,7 +61,7 @@ class Chain(nn.Module):
     def __init__(self, cycle: bytes) -> None:
         super().__init__()
         self.config, self.tp = SHAPE, SOLO
-        self.wpe = SimpleNamespace(weight=torch.zeros(1))
+        self.device = torch.device("cpu")
         self.table = torch.zeros(257, 257)
         for byte, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
             self.table[byte, following] = 20.0

@@ -208,15 +208,13 @@ def test_a_model_that_is_partly_cast_says_so_and_one_that_is_partly_moved_is_tak
 
 
 OTHERS: Mapping[str, tuple[Any, Any]] = {
-    "num_layers": (2, 3), "num_attention_heads": (2, 4), "ffn_size": (64, 192), "max_position_embeddings": (32, 24),
-    "known_vocab_size": (100, 211), "layernorm_epsilon": (1e-3, 1e-5)}
+    "num_layers": (2, 3), "num_attention_heads": (2, 4), "intermediate_size": (64, 192),
+    "max_position_embeddings": (32, 24), "vocab_size": (100, 211), "layernorm_epsilon": (1e-3, 1e-5)}
 """Field -> its value in the model, and in the checkpoint."""
 OTHERS_OF_THEIRS: Mapping[str, tuple[Any, Any]] = {
     "activation_function": ("relu", "gelu_new"), "scale_attn_weights": (False, True),
     "scale_attn_by_inverse_layer_idx": (True, False), "tie_word_embeddings": (False, True)}
-KEYS = {"ffn_size": "intermediate_size", "known_vocab_size": "vocab_size"}
-KEYS_OF_THEIRS = {ours: theirs for theirs, (ours, _) in HF_FIELDS.items()} | {
-    "ffn_size": "n_inner", "known_vocab_size": "vocab_size"}
+KEYS_OF_THEIRS = {ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +236,7 @@ def refusal(model: Any, folder: str) -> str:
 def test_a_model_of_another_shape_is_refused(name: str, folder: str) -> None:
     given, saved = {**OTHERS, **OTHERS_OF_THEIRS}[name]
     models = [theirs(seed=9, **{KEYS_OF_THEIRS.get(name, name): given})]
-    models += [ours(**{KEYS.get(name, name): given})] if name in OTHERS else []
+    models += [ours(**{name: given})] if name in OTHERS else []
     for model in models:
         assert refusal(model, folder) == (
             f"checkpoint {folder} is another model: its {name} is {saved}, and the given model's is {given}; leave the "
@@ -249,7 +247,7 @@ def test_every_difference_is_named_at_once(folder: str) -> None:
     said = refusal(theirs(n_layer=2, n_head=2, n_embd=32, activation_function="relu"), folder)
     assert said.count("its ") == 5 and "\n" not in said
     assert all(f"its {name} is {saved}, and the given model's is {given}; " in said for name, saved, given in (
-        ("num_layers", 3, 2), ("hidden_size", 48, 32), ("num_attention_heads", 4, 2), ("ffn_size", 192, 128),
+        ("num_layers", 3, 2), ("hidden_size", 48, 32), ("num_attention_heads", 4, 2), ("intermediate_size", 192, 128),
         ("activation_function", "gelu_new", "relu")))
 
 
