@@ -86,9 +86,7 @@ FP32_SCRIPT = "zero_to_fp32.py"
 
 
 TRASH_PREFIX = ".trash-"
-MAX_PENDING_FOLDERS = 1
-"""Pending folders with which a save still starts; with more it waits, since the disk deletes too slowly."""
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
 
 DeleteFolder = Callable[[Path], object]
 """Deletes a folder in the trash."""
@@ -204,7 +202,7 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
                         deleter: BackgroundDeleter | None = None) -> Iterator[Path]:
     """Yield an empty, locked staging folder for `tag`, after cleaning up interrupted saves. Raises StorageError unless
     `needed` bytes are free, so that no half checkpoint is written. Waits for background deletions only if their space
-    is needed or they pile up."""
+    is needed."""
     staging = root / f"{STAGING_PREFIX}{check_safe_name(tag, 'tag')}-{check_safe_name(run_id, 'run id')}"
     with ExitStack() as until_saved:
         with explain_disk_errors(staging, needed):
@@ -213,11 +211,7 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
                 fsync_directory(root.parent)
             clean_up_save_root(root, print_line, delete_folder if deleter is None else deleter.delete)
             # Without the lock of the save root, so that others may save meanwhile.
-            if deleter is not None and deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
-                print_line(f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than "
-                           "they come")
-                deleter.wait_for_deletions(MAX_PENDING_FOLDERS, is_stop_requested)
-            if deleter is not None and deleter.pending_count and _lacks_disk_space(root, needed):
+            if deleter is not None and deleter.is_deleting and _lacks_disk_space(root, needed):
                 print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
                 deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
             if _lacks_disk_space(root, needed):
@@ -352,53 +346,39 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
 
 @final
 class BackgroundDeleter:
-    """Deletes folders one by one in threads. A save waits for it if disk space is short or too many folders are
-    pending, and a successful program waits at its end; a failed or stopped one leaves the rest to the next start."""
+    """Deletes folders in threads. A save waits for them only if their space is needed, a successful program at its end;
+    a failed or stopped one leaves the rest to the next start."""
 
     def __init__(self, print_line: PrintLine = print_to_stderr) -> None:
         self._print_line = print_line
-        self._pending: list[Path] = []
-        self._changed, self._one_at_a_time = threading.Condition(), threading.Lock()
-        self._warned: set[Path] = set()
+        self._threads: dict[Path, threading.Thread] = {}
         after_shutdown(self._finish_at_shutdown)
 
     def delete(self, path: Path) -> None:
-        """Queue the folder and return at once. Queuing it again has no effect."""
-        with self._changed:
-            if path in self._pending:
-                return
-            self._pending.append(path)
-        try:
-            threading.Thread(target=self._delete_pending, args=(path,), name="delete", daemon=True).start()
-        except RuntimeError:  # no thread can be started
-            self._delete_pending(path)
+        """Delete the folder in a thread. A second call meanwhile has no effect."""
+        self._threads = {other: thread for other, thread in self._threads.items() if thread.is_alive()}
+        if path not in self._threads:
+            self._threads[path] = threading.Thread(target=self._delete, args=(path,), name="delete", daemon=True)
+            try:
+                self._threads[path].start()
+            except RuntimeError:  # no new threads during interpreter shutdown
+                self._delete(path)
 
     @property
-    def pending_count(self) -> int:
-        """Folders waiting to be deleted."""
-        return len(self._pending)
+    def is_deleting(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads.values())
 
-    def wait_for_deletions(self, most: int = 0, until: Callable[[], object] = lambda: False) -> None:
-        """Wait until at most `most` folders are pending, or `until()` is true."""
-        with self._changed:
-            while self.pending_count > most and not until():
-                self._changed.wait(POLL_SECONDS)
+    def wait_for_deletions(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait until all folders are deleted, or `until()` is true."""
+        while self.is_deleting and not until():
+            time.sleep(POLL_SECONDS)
 
     def _finish_at_shutdown(self) -> None:
-        if self.pending_count and not is_stop_requested():
-            with STATUS.in_activity("deletion of old checkpoints"):
-                self.wait_for_deletions(until=is_stop_requested)
+        with STATUS.in_activity("deletion of old checkpoints"):
+            self.wait_for_deletions(until=is_stop_requested)
 
-    def _delete_pending(self, path: Path) -> None:
-        try:
-            with self._one_at_a_time:
-                error = delete_folder(path)
-            if error is not None and path not in self._warned:
-                self._warned.add(path)
-                with suppress(OSError, ValueError):  # the output is closed
-                    self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted "
-                                     f"({error.strerror or error}): the next save tries again")
-        finally:
-            with self._changed:
-                self._pending.remove(path)
-                self._changed.notify_all()
+    def _delete(self, path: Path) -> None:
+        if (error := delete_folder(path)) is not None:
+            with suppress(OSError, ValueError):  # the output is closed
+                self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted "
+                                 f"({error.strerror or error}): the next save tries again")

@@ -21,9 +21,7 @@ import torch
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint import commit, writer
-from megatron.checkpoint.commit import (BackgroundDeleter, Keep, MAX_PENDING_FOLDERS, TRASH_PREFIX, clean_up_save_root,
-                                        delete_folder)
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.commit import (BackgroundDeleter, Keep, TRASH_PREFIX, clean_up_save_root, delete_folder)
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import TensorPiece
@@ -49,13 +47,11 @@ def in_trash(root: Path) -> list[str]:
 
 
 @contextmanager
-def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
-    """Nothing is deleted until the event is set; what was begun to be."""
+def slow_disk() -> Iterator[threading.Event]:
+    """Nothing is deleted until the event is set."""
     go, remove = threading.Event(), shutil.rmtree
 
     def later(*words: Any, **more: Any) -> None:
-        if begun is not None:
-            begun.append(words)
         assert go.wait(10)
         remove(*words, **more)
 
@@ -71,25 +67,17 @@ def in_thread(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_save_does_not_wait_for_what_it_deletes_until_it_piles_up(tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_what_it_deletes(tmp_path: Path) -> None:
     behind = BackgroundDeleter()
     save(tmp_path, 1, behind)
-    begun: list[Any] = []
-    with slow_disk(begun) as go:
-        save(tmp_path, 2, behind)
-        assert tag_names(tmp_path) == ["global_step2"] and len(in_trash(tmp_path)) == 1
-        assert verify_tag(tmp_path, "global_step2") and open_checkpoint(tmp_path,
-                                                                        print_line=pytest.fail).tag == "global_step2"
-        save(tmp_path, 3, behind)
-        assert tag_names(tmp_path) == ["global_step3"] and len(in_trash(tmp_path)) == MAX_PENDING_FOLDERS + 1
-        later = in_thread(lambda: save(tmp_path, 4, behind))
-        assert later.is_alive() and len(begun) == 1  # and it does not delete the same beside
-        assert tag_names(tmp_path) == ["global_step3"]
-        assert not [name for name in os.listdir(tmp_path) if name.startswith(".staging")]
+    with slow_disk() as go:
+        for step in (2, 3):
+            save(tmp_path, step, behind)
+            assert tag_names(tmp_path) == [f"global_step{step}"] and len(in_trash(tmp_path)) == step - 1
+            verify_tag(tmp_path, f"global_step{step}")
         go.set()
-        later.join(60)
     behind.wait_for_deletions()
-    assert tag_names(tmp_path) == ["global_step4"] and in_trash(tmp_path) == []
+    assert tag_names(tmp_path) == ["global_step3"] and in_trash(tmp_path) == []
 
 
 def test_a_save_waits_for_what_is_deleted_where_its_room_is_needed(tmp_path: Path) -> None:
@@ -111,9 +99,9 @@ def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path:
     behind, said = BackgroundDeleter(), list[str]()
     with slow_disk() as go:
         clean_up_save_root(tmp_path, said.append, behind.delete)
-        assert len(in_trash(tmp_path)) == behind.pending_count == 2 and len(said) == 1
+        assert len(in_trash(tmp_path)) == 2 and len(said) == 1
         clean_up_save_root(tmp_path, said.append, behind.delete)
-        assert behind.pending_count == 2  # each once
+        assert sum(thread.name == "delete" for thread in threading.enumerate()) == 2  # each once
         go.set()
         behind.wait_for_deletions()
     assert os.listdir(tmp_path) == []
@@ -152,24 +140,19 @@ def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Call
     assert in_trash(tmp_path) == []
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_program_that_was_asked_to_stop_does_not_wait(when: str, tmp_path: Path) -> None:
+def test_a_program_that_was_asked_to_stop_does_not_wait(tmp_path: Path) -> None:
     behind, stop = BackgroundDeleter(), StopListener()
     save(tmp_path, 1, behind)
     process_group.register_stop_check(stop.is_stop_pending)
     with slow_disk() as go:
         save(tmp_path, 2, behind)
-        save(tmp_path, 3, behind)
-        if when == "before":
-            stop.is_stopping = True
-            save(tmp_path, 4, behind)  # though they pile up
         leaving = in_thread(process_group.run_shutdown_callbacks)
+        assert leaving.is_alive()
         stop.signal = signal.SIGTERM
         leaving.join(5)
-        assert not leaving.is_alive() and len(in_trash(tmp_path)) == 2 + (when == "before")
+        assert not leaving.is_alive() and len(in_trash(tmp_path)) == 1
         go.set()
         behind.wait_for_deletions()
-    clean_up_save_root(tmp_path, print)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
@@ -190,24 +173,12 @@ def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, 
     assert in_trash(tmp_path) == [] and len(said) == 1
 
 
-def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_path: Path) -> None:
-    behind, start = BackgroundDeleter(), threading.Thread.start
+def test_without_threads_it_is_deleted_at_once(tmp_path: Path) -> None:
+    behind = BackgroundDeleter()
     save(tmp_path, 1, behind)
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name == "delete":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with slow_disk() as go, mock.patch.object(threading.Thread, "start", starts):
-        saving = in_thread(lambda: save(tmp_path, 2, behind))
-        waiting = in_thread(behind.wait_for_deletions)
-        assert saving.is_alive() and waiting.is_alive()
-        go.set()
-        waiting.join(60)
-        saving.join(60)
+    with mock.patch.object(commit.threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        behind.delete((tmp_path / "global_step1").rename(tmp_path / f"{TRASH_PREFIX}1"))
     assert in_trash(tmp_path) == []
-    behind.wait_for_deletions()
 
 
 def test_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
