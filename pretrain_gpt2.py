@@ -63,12 +63,12 @@ def _run(stop: StopListener) -> int:
     from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
     from megatron.plan.oom_hint import oom_hint
     from megatron.recompute import notes as recompute_notes
-    from megatron.train import build, run_header
+    from megatron.train import build
     from megatron.train.evaluation import generate_sample, printable
     from megatron.train.loop import Trainer
     from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
     from megatron.train.resume import RunCheckpoints
-    from megatron.train.run_log import RunLog, check_log_paths
+    from megatron.train.run_log import RunLog, check_log_paths, header_lines, header_record
     from megatron.zero.stages import ineffective_setting_notes as zero_notes
     from mpu import groups as mpu_groups
 
@@ -98,8 +98,7 @@ def _run(stop: StopListener) -> int:
         unused = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
                   *recompute_notes(config.recompute, groups.tp.size, device),
                   *processor_notes(config.precision.name, device))
-        log.start_run(config, run_header.header_record(config, groups, device),
-                      run_header.header_lines(config, groups, device, tokenizer))
+        log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))
         for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
             log.print_line(config.translate(line))
         trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,

@@ -41,6 +41,8 @@ NAMES_OF_DISTRIBUTED = {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
         "rendezvous"},
     "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
+    "megatron.fsdp": {"fsdp", "checkpoint"}, "megatron.fsdp.fully_shard": {"fsdp"},  # torch's policies and options
+    "megatron.fsdp.optim_state": {"checkpoint"},  # torch's StateDictOptions
     "megatron.fsdp.sharded_tensor": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types; three modules of mpu may use all of it."""

@@ -8,15 +8,17 @@ fully_sharded_data_parallel.py and fully_shard.py (the two interfaces), then sha
 training step) and sharded_tensor.py (parameters between passes). state_dict.py, optim_state.py and checkpoint.py save.
 """
 
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.fully_shard import FSDPModule, fully_shard
 from megatron.fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, default_auto_wrap_policy,
     disable_checkpointing, enable_wrap, transformer_auto_wrap_policy, wrap)
-from megatron.fsdp.optim_state import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+from megatron.fsdp.optim_state import (get_model_state_dict, get_optimizer_state_dict, get_state_dict,
                                        set_model_state_dict, set_optimizer_state_dict, set_state_dict)
-from megatron.fsdp.sharding_settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from megatron.fsdp.root import clip_grad_norm_
 from megatron.fsdp.state_dict import summon_full_params
 
 FSDP = FullyShardedDataParallel

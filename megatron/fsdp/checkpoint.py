@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
-from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp.full_params import local_masters, param_ranges
 from megatron.fsdp.optim_state import OptimState, params_of, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
@@ -43,19 +42,6 @@ from mpu.collectives import broadcast_json
 from mpu.random import capture_rng, restore_rng
 
 
-@contextmanager
-def _errors_name_arguments() -> Iterator[None]:
-    """Errors name the argument `save_dir`, not the trainer's flag."""
-    try:
-        yield
-    except StorageError as error:
-        flag, text = "--save", str(error)
-        if not text.startswith(flag):
-            raise
-        raise StorageError(f"save_dir{text.removeprefix(flag)}") from error
-
-
-@_errors_name_arguments()
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None,
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
@@ -65,7 +51,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
     name = tag_of_iteration(steps) if tag is None else str(tag)
     all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
-    on_rank_0(lambda: check_save_root_is_writable(folder), root.dp)
+    on_rank_0(lambda: check_save_root_is_writable(folder, "save_dir"), root.dp)
     kinds = sharded_kinds(optimizer, root.trained)
     with buffers_in_own_dtype(module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
@@ -169,15 +155,11 @@ def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.d
 def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | None) -> None:
     where = f"{found.tag} of {found.folder.parent}"
     own = {slot.name: slot.shape for bucket in root.buckets for slot in bucket.layout.slots}
-    saved = set(found.names(WEIGHT))
-    for what, names in (("not in the checkpoint", own.keys() - saved), ("not in the model", saved - own.keys())):
-        if names:
-            raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
-                                  "first; give the model it was saved from")
-    for name, shape in own.items():
-        if found.shape(WEIGHT, name) != shape:
-            raise CheckpointError(f"{where} is of another model: weight {name!r}: shape expected {list(shape)}, found "
-                                  f"{list(found.shape(WEIGHT, name))}")
+    saved = {name: found.shape(WEIGHT, name) for name in found.names(WEIGHT)}
+    if differing := [name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)]:
+        name = min(differing)
+        raise CheckpointError(f"{where} is of another model: {len(differing)} parameters differ, {name!r} first: shape "
+                              f"expected {own.get(name)}, found {saved.get(name)}; give the model it was saved from")
     if optimizer is not None:
         kind = found.shared_state["optimizer"]
         if kind != type(optimizer).__name__:

@@ -1,8 +1,8 @@
-"""The masters of a bucket: this rank's shard of them, and gathering, storing and broadcasting the full ones."""
+"""The masters of a bucket: this rank's shard of them, and gathering, storing and broadcasting full values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.partitioned_param import release_param, set_param_data
-from mpu.collectives import all_gather_into, broadcast_into
+from mpu.collectives import all_gather_into, broadcast_into, broadcast_json
+from mpu.groups import Group
 
 
 def gather_shards(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
@@ -72,6 +73,38 @@ def broadcast_masters_from_rank0(bucket: FlatBucket, new_values: list[Tensor | N
     flat = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(whole[0].untyped_storage())
     broadcast_into(flat, 0, bucket.dp).wait()
     store_masters(bucket, whole)
+
+
+def broadcast_nested(value: Any, group: Group, device: torch.device, keep: Callable[[tuple[Any, ...], Tensor], Any],
+                     ) -> Any:
+    """Rank 0's nested dicts, lists and tuples of numbers, strings and tensors, on every rank. `keep(path, tensor)` says
+    what stays of each full tensor, which is on the device; one is there at a time. Collective."""
+    def encode(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape)]}
+        if isinstance(node, dict):
+            return {"dict": [[key, encode(inner)] for key, inner in node.items()]}
+        if isinstance(node, list | tuple):
+            return {"tuple" if isinstance(node, tuple) else "list": [encode(inner) for inner in node]}
+        return node
+
+    def receive(code: Any, own: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(code, dict):
+            return code
+        (kind, content), = code.items()
+        if kind == "dict":
+            return {key: receive(inner, own[key] if own else None, (*path, key)) for key, inner in content}
+        if kind == "tensor":
+            full = torch.empty(content[1], dtype=getattr(torch, content[0]), device=device)
+            if group.rank == 0:
+                full.copy_(own)
+            broadcast_into(full.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
+            return keep(path, full)
+        items = [receive(inner, own[index] if own else None, (*path, index)) for index, inner in enumerate(content)]
+        return tuple(items) if kind == "tuple" else items
+
+    own = value if group.rank == 0 else None
+    return receive(broadcast_json(encode(own), group), own, ())
 
 
 def restore_full_params(bucket: FlatBucket) -> None:

@@ -11,15 +11,16 @@ The class of a sharded module becomes a subclass that adds the methods of `FSDPM
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from megatron.errors import ConfigError
-from megatron.fsdp.sharding import check_shardable, require_fsdp_state, resolve_group, shard_module, sharded_modules
-from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
+from megatron.fsdp.sharding import (ShardingSettings, check_shardable, require_fsdp_state, resolve_group, shard_module,
+                                    sharded_modules)
 from megatron.zero.bucket import FlatBucket
 
 
@@ -40,11 +41,12 @@ class FSDPModule(NotCopyable, nn.Module):
         state = require_fsdp_state(self)
         if not state.root.is_running:
             state.root.sync_before_access()
+        for bucket in state.unit.buckets:
+            bucket.start_gather()
         handle = UnshardHandle(state.unit.buckets)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def reshard(self) -> None:
         """Free the gathered parameters of this module."""
@@ -59,22 +61,12 @@ class FSDPModule(NotCopyable, nn.Module):
                               "of a step are summed together")
         root.reduces_grads = requires_gradient_sync
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: every backward is complete by itself."""
+    def _no_effect(self, *given: Any, **named: Any) -> None:
+        """For scripts of torch's. Every backward is complete by itself, gathers only what it uses and reshards it;
+        prefetching follows the order of the previous pass; there is one sharding group and no replication."""
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """No effect: prefetching follows the order of the previous pass."""
-
-    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """No effect: parameters are always resharded after backward."""
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: backward gathers only what it uses."""
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No effect: there is one sharding group and no replication."""
+    set_is_last_backward = set_requires_all_reduce = set_reshard_after_backward = set_unshard_in_backward = _no_effect
+    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = _no_effect
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
@@ -91,38 +83,28 @@ class FSDPModule(NotCopyable, nn.Module):
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
-    def set_post_optim_event(self, event: Any) -> None:
-        """Work queued on the device from now on waits for `event` (an optimizer step on another stream)."""
-        event.wait()
-
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         raise ConfigError("set_all_reduce_hook() is not supported: gradients are summed over one group of ranks, by "
                           "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
 
 
+@dataclass(frozen=True)
 class UnshardHandle:
     """Returned by `unshard(async_op=True)`."""
 
-    def __init__(self, buckets: Iterable[FlatBucket]) -> None:
-        self._buckets = buckets
-        for bucket in buckets:
-            bucket.start_gather()
+    buckets: Sequence[FlatBucket]
 
     def wait(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.wait_for_param_gather()
 
-
-_ARGUMENT_NAMES = {**{name: f"mp_policy.{name}" for name in ("param_dtype", "reduce_dtype", "output_dtype")},
-                   "input_dtype": "mp_policy.cast_forward_inputs", "pin_memory": "offload_policy.pin_memory",
-                   "offload_to_host": "offload_policy (CPUOffloadPolicy)"}
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
 
 
 def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: bool | int | None = None,
-                shard_placement_fn: Any = None, mp_policy: Any = MixedPrecisionPolicy(),
-                offload_policy: Any = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
+                shard_placement_fn: Any = None, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+                offload_policy: OffloadPolicy = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
                 sync_module_states: bool = False) -> Modules:
     """Shard the parameters of `module`, except those of modules inside that are sharded already; returns the module.
     Modules of a list are sharded one by one, except those inside another one. Collective. If a check raises
@@ -134,9 +116,6 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     `sync_module_states` (not in torch) to take rank 0's.
     """
     given = [module] if isinstance(module, nn.Module) else list(module)
-    if not all(isinstance(one, nn.Module) for one in given):
-        raise ConfigError("fully_shard takes a module or a list of modules, not "
-                          f"{', '.join(type(one).__name__ for one in given)}")
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     modules = [one for one in dict.fromkeys(given) if id(one) not in inside]
     if shard_placement_fn is not None:
@@ -145,14 +124,12 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
         raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
                           "mesh['shard']")
     group = resolve_group(None if mesh is None else mesh.get_group())
-    settings = ShardingSettings(reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
-                                param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
-                                reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
-                                output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
-                                input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
-                                offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(
-                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states,
-                                argument_names=_ARGUMENT_NAMES)
+    settings = ShardingSettings(
+        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+        param_dtype=mp_policy.param_dtype, reduce_dtype=mp_policy.reduce_dtype, output_dtype=mp_policy.output_dtype,
+        input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
+        offload_to_host=isinstance(offload_policy, CPUOffloadPolicy),
+        pin_memory=getattr(offload_policy, "pin_memory", False), sync_module_states=sync_module_states)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):

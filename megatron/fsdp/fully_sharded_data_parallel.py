@@ -11,10 +11,12 @@ then whether to wrap.
 
 from __future__ import annotations
 
+import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -25,13 +27,12 @@ from torch.optim import Optimizer
 
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.full_params import temporarily_replaced
 from megatron.fsdp.fully_shard import NotCopyable
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, require_fsdp_state, resolve_group,
-                                    shard_module, sharded_modules)
-from megatron.fsdp.sharding_settings import FairScaleArguments, parse_arguments
+from megatron.fsdp.root import clip_grad_norm_
+from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
+                                    resolve_group, shard_module, sharded_modules)
 from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
                                       local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
 from megatron.recompute import Recomputation
@@ -42,10 +43,86 @@ _SHARED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_bu
 """Attributes that the wrapper shares with the wrapped module."""
 
 
+def _no_effect(default: Any, why: str) -> Any:
+    """An argument that changes nothing here; a note says so if another value is given."""
+    return field(default=default, metadata={"no_effect": why})
+
+
+@dataclass(frozen=True)
+class FairScaleArguments:
+    """The arguments as given, with FairScale's defaults."""
+
+    reshard_after_forward: bool | int = True
+    mixed_precision: Any = False
+    fp32_reduce_scatter: bool = False
+    cpu_offload: Any = False
+    move_params_to_cpu: bool = False
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    gradient_predivide_factor: float | None = None
+    force_input_to_fp32: bool = False
+    state_dict_device: torch.device | str | None = None
+    state_dict_on_rank_0_only: bool = False
+    sync_module_states: bool = False
+    """Not in FairScale: take rank 0's values instead of raising if ranks differ."""
+    flatten_parameters: bool = _no_effect(True, "parameters are always in flat buffers, and keep their names")
+    bucket_cap_mb: int = _no_effect(25, "the gradients of a wrapped module travel together")
+    disable_reshard_on_root: bool = _no_effect(True, "the outermost module keeps its parameters until its backward")
+    no_broadcast_optim_state: bool = _no_effect(False, "the optimizer's state is never broadcast")
+    clear_autocast_cache: bool = _no_effect(
+        False, "autocast finds parameters of the precision it wants, or casts them itself")
+    verbose: bool = _no_effect(False, "what is sharded is shown by print(model)")
+    move_grads_to_cpu: bool | None = _no_effect(
+        None, "gradients are where the step is taken: with move_params_to_cpu on the host")
+    compute_device: Any = _no_effect(None, "a module computes where it is, or on this rank's GPU")
+    allow_reset_parameters: bool = _no_effect(False, "reset_parameters() works inside summon_full_params()")
+    process_group_reduce_scatter: Any = _no_effect(None, "gradients and parameters take turns on one process group")
+
+    def to_settings(self, ranks: int) -> ShardingSettings:
+        factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
+        if not 0 < factor <= ranks:
+            raise ConfigError(f"gradient_predivide_factor {factor}: give a number above 0, at most the number of ranks "
+                              f"({ranks})")
+        given = self.mixed_precision  # a bool, or the MixedPrecision of torch's FSDP1
+        working_dtype = (self.compute_dtype or getattr(given, "param_dtype", None)
+                         or (torch.float16 if given is True else None))
+        return ShardingSettings(
+            reshard_after_forward=self.reshard_after_forward, param_dtype=working_dtype,
+            reduce_dtype=torch.float32 if self.fp32_reduce_scatter else getattr(given, "reduce_dtype", None),
+            input_dtype=working_dtype or (torch.float32 if self.force_input_to_fp32 else None),
+            buffer_dtype=self.buffer_dtype or getattr(given, "buffer_dtype", None) or working_dtype,
+            offload_to_host=bool(self.move_params_to_cpu
+                                 or getattr(self.cpu_offload, "offload_params", self.cpu_offload)),
+            grad_predivide_factor=factor, sync_module_states=self.sync_module_states)
+
+    def notes(self) -> list[str]:
+        """Notes on arguments that have no effect."""
+        return [f"note: FullyShardedDataParallel({one.name}={getattr(self, one.name)!r}) has no effect: "
+                f"{one.metadata['no_effect']}"
+                for one in fields(self) if one.metadata and getattr(self, one.name) != one.default]
+
+
+_ELSEWHERE = {"sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
+              "auto_wrap_policy": "wrap the model with megatron.fsdp.auto_wrap(model, policy) inside enable_wrap()",
+              "ignored_modules": "use fully_shard(module, ignored_params=...)",
+              "device_mesh": "give process_group=mesh.get_group()"}
+"""Argument of torch's FSDP1 -> what to do instead."""
+
+
+def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
+    known = {item.name for item in fields(FairScaleArguments)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = _ELSEWHERE.get(name) or (f"did you mean {near[0]!r}?" if near else
+                                              f"it has {', '.join(sorted(known))} (docs/fsdp.md)")
+            raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}; {advice}")
+    return FairScaleArguments(**given)
+
+
 class FullyShardedDataParallel(NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
-        """`given` are FairScale's arguments (`FairScaleArguments` in sharding_settings.py). Collective over the
-        group."""
+        """`given` are FairScale's arguments (`FairScaleArguments`). Collective over the group."""
         super().__init__()
         self.arguments: FairScaleArguments = parse_arguments(given)
         group = resolve_group(process_group)

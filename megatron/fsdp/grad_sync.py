@@ -82,13 +82,11 @@ MAX_OVERFLOWS_IN_A_ROW = 20
 
 
 class FSDPLossScaler:
-    def __init__(self, is_on: bool) -> None:
-        self.is_enabled = is_on
+    def __init__(self, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
         self._rule = LossScaleRule(INITIAL_SCALE, SCALE_WINDOW, 1, MIN_SCALE, dynamic=True,
-                                   is_enabled=True) if is_on else LossScaleRule()
+                                   is_enabled=True) if is_enabled else LossScaleRule()
         self._state = self._rule.initial_state()
-        self.skipped_backwards = 0
-        """Backwards that overflowed."""
         self._overflows_in_a_row = 0
 
     @property
@@ -104,17 +102,14 @@ class FSDPLossScaler:
         if self.is_enabled and saved["loss_scale"] > 1:
             self._state = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
 
-    def update(self, overflow: bool) -> bool:
-        """Update the scale after a reduced backward; True if it overflowed. Raises NumericsError if the scale cannot
-        fall further."""
+    def update(self, overflow: bool) -> None:
+        """Update the scale after a reduced backward. Raises NumericsError if it cannot fall further."""
         exhausted = overflow and self._rule.is_exhausted(self._state)
         self._state = self._rule.next_state(self._state, overflow=overflow)
-        self.skipped_backwards += overflow
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if exhausted else 0
         if self._overflows_in_a_row > MAX_OVERFLOWS_IN_A_ROW:
             raise NumericsError(f"{self._overflows_in_a_row} backwards in a row overflowed at the least loss scale "
                                 f"({MIN_SCALE:g}): use bf16, or a lower learning rate")
-        return overflow
 
 
 class ParamGradViews:

@@ -5,23 +5,21 @@
 
 State that has a value for each element is sharded like its parameter; a number is the same on all ranks; anything else
 is refused. Without `full_state_dict` values are this rank's segments, for the same rank of as many. With `cpu_offload`
-only rank 0 gets the full state. `broadcast_from_rank0` sets rank 0's state on all ranks. torch's own StateDictOptions
-work.
+only rank 0 gets the full state. `broadcast_from_rank0` sets rank 0's state on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import gather_shards, param_ranges
+from megatron.fsdp.full_params import broadcast_nested, gather_shards, param_ranges
 from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, segment_like, segment_location,
                                           set_gradient)
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
@@ -29,10 +27,11 @@ from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_sta
                                       prepare_all_ranks)
 from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
-from mpu.collectives import broadcast_into, broadcast_json
-from mpu.groups import Group
+from mpu.collectives import broadcast_json
 
 OptimState = dict[str, Any]
+Options = StateDictOptions | None
+Optimizers = Optimizer | Iterable[Optimizer]
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -136,41 +135,6 @@ def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
             set_gradient(one, gradient)
 
 
-def scatter_from_rank0(parameters: Mapping[str, nn.Parameter], states: Mapping[str, OptimState], dp: Group,
-                       device: torch.device) -> dict[str, OptimState]:
-    """This rank's part of rank 0's full states, by parameter name. Collective; one parameter's state is full at a
-    time."""
-    split = infer_sharded_kinds(states.values())
-
-    def announce(kind: str, value: Any) -> Any:
-        """JSON for a state value: for a tensor [dtype, shape, is_sharded, value if 0-dimensional]."""
-        return value if not isinstance(value, Tensor) else [
-            str(value.dtype).removeprefix("torch."), list(value.shape), kind in split,
-            None if value.dim() else value.item()]
-
-    announced = broadcast_json({name: {kind: announce(kind, value) for kind, value in state.items()}
-                                for name, state in states.items()}, dp)
-    local: dict[str, OptimState] = {}
-    for name, kinds in announced.items():
-        full: OptimState = {}
-        for kind, what in kinds.items():
-            if not isinstance(what, list):
-                full[kind] = what
-                continue
-            dtype, shape, _, number = what
-            if number is not None:
-                full[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
-                continue
-            value = full[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            if dp.rank == 0:
-                value.copy_(states[name][kind])
-            # bytes: works for every dtype
-            broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
-        sharded = {kind for kind, what in kinds.items() if isinstance(what, list) and what[2]}
-        local[name] = shard_full_state(parameters.get(name), full, sharded)
-    return local
-
-
 def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
     """Kinds of full state with one value per element. 0-dimensional parameters are ambiguous: if there are no others,
     every kind but torch's `step` counts."""
@@ -211,16 +175,7 @@ def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full
 # ---- the functions of torch.distributed.checkpoint.state_dict -------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StateDictOptions:
-    full_state_dict: bool = False
-    cpu_offload: bool = False
-    ignore_frozen_params: bool = False
-    strict: bool = True
-    broadcast_from_rank0: bool = False
-
-
-def get_model_state_dict(model: nn.Module, *, options: Any = None) -> OptimState:
+def get_model_state_dict(model: nn.Module, *, options: Options = None) -> OptimState:
     options = options or StateDictOptions()
     module = unwrap(model)
     if options.full_state_dict:
@@ -236,7 +191,7 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> OptimState
     return state
 
 
-def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Options = None) -> None:
     options = options or StateDictOptions()
     module = unwrap(model)
     if options.broadcast_from_rank0:
@@ -245,8 +200,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
         model.load_state_dict(model_state_dict, options.strict)
 
 
-def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
-                             ) -> OptimState:
+def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: Options = None) -> OptimState:
     """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Without `full_state_dict`, an
     optimizer that has taken no step yields its initial state, as a target to load into."""
     options = options or StateDictOptions()
@@ -270,8 +224,8 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
     return found if found["param_groups"] else {}
 
 
-def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
-                             optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
+def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *,
+                             options: Options = None) -> None:
     options = options or StateDictOptions()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states, groups = optim_state_dict.get("state", {}), optim_state_dict.get("param_groups", [])
@@ -304,33 +258,25 @@ def _broadcast_from_rank0(model: nn.Module, states: Mapping[str, OptimState], gr
     """This rank's part of rank 0's states, and its param groups. Collective."""
     root = require_fsdp_state(unwrap(model)).root
     parameters = dict(model.named_parameters())
-    all_succeed_or_raise(lambda: _check_full_states(states, parameters) if root.dp.rank == 0 else None, root.dp)
+    split = broadcast_json(sorted(infer_sharded_kinds(states.values())), root.dp)
+
+    def keep(path: tuple[Any, ...], full: Tensor) -> Any:
+        if path[0] == 1 or path[2] not in split:  # of a param group, or one number for the whole parameter
+            return full.cpu()
+        _, name, kind = path
+        return shard_full_state(parameters.get(name), {kind: full}, split)[kind]
+
     plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
-    values = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-                             for group in plain], root.dp)
-    tuples = {key for group in plain for key, value in group.items() if isinstance(value, tuple)}
-    tuples = set(broadcast_json(sorted(tuples), root.dp))
-    return (scatter_from_rank0(parameters, states, root.dp, root.device),
-            [{key: tuple(value) if key in tuples else value for key, value in group.items()} for group in values])
+    local_states, local_groups = broadcast_nested((states, plain), root.dp, root.device, keep)
+    return local_states, local_groups
 
 
-def _check_full_states(states: Mapping[str, OptimState], parameters: Mapping[str, nn.Parameter]) -> None:
-    split = infer_sharded_kinds(states.values())
-    for name, state in states.items():
-        for kind, value in state.items():
-            if kind in split and name in parameters and value.shape != parameters[name].shape:
-                raise ConfigError(f"set_optimizer_state_dict: the state {kind!r} of {name} has shape "
-                                  f"{list(value.shape)}, expected {list(parameters[name].shape)}: give the first rank "
-                                  "the full state dict of this model's optimizer")
-
-
-def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
+def get_state_dict(model: nn.Module, optimizers: Optimizers, *, options: Options = None,
                    ) -> tuple[OptimState, OptimState]:
     return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers, options=options)
 
 
-def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *,
-                   model_state_dict: Mapping[str, Any], optim_state_dict: Mapping[str, Any],
-                   options: Any = None) -> None:
+def set_state_dict(model: nn.Module, optimizers: Optimizers, *, model_state_dict: Mapping[str, Any],
+                   optim_state_dict: Mapping[str, Any], options: Options = None) -> None:
     set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)

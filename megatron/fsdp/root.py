@@ -5,13 +5,16 @@
     after a backward     ranks compare what they did, and `p.grad` is set
 
 It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the
-masters.
+masters. `clip_grad_norm_` sums squares by rows that begin at parameter borders (mpu/grads.py), so the norm is the same
+to the bit for any wrapping and number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from weakref import WeakSet
 
@@ -22,9 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from megatron.checkpoint.manifest import Lineage
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.watchdog import start_watchdog
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
-from megatron.fsdp.sharded_tensor import ShardedParamViews, UnreducedGrad, gradient_of, set_gradient
+from megatron.fsdp.sharded_tensor import (ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, gradient_of,
+                                          local_tensor, set_gradient)
 from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
@@ -34,8 +38,10 @@ from megatron.zero.param_coordinator import ParamCoordinator
 from megatron.zero.partitioned_param import param_owner
 from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
+from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
-from mpu.groups import Group, Groups
+from mpu.grads import norm_term
+from mpu.groups import SOLO, Group, Groups
 
 VOLATILE = "summon_full_params(volatile=True)"
 """A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
@@ -283,7 +289,8 @@ class FSDPRoot:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
                              if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
                 reached, overflow = self._backward_consistency(self.passes.take_run_digest(), reached, overflows)
-                if self.loss_scaler.update(overflow):  # without gradients the optimizer leaves the weights unchanged
+                self.loss_scaler.update(overflow)
+                if overflow:  # without gradients the optimizer leaves the weights unchanged
                     for bucket in self.trained:
                         bucket.grads.discard()
                     reached = [frozenset() for _ in reached]
@@ -320,3 +327,62 @@ def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
 
 
 before_optimizer_steps(_before_step)
+
+
+# ---- clipping -------------------------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
+                    error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
+    """As torch.nn.utils.clip_grad_norm_, but collective. Parameters that are not sharded count once."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    reshard_models_with(given)
+    by_bucket: dict[FlatBucket, list[ShardedParam]] = defaultdict(list)
+    for one in given:
+        if isinstance(one, ShardedParam):
+            by_bucket[bucket_of(one)].append(one)
+    groups = {bucket.dp for bucket in by_bucket}
+    if len(groups) > 1:
+        raise ConfigError("the parameters are sharded over different groups of ranks: clip those of each group by "
+                          "themselves")
+    group = next(iter(groups), SOLO)
+    sharded = [grad for bucket, members in by_bucket.items() for grad in _local_grads(bucket, members)]
+    others = [one.grad for one in given if not isinstance(one, ShardedParam) and one.grad is not None]
+    first = next(iter(by_bucket), None)
+    if first is None:
+        norm_device = others[0].device if others else torch.device("cpu")
+    else:  # the same device on all ranks, even if one has no gradient
+        norm_device = first.update_device if first.dp.own_backend_serves_cpu else first.device
+        first.log.record_barrier("clip_grad_norm_()")
+    # unsharded gradients are equal on all ranks: count rank 0's only
+    counted = [*sharded, *(others if group.rank == 0 else ())]
+    norm = _total_norm(counted, float(norm_type), group, norm_device)
+    if error_if_nonfinite and not math.isfinite(float(norm)):
+        raise NumericsError(f"the norm of order {norm_type} of all gradients is {float(norm)}: they cannot be clipped")
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for grad in (*sharded, *others):
+        by_kind[grad.dtype, grad.device].append(grad)
+    for (dtype, device), grads in by_kind.items():
+        torch._foreach_mul_(grads, factor.to(device, dtype))
+    return norm
+
+
+def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iterator[Tensor]:
+    """This rank's gradients of these parameters: the bucket's flat shard in one piece if the user replaced none."""
+    grads = [None if (one := gradient_of(parameter)) is None else local_tensor(one) for parameter in parameters]
+    if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced:
+        address = bucket.grads.shard.untyped_storage().data_ptr()
+        if all(one is not None and (not one.numel() or one.untyped_storage().data_ptr() == address) for one in grads):
+            yield bucket.grads.shard
+            return
+    yield from (one for one in grads if one is not None)
+
+
+def _total_norm(grads: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
+    """A 0-dimensional fp32 tensor, summed in fp64 over this rank and the group. Collective."""
+    terms = [norm_term(one, order).to(device) for one in grads if one.numel()]
+    stacked = torch.stack(terms) if terms else torch.zeros(1, dtype=torch.float64, device=device)
+    if order == math.inf:
+        return all_reduce(stacked.max(), group, "max").float()
+    return all_reduce(stacked.sum(), group).pow(1 / order).float()

@@ -119,6 +119,14 @@ class PartialTensor(Tensor):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         return _dispatch(func, args, {} if kwargs is None else kwargs)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Shard({_describe(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles this rank's elements only, with a warning."""
         if local_tensor(self).numel() != segment_location(self)[0].numel():
@@ -126,13 +134,8 @@ class PartialTensor(Tensor):
         return local_tensor(self).clone().__reduce_ex__(protocol)
 
 
-class ShardedParam(PartialTensor, Placeholder):
+class ShardedParam(PartialTensor, Placeholder):  # type: ignore[misc]  # both have a __repr__
     """A parameter between two passes."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Shard({_describe(self)}, {self.dtype}, requires_grad={self.requires_grad})"
-
-    __str__ = __repr__  # type: ignore[assignment]
 
 
 class ParamSegment(PartialTensor):
@@ -146,12 +149,6 @@ class ParamSegment(PartialTensor):
     owner: nn.Parameter | None = None
     """The parameter whose memory this tensor aliases; writes count as writes to it."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Run(of {_describe(self)}, {local_tensor(self).numel()} elements from {self.offset}, {self.dtype})"
-
-    def __format__(self, format_spec: str) -> str:
-        return format(repr(self), format_spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamSegment:
         return segment_like(local_tensor(self).clone(), self)
 
@@ -164,11 +161,8 @@ class UnreducedGrad(ParamSegment):
 
     @classmethod
     def for_param(cls, parameter: nn.Parameter) -> ParamSegment:
-        blank = torch.full((1,), torch.nan, dtype=_dtype(parameter), device=parameter.device)
+        blank = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return make_segment(blank.expand(local_tensor(parameter).shape), *segment_location(parameter), cls)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Unsummed(gradient of {_describe(self)}, not summed over the ranks yet)"
 
     @staticmethod
     def error() -> ConfigError:
@@ -312,7 +306,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
                 return _clear_unreduced(args[0])
             raise UnreducedGrad.error()
     if func in SIZE_OPS and args and args[0] is part:
-        return func(torch.empty(segment_location(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
+        return func(torch.empty(segment_location(part)[0], dtype=part.dtype, device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:  # the same memory: writes count as writes to the parameter
         alias = segment_like(local_tensor(part), part)
         alias.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
@@ -322,9 +316,16 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     name = _op_name(func)
     if name not in ELEMENTWISE_OPS:
         raise _unsupported_error(part, name)
-    _check_operand_sizes(name, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "shape" not in str(error) and "size" not in str(error):
+            raise
+        raise ConfigError(f"{name} of {_describe(part)}, of which this rank has a segment of "
+                          f"{local_size(part).numel()} elements: an optimizer's state must be made with "
+                          "torch.zeros_like(parameter), and not by its shape (docs/fsdp.md). torch says: "
+                          f"{error}") from error
     _count_inplace_writes(func, args)
     return _wrap_result(name, args, part, result)
 
@@ -348,35 +349,12 @@ def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, 
         raise ConfigError(f"{name}.data = ... would part the parameter from its buffers: write p.data.copy_(values), "
                           "and keep old values with p.data.clone()")
     values = local_tensor(source) if isinstance(source, PartialTensor) else source
-    if isinstance(values, Tensor) and not isinstance(source, PartialTensor) and values.shape == whole:
+    if values is source and isinstance(values, Tensor) and values.shape == whole:
         values = values.detach().flatten()[offset : offset + target.numel()]
-    elif isinstance(values, Tensor) and values.shape != target.shape and values.numel() != 1:
-        raise ConfigError(f"{name} of shape {list(whole)} cannot take a tensor of shape {list(values.shape)}: give it "
-                          "one of its own shape")
     with torch.no_grad():
         target.copy_(values, *more, **kwargs)
     _count_write(part)
     return None if func == _SET_DATA else part
-
-
-def _check_operand_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless combined operands are segments of equal size, or single numbers."""
-    values = (*args, *kwargs.values())
-    lists = [value for value in values
-             if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)]
-    single = [value for value in values if isinstance(value, Tensor)]
-    # what the operation combines: its operands, or for foreach operations those at one index
-    for operands in ([*column, *single] for column in zip(*lists)) if lists else (single,):
-        with torch._C.DisableTorchFunctionSubclass():  # the sizes of segments, not of parameters
-            sizes = {one.shape for one in operands if isinstance(one, PartialTensor)
-                     or isinstance(one, Tensor) and one.numel() != 1}
-        if len(sizes) > 1:
-            part = next(one for one in operands if isinstance(one, PartialTensor))
-            raise ConfigError(
-                f"{name} of {_describe(part)}, of which this rank has a segment of {local_tensor(part).numel()} "
-                f"elements, and a tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state "
-                "must be made with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole "
-                "parameters cannot be used on shards (docs/fsdp.md)")
 
 
 def local_size(tensor: Tensor) -> torch.Size:
@@ -433,11 +411,6 @@ def _op_name(func: Callable[..., Any]) -> str:
     return name.strip("_").removeprefix("foreach_")
 
 
-def _dtype(part: Tensor) -> torch.dtype:
-    with torch._C.DisableTorchFunctionSubclass():
-        return part.dtype
-
-
 def _describe(part: Tensor) -> str:
     whole, name, _ = segment_location(part)
     return f"parameter {name!r} of shape {tuple(whole)}"
@@ -445,33 +418,20 @@ def _describe(part: Tensor) -> str:
 
 _ALTERNATIVES = {
     "norm": "for the norm of all gradients, and to clip them, call model.clip_grad_norm_(limit), or "
-    "megatron.fsdp.clip_grad_norm_(parameters, limit)",
+    "megatron.fsdp.clip_grad_norm_(parameters, limit). Optimizers that look at whole parameters cannot be used on "
+    "shards; zero.initialize has Muon and LAMB",
     "amp": "no GradScaler is needed here: fp16 scales the loss by itself (docs/fsdp.md)",
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
     "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
     "state dict of megatron.fsdp (docs/fsdp.md)",
     "": "full values are in the module's forward and its forward hooks, and between passes in `with "
-    "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md"}
+    "megatron.fsdp.summon_full_params(model)`; full state dicts, and optimizers that look at whole parameters: "
+    "docs/fsdp.md"}
 
 
 def _unsupported_error(part: Tensor, name: str) -> ConfigError:
     kind = (name if name in _ALTERNATIVES else "norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
             "conversion" if name in CONVERSION_OPS else "")
     what = "the gradient or a state of " if isinstance(part, ParamSegment) else ""
-    if (optimizer := _running_optimizer()) is not None:
-        return ConfigError(f"{optimizer} cannot be used here: its step needs {name} of a whole parameter, and this "
-                           f"rank has a segment of {_describe(part)}. Optimizers that treat each element "
-                           "by itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
     return ConfigError(f"{what}{_describe(part)} cannot be used here ({name}): this rank has a segment of it, "
                        f"and the result would be another one on each rank; {_ALTERNATIVES[kind]}")
-
-
-def _running_optimizer() -> str | None:
-    """The class name of the optimizer whose `step` is on the call stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
-            return type(owner).__name__
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
-from typing import cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,20 +21,18 @@ from torch.distributed import ProcessGroup
 
 from data.storage import crc32
 from megatron.distributed.collective_log import CollectiveLog
-from megatron.distributed.consistency import find_differences
-from megatron.distributed.preflight import mismatch_message
+from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
 from megatron.fsdp.full_params import restore_full_params
 from megatron.fsdp.root import VOLATILE, FSDPRoot
 from megatron.fsdp.sharded_tensor import ShardedParamViews
-from megatron.fsdp.sharding_settings import ShardingSettings, cast_floating_point
 from megatron.zero.api.initialize import init_distributed
-from megatron.zero.api.model_checks import describe_tensor, first_difference
+from megatron.zero.api.model_checks import check_same_descriptions, describe_tensor
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import drop_gradients
 from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
-from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs
+from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs, map_tensors
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.host import HostStorage
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage
@@ -48,52 +46,40 @@ from mpu.groups import SOLO, Group, Groups, subgroup
 
 CHECKSUM_CHUNK = 1 << 22
 """Bytes that are summed at a time."""
-
-
-def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], group: Group,
-                             where: str, sharded_before: Sequence[str], settings: ShardingSettings) -> None:
-    """Raise ConfigError on every rank, naming the first parameter or buffer whose description or values differ.
-    `sharded_before`: modules inside that are sharded already, in that order. Collective."""
-    if group.is_solo:
-        return
-    rows = {"setting": [[name, str(value)] for name, value in settings.by_argument().items()],
-            "module sharded before": [[name] for name in sharded_before],
-            "parameter": [[name, describe_tensor(parameter, full_shape(parameter)) +
-                           " (frozen)" * (not parameter.requires_grad)] for name, parameter in parameters.items()],
-            "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]}
-    # parameters of zero.Init have no checksum: they are shards of rank 0's values
-    checksums = {} if settings.sync_module_states else {
-        name: "" if param_owner(tensor) is not None or tensor.is_meta else byte_checksum(tensor.detach())
-        for name, tensor in (*parameters.items(), *buffers.items())}
-    per_rank = find_differences({**rows, "values": checksums}, group)
-    if not per_rank:
-        return
-    for kind in rows:
-        if difference := first_difference(per_rank, kind):
-            raise ConfigError(f"the ranks shard {where} differently: {difference}")
-    raise ConfigError(mismatch_message(
-        [(one["values"], [rank]) for rank, one in enumerate(per_rank)],
-        f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
-        "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "
-        "the module is sharded)"))
-
-
-def byte_checksum(values: Tensor) -> str:
-    data = values.contiguous().view(-1).view(torch.uint8)
-    if not on_accelerator(data):
-        return f"{crc32(data.numpy()):08x}"
-    total = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for number, chunk in enumerate(data.split(CHECKSUM_CHUNK)):
-        wide = chunk.to(torch.int64)
-        place = torch.arange(1, len(chunk) + 1, device=data.device)
-        total += torch.stack([wide.sum(), (wide * place).sum() * (2 * number + 1)])
-    return "/".join(f"{one & (1 << 64) - 1:016x}" for one in total.tolist())
-
-
-STAGE = 3
 _STATE_ATTRIBUTE = "_fsdp_member"
 
 register_shutdown_at_exit()  # at import, before torch.distributed is initialized
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Settings of one sharded module, for the parameters that no sharded module inside owns."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters between forward and backward; with a number they stay sharded over that many
+    neighbouring ranks."""
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    offload_to_host: bool = False
+    pin_memory: bool = True
+    grad_predivide_factor: float = 1.0
+    sync_module_states: bool = False
+    """All ranks start from rank 0's values."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigError(f"{name} is {dtype!r}: give a floating point dtype of torch, or None for the "
+                                  "parameters' own")
+
+    @property
+    def is_kept_for_backward(self) -> bool:
+        """Parameters stay gathered from forward to backward."""
+        return self.reshard_after_forward is not True and self.reshard_after_forward in (False, 1)
 
 
 @dataclass
@@ -180,6 +166,41 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
     _check_reshard_size(settings.reshard_after_forward, group)
 
 
+def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], group: Group,
+                             where: str, sharded_before: Sequence[str], settings: ShardingSettings) -> None:
+    """Raise ConfigError on every rank, naming the first parameter or buffer whose description or values differ.
+    `sharded_before`: modules inside that are sharded already, in that order. Collective."""
+    if group.is_solo:
+        return
+    check_same_descriptions(
+        {"setting": [[name, str(value)] for name, value in vars(settings).items()],
+         "module sharded before": [[name] for name in sharded_before],
+         "parameter": [[name, describe_tensor(parameter, full_shape(parameter)) +
+                        " (frozen)" * (not parameter.requires_grad)] for name, parameter in parameters.items()],
+         "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]},
+        group, f"the ranks shard {where} differently")
+    # parameters of zero.Init have no checksum: they are shards of rank 0's values
+    checksums = {} if settings.sync_module_states else {
+        name: "" if param_owner(tensor) is not None or tensor.is_meta else byte_checksum(tensor.detach())
+        for name, tensor in (*parameters.items(), *buffers.items())}
+    assert_equal_across_ranks(
+        checksums, group, f"the ranks start in {where} from different weights or buffers (give them the same seed "
+        "before the model is made, or sync_module_states=True, and all take those of the first; set a buffer that is "
+        "each rank's own after the module is sharded)")
+
+
+def byte_checksum(values: Tensor) -> str:
+    data = values.contiguous().view(-1).view(torch.uint8)
+    if not on_accelerator(data):
+        return f"{crc32(data.numpy()):08x}"
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for number, chunk in enumerate(data.split(CHECKSUM_CHUNK)):
+        wide = chunk.to(torch.int64)
+        place = torch.arange(1, len(chunk) + 1, device=data.device)
+        total += torch.stack([wide.sum(), (wide * place).sum() * (2 * number + 1)])
+    return "/".join(f"{one & (1 << 64) - 1:016x}" for one in total.tolist())
+
+
 def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
                  ignored: Collection[nn.Parameter] = ()) -> FSDPState:
     """Shard a module that passed `check_shardable`. Collective over the group."""
@@ -214,11 +235,15 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     module.__dict__[_STATE_ATTRIBUTE] = state
     for _, _, member in inner:
         member.root = state.root
-    if settings.input_dtype is not None:
-        map_module_inputs(module, partial(cast_floating_point, dtype=settings.input_dtype))
-    if settings.output_dtype is not None:
-        map_module_outputs(module, partial(cast_floating_point, dtype=settings.output_dtype))
+    for change, dtype in ((map_module_inputs, settings.input_dtype), (map_module_outputs, settings.output_dtype)):
+        if dtype is not None:
+            change(module, partial(_cast_floating_point, dtype=dtype))
     return state
+
+
+def _cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating point tensors, also inside tuples, lists, dicts and dataclasses; other values are unchanged."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, group: Group, device: torch.device,
@@ -285,7 +310,7 @@ def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]
 def _create_bucket(name: str, members: list[tuple[str, nn.Parameter]], settings: ShardingSettings, group: Group,
                    device: torch.device, log: CollectiveLog, buffer_pool: BufferPool) -> FlatBucket:
     """A bucket of parameters of one dtype, all trainable or all frozen. Collective."""
-    own, policy = members[0][1].dtype, stage_policy(STAGE)
+    own, policy = members[0][1].dtype, stage_policy(3)
     work = settings.param_dtype or own
     copy_streams = _copy_streams_of(device) if settings.offload_to_host else None
     if copy_streams is None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import broadcast_masters_from_rank0, gather_masters, store_masters, temporarily_replaced
+from megatron.fsdp.full_params import (broadcast_masters_from_rank0, broadcast_nested, gather_masters, store_masters,
+                                       temporarily_replaced)
 from megatron.fsdp.root import VOLATILE, FSDPRoot
 from megatron.fsdp.sharded_tensor import PartialTensor, ShardedParam, local_tensor, segment_location
 from megatron.fsdp.sharding import byte_checksum, require_fsdp_state, sharded_modules, unwrap
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import set_param_data
-from mpu.collectives import broadcast_into, broadcast_json
 
 FULL_STATE_DICT_CALL = "a full state dict"
 _EXTRA_STATE = "_extra_state"
@@ -119,38 +118,30 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
     """Load rank 0's full state dict on all ranks; missing entries keep their values. Collective. Rank 0 loads it into
     full parameters on its host, as into the unwrapped model, and broadcasts them bucket by bucket."""
     prepare_all_ranks(module, FULL_STATE_DICT_CALL)
-    group = _roots(module)[0].dp
-    extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)} if group.rank == 0 else {}
+    group, device = _roots(module)[0].dp, _roots(module)[0].device
+
+    def load() -> None:
+        try:
+            module.load_state_dict(state, strict)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"the full state dict on the first rank does not fit the model: {reason}") from error
+
     with _full_parameters(module, group.rank == 0, "cpu") as full:
-        all_succeed_or_raise(lambda: _load_on_rank0(module, state, extra, strict) if group.rank == 0 else None, group)
+        all_succeed_or_raise(load if group.rank == 0 else lambda: None, group)
     for bucket in buckets_of(module):
         broadcast_masters_from_rank0(bucket, [full.get(parameter) for parameter in bucket.parameters])
     for root in _roots(module):
         root.apply_master_edits()
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                values = buffer.contiguous()
-                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
-                buffer.copy_(values)
-    extra = broadcast_json(extra, group)
+    buffers = {f"{path}.{name}": buffer for path, child in module.named_modules()
+               for name, buffer in child._buffers.items()
+               if buffer is not None and name not in child._non_persistent_buffers_set}
+    broadcast_nested(buffers, group, device, lambda path, full: buffers[path[0]].copy_(full))
+    extra = broadcast_nested({name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}, group,
+                             device, lambda path, full: full)
     for path, child in module.named_modules() if group.rank else ():
         if (name := f"{path}.{_EXTRA_STATE}".removeprefix(".")) in extra and unwrap(child) is child:
             child.set_extra_state(extra[name])
-
-
-def _load_on_rank0(module: nn.Module, state: Mapping[str, Any], extra: Mapping[str, Any], strict: bool) -> None:
-    try:
-        if extra != json.loads(json.dumps(extra)):
-            raise TypeError("it has a tuple, or a key that is not a string")
-    except TypeError as error:
-        raise ConfigError(f"the extra state of the modules cannot be sent as JSON ({error}): load the full state dict "
-                          "on every rank, without broadcast_from_rank0") from error
-    try:
-        module.load_state_dict(state, strict)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the full state dict on the first rank does not fit the model: {reason}") from error
 
 
 def _split_tensors(module: nn.Module, what: str) -> OrderedDict[str, Any]:

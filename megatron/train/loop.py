@@ -110,8 +110,8 @@ class Trainer:
         """The loop; returns why it stopped early, or "". The last save may still be in progress."""
         train, save_interval = self.config.train, self.config.save.save_interval
         lr_scheduler = lr_scheduler_of(self.engine)
-        zero_lr_steps = find_zero_lr_steps(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration)
-        lr_warning = ZeroLRWarning(zero_lr_steps, self.engine.get_lr()[0], self.log.print_line)
+        if warning := zero_lr_warning(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration):
+            self.log.print_line(warning)
         timer, reason, pending_logs = StepTimer(self.engine.drive_use), "", list[CompletedStep]()
         first_iteration = saved_at = state.iteration
         stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
@@ -131,7 +131,7 @@ class Trainer:
                 needs_result = state.iteration == train.train_iters or any(
                     is_due(state.iteration, interval)
                     for interval in (train.evaluates_every, save_interval, train.exit_interval))
-                requests = self._log_known_steps(pending_logs, lr_warning, all_of_them=needs_result)
+                requests = self._log_known_steps(pending_logs, all_of_them=needs_result)
                 # the first step has completed on all ranks: end of the start-up timeout
                 if state.iteration - len(pending_logs) == first_iteration + 1:
                     set_timeout(self.engine.groups,
@@ -145,7 +145,7 @@ class Trainer:
                         raise Interrupted(_unsaved_message(state.iteration))
                 if reason:
                     self.stop.is_stopping = True
-                    self._log_known_steps(pending_logs, lr_warning, all_of_them=True)
+                    self._log_known_steps(pending_logs, all_of_them=True)
                 if self.save and (reason or is_due(state.iteration, save_interval)):
                     self.save(state)
                     saved_at = state.iteration
@@ -189,8 +189,7 @@ class Trainer:
         blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
         return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
-    def _log_known_steps(self, pending_logs: list[CompletedStep], lr_warning: ZeroLRWarning, *,
-                         all_of_them: bool) -> LoopRequests:
+    def _log_known_steps(self, pending_logs: list[CompletedStep], *, all_of_them: bool) -> LoopRequests:
         """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
         device; a stop request may therefore take effect one step late."""
         deferred_steps = self.engine.core.is_deferred and not all_of_them
@@ -202,9 +201,7 @@ class Trainer:
             self.stop.mark_started()  # all ranks have completed a step
             loss_sum, *request_counts = step.report.extra_scalars
             requests = LoopRequests(*(count > 0 for count in request_counts))
-            metrics = self._metrics(step, loss_sum)
-            self.log.step(metrics)
-            lr_warning.after_step(metrics.iteration, metrics.learning_rate)
+            self.log.step(self._metrics(step, loss_sum))
         return requests
 
     def _metrics(self, step: CompletedStep, loss_sum: float) -> StepMetrics:
@@ -324,47 +321,13 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
             gc.unfreeze()
 
 
-@dataclass(frozen=True)
-class ZeroLRSteps:
-    """Iterations `first` to `last`, which have a learning rate of 0."""
-
-    first: int
-    last: int
-    remedy: str
-
-    def start_warning(self) -> str:
-        return (f" warning: the learning rate is 0 from iteration {self.first} on: the last "
-                f"{self.last - self.first + 1} of {self.last} iterations train nothing; {self.remedy}")
-
-    def reached_warning(self, iteration: int) -> str:
-        return (f" warning: the learning rate has reached 0 at iteration {iteration}: the rest of the run, up to "
-                f"iteration {self.last}, trains nothing; {self.remedy}")
-
-
-class ZeroLRWarning:
-    """Warns at the start of a run whose learning rate will reach 0, and again when it does."""
-
-    def __init__(self, zero_lr_steps: ZeroLRSteps | None, lr: float, print_line: Callable[[str], None]) -> None:
-        """`lr` is the rate of the first step."""
-        self._zero_lr_steps, self._lr, self._print_line = zero_lr_steps, lr, print_line
-        if zero_lr_steps is not None:
-            print_line(zero_lr_steps.start_warning())
-
-    def after_step(self, iteration: int, lr: float) -> None:
-        """`lr` was the rate of the completed `iteration`."""
-        if self._zero_lr_steps is not None and lr == 0 != self._lr:
-            self._print_line(self._zero_lr_steps.reached_warning(iteration))
-        self._lr = lr
-
-
-def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied: int,
-                       iteration: int) -> ZeroLRSteps | None:
-    """The final iterations with a rate of 0, for a run at `iteration` after `applied` schedule steps (skipped steps do
-    not count); None if every step has a rate."""
+def zero_lr_warning(config: Config, schedule: Callable[[int], float], applied: int, iteration: int) -> str:
+    """The warning of a run at `iteration`, after `applied` schedule steps (skipped steps do not count), whose final
+    iterations have a rate of 0; empty if every step has a rate."""
     section, last = config.schedule, config.train.train_iters
     remaining = range(applied, applied + last - iteration)
     if not remaining or schedule(remaining[-1]) != 0:
-        return None
+        return ""
     remedy = f"give --lr-decay-iters {last} (in a JSON file: total_num_steps), or a --min-lr above 0"
     if section.use_checkpoint_lr_scheduler:
         remedy = f"give --override-lr-scheduler --lr-decay-iters {last} in place of --use-checkpoint-lr-scheduler"
@@ -372,5 +335,6 @@ def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied
         remedy = "give --lr above 0"
     elif iteration > 0 and not section.override_lr_scheduler:
         remedy = f"give --override-lr-scheduler --lr-decay-iters {last}, or with it a --min-lr above 0"
-    trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
-    return ZeroLRSteps(iteration + trained + 1, last, remedy)
+    first = iteration + bisect_left(remaining, True, key=lambda step: schedule(step) == 0) + 1
+    return (f" warning: the learning rate is 0 from iteration {first} on: the last {last - first + 1} of {last} "
+            f"iterations train nothing; {remedy}")

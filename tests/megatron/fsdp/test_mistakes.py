@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron.distributed import watchdog
-from megatron.errors import TrainerError
+from megatron.errors import ConfigError, TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
 from megatron.fsdp.sharded_tensor import ShardedParam, UnreducedGrad, local_tensor
@@ -32,102 +32,305 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
     optimizer.zero_grad()
 
 
-def outcome(rank: int, world: int, mistake: Callable[[int], Any]) -> str:
-    try:
-        mistake(rank)
-    except TrainerError as error:
-        return str(error)
-    return ""
-
-
-def refused(mistake: Callable[[int], Any], *words: str, world: int = 2) -> None:
-    for said in run_ranks(outcome, world, mistake):
-        assert said and all(word in said for word in words), (said, words)
+def outcomes(rank: int, world: int, names: list[str]) -> dict[str, str]:
+    """What each mistake says."""
+    said = {}
+    for name in names:
+        try:
+            MISTAKES[name][0](rank)
+            said[name] = "nothing"
+        except TrainerError as error:
+            said[name] = str(error)
+    return said
 
 
 # ---- refused, with what to do ------------------------------------------------------------------------------------
 
 
-def a_weight_outside(rank: int) -> None:
-    model = around(Net(), "nested")
-    model.first.weight @ torch.ones(6)
+def sharded(**given: Any) -> Any:
+    return around(Net(), "torch", **given)
 
 
-def a_sum_of_a_weight(rank: int) -> None:
-    around(Net(), "torch").first.weight.sum()
-
-
-def a_forward_of_a_layer_alone(rank: int) -> None:
-    around(Net(), "torch").first(torch.ones(1, 6))
-
-
-def a_penalty_on_weights(rank: int) -> None:
-    model = around(Net(), "torch")
-    (model(batch(rank, 0)) + sum(p.square().sum() for p in model.parameters())).backward()
-
-
-def a_weight_printed_as_numbers(rank: int) -> None:
-    around(Net(), "torch").first.weight.tolist()
-
-
-@pytest.mark.parametrize("mistake", [a_weight_outside, a_sum_of_a_weight, a_forward_of_a_layer_alone,
-                                     a_penalty_on_weights, a_weight_printed_as_numbers])
-def test_weights_used_outside_of_their_forward(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "summon_full_params")
-
-
-def torchs_clip(rank: int, foreach: bool | None) -> None:
-    model = around(Net(), "torch")
+def after_a_backward(rank: int) -> Any:
+    model = sharded()
     model(batch(rank, 0)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=foreach)
+    return model
 
 
-def torchs_norm(rank: int) -> None:
-    model = around(Net(), "torch")
-    model(batch(rank, 0)).backward()
-    torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+class Edits(Net):
+    """Edits a weight in a forward."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.last.weight.mul_(0.5)
+        return super().middle(x)
 
 
-def a_norm_of_a_gradient(rank: int) -> None:
-    model = around(Net(), "nested")
-    model(batch(rank, 0)).backward()
-    model.first.weight.grad.norm()
+class ByHand(Net):
+    """Uses a parameter of a block that is the next to run, and on its way."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x + self.blocks[0].narrow.bias)  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize("mistake", [partial(torchs_clip, foreach=None), partial(torchs_clip, foreach=False),
-                                     partial(torchs_clip, foreach=True), torchs_norm, a_norm_of_a_gradient])
-def test_torchs_clip_names_the_right_call(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "clip_grad_norm_")
+class Aside(Net):
+    """Keeps a loss as an attribute."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = x.float().square().mean()
+        return super().middle(x)
 
 
-def copied(rank: int, way: str, copy: Callable[[nn.Module], Any]) -> None:
-    copy(around(Net(), way))
+class Summons(Net):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with summon_full_params(self):
+            return super().middle(x)
 
 
-@pytest.mark.parametrize("copy", [deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps])
-@pytest.mark.parametrize("way", ["torch", "nested"])
-def test_a_copy_of_a_sharded_model(way: str, copy: Callable[[nn.Module], Any]) -> None:
-    refused(partial(copied, way=way, copy=copy), "state dict")
+class Rows(torch.optim.Optimizer):
+    """Divides each matrix by its norm: it looks at whole parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad / (parameter.grad.norm() + 1), alpha=-0.1)
+
+
+class ByShape(Rows):
+    """Keeps a state of the parameter's shape, made by its shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.zeros(parameter.shape).add_(parameter.grad), alpha=-0.1)
+
+
+class Pair(nn.Module):
+    """Two layers, registered in an order and used in another."""
+
+    def __init__(self, first: str = "a") -> None:
+        super().__init__()
+        for name in ("a", "b") if first == "a" else ("b", "a"):
+            setattr(self, name, nn.Linear(4, 4, bias=False))
+
+
+def a_grad_scaler(rank: int) -> None:
+    model = sharded()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(rank, 0))).backward()
+    scaler.step(adamw(model))
 
 
 def by_safetensors(rank: int) -> None:
     """It goes by the size of a tensor and where it begins, and would read other memory."""
     from safetensors.torch import save
-    save({"weight": around(Net(), "torch").first.weight.data})
+    save({"weight": sharded().first.weight.data})
 
 
 def in_the_background(rank: int) -> None:
     import torch.distributed.checkpoint as dcp
-    dcp.async_save({"model": around(Net(), "torch").state_dict()}, checkpoint_id="/nowhere")
+    dcp.async_save({"model": sharded().state_dict()}, checkpoint_id="/nowhere")
 
 
-def into_an_ordinary_tensor(rank: int) -> None:
-    torch.zeros(6, 6).copy_(around(Net(), "torch").first.weight)
+def auto_wrapped_twice(rank: int) -> None:
+    with enable_wrap():
+        model = auto_wrap(Net(), lambda **asked: True)
+        auto_wrap(model)
 
 
-@pytest.mark.parametrize("mistake", [by_safetensors, in_the_background, into_an_ordinary_tensor])
-def test_a_part_is_not_taken_for_the_whole(mistake: Callable[[int], Any]) -> None:
-    refused(mistake)
+def a_step_between_forward_and_backward(rank: int) -> None:
+    model = around(Net(), "nested")
+    optimizer = adamw(model)
+    step(model, optimizer, rank)
+    model(batch(rank, 1)).backward()
+    loss = model(batch(rank, 2))
+    optimizer.step()
+    loss.backward()
+
+
+def a_backward_of_a_forward_before_the_step(rank: int) -> None:
+    model = sharded()
+    old = model(batch(rank, 0))
+    step(model, adamw(model), rank)
+    old.backward()
+
+
+def a_weight_edited_in_a_forward(rank: int) -> None:
+    model = around(Edits(), "torch")
+    for number in range(2):
+        with torch.no_grad():
+            model(batch(rank, number))
+
+
+def unfrozen_afterwards(rank: int) -> None:
+    model: Any = Net()
+    model.last.bias.requires_grad_(False)
+    around(model, "torch").requires_grad_(True)(batch(rank, 0))
+
+
+def stepped_in_backward(rank: int) -> None:
+    model = sharded()
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model(batch(rank, 0))
+
+
+def another_tensor(rank: int) -> None:
+    """The old values would be overwritten with the new ones."""
+    model = sharded()
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def by_hand(rank: int) -> None:
+    model = around(ByHand(), "torch")
+    for number in range(3):
+        model(batch(rank, number)).backward()
+
+
+def a_loss_that_is_not_returned(rank: int) -> None:
+    model: Any = around(Aside(), "torch", mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    model(batch(rank, 0))
+    model.aside.backward()
+
+
+def stepped_by(kind: Any, rank: int) -> None:
+    model = sharded()
+    step(model, kind(model.parameters()), rank)
+
+
+def inside_summon(act: Callable[[Any, int], Any], rank: int) -> None:
+    model = sharded()
+    with summon_full_params(model), torch.no_grad():
+        act(model, rank)
+
+
+def different_weights(rank: int) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.last.bias += rank
+    around(model, "torch")
+
+
+def registered_in_another_order(sync: bool, rank: int) -> None:
+    torch.manual_seed(0)
+    around(Pair("ab"[rank]), "torch", sync_module_states=sync)
+
+
+def sharded_in_another_order(rank: int) -> None:
+    model = Pair()
+    for layer in (model.a, model.b) if rank == 0 else (model.b, model.a):
+        fully_shard(layer, sync_module_states=True)
+    fully_shard(model, sync_module_states=True)
+
+
+def frozen_on_one(rank: int) -> None:
+    model = Pair()
+    model.a.weight.requires_grad = rank == 0
+    fully_shard(model, sync_module_states=True)
+
+
+def unsummed(use: Callable[[Any], Any], rank: int) -> None:
+    model: Any = FSDP(Net())
+    with model.no_sync():
+        model(batch(rank, 0)).backward()
+        use(model)
+
+
+def a_gradient_by_hand(rank: int) -> None:
+    model = sharded()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    model(batch(rank, 0)).backward()
+
+
+def a_local_state_dict_of_another_shape(rank: int) -> None:
+    model = FSDP(Net())
+    model.load_local_state_dict({name: tensor[:1] for name, tensor in model.local_state_dict().items()})
+
+
+ORDER = "the ranks shard Pair differently: parameter 0 is 'a.weight' on rank 0, 'b.weight' on rank 1; a model that is"
+CLIPPING, SUMMON, COPY = "clip_grad_norm_", "summon_full_params", "state dict"
+
+MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a weight outside": (lambda rank: around(Net(), "nested").first.weight @ torch.ones(6), SUMMON),
+    "a sum": (lambda rank: sharded().first.weight.sum(), SUMMON),
+    "a layer alone": (lambda rank: sharded().first(torch.ones(1, 6)), SUMMON),
+    "a penalty": (lambda rank: sum(p.square().sum() for p in sharded().parameters()), SUMMON),
+    "as numbers": (lambda rank: sharded().first.weight.tolist(), SUMMON),
+    "as a number": (lambda rank: float(fully_shard(nn.Linear(1, 1)).weight), "float()"),
+    "random values": (lambda rank: nn.init.normal_(sharded().first.weight), SUMMON),
+    "orthogonal values": (lambda rank: nn.init.orthogonal_(sharded().first.weight), SUMMON),
+    **{f"torch's clip {form}": (lambda rank, form=form: nn.utils.clip_grad_norm_(  # type: ignore[misc]
+        after_a_backward(rank).parameters(), CLIP, foreach=form), CLIPPING) for form in (None, False, True)},
+    "torch's norm": (lambda rank: nn.utils.get_total_norm([p.grad for p in after_a_backward(rank).parameters()]),
+                     CLIPPING),
+    "a norm": (lambda rank: after_a_backward(rank).first.weight.grad.norm(), CLIPPING),
+    **{f"{copy.__name__} {way}": (lambda rank, copy=copy, way=way: copy(around(Net(), way)), COPY)  # type: ignore[misc]
+       for copy in (deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps) for way in ("torch", "nested")},
+    "safetensors": (by_safetensors, "save_checkpoint"), "async_save": (in_the_background, ""),
+    "into a plain tensor": (lambda rank: torch.zeros(6, 6).copy_(sharded().first.weight), "first.weight"),
+    "GradScaler": (a_grad_scaler, "GradScaler"),
+    "wrapped twice": (lambda rank: FSDP(FSDP(Net()).module), "already"),
+    "sharded twice": (lambda rank: fully_shard(sharded()), "already"),
+    "checkpointed twice": (lambda rank: checkpoint_wrapper(checkpoint_wrapper(Net())), "already"),
+    "auto_wrap twice": (auto_wrapped_twice, "auto_wrap"),
+    "a step before the backward": (a_step_between_forward_and_backward, "before the weights changed"),
+    "an old backward": (a_backward_of_a_forward_before_the_step, "before the weights changed"),
+    "edited in a forward": (a_weight_edited_in_a_forward, "written to"),
+    "half": (lambda rank: sharded().half(), "mixed_precision"),
+    "to": (lambda rank: around(Net(), "nested").to(torch.bfloat16), "mixed_precision"),
+    "unfrozen": (unfrozen_afterwards, "unfrozen after it was sharded"),
+    "a step in backward": (stepped_in_backward, "post_accumulate"),
+    "another tensor": (another_tensor, "p.data.clone()"),
+    "a parameter by hand": (by_hand, "narrow.bias"), "a loss aside": (a_loss_that_is_not_returned, "not scaled"),
+    **{kind.__name__: (partial(stepped_by, kind), "docs/fsdp.md" if kind is not Rows else "whole parameters")
+       for kind in (Rows, ByShape, torch.optim.Adafactor)},
+    "a forward in summon": (partial(inside_summon, lambda model, rank: model(batch(rank, 0))), SUMMON),
+    "summon in a forward": (lambda rank: around(Summons(), "torch")(batch(rank, 0)), SUMMON),
+    "different edits": (partial(inside_summon, lambda model, rank: model.first.weight.add_(rank)), SUMMON),
+    "different weights": (different_weights, "last.bias"),
+    "another order": (partial(registered_in_another_order, False), ORDER),
+    "another order, synced": (partial(registered_in_another_order, True), ORDER),
+    "sharded in another order": (sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1"),
+    "frozen on one": (frozen_on_one,
+                      "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1"),
+    "synced on one": (lambda rank: fully_shard(Pair(), sync_module_states=rank == 1),
+                      "setting 'sync_module_states' is False on rank 0, True on rank 1"),
+    "a dtype on one": (lambda rank: FSDP(Pair(), mixed_precision=rank == 1),
+                       "setting 'param_dtype' is None on rank 0, torch.float16 on rank 1"),
+    "a step in no_sync": (partial(unsummed, lambda model: adamw(model).step()), "no_sync"),
+    "a clip in no_sync": (partial(unsummed, lambda model: model.clip_grad_norm_(CLIP)), "no_sync"),
+    "a gradient by hand": (a_gradient_by_hand, "by hand"),
+    "assign=True": (lambda rank: FSDP(Net()).load_state_dict(Net().state_dict(), assign=True), "assign=True"),
+    "another local shape": (a_local_state_dict_of_another_shape, "consolidate_shard_weights"),
+    "ranks that do not divide": (lambda rank: fully_shard(Net(), reshard_after_forward=3), "divides the 2 ranks"),
+}
+"""What is done, and a part of what is said about it on every rank."""
+
+
+def test_a_mistake_is_refused_on_all_ranks_with_what_to_do() -> None:
+    for said in run_ranks(outcomes, 2, list(MISTAKES), timeout=120):
+        for name, text in said.items():
+            assert text != "nothing" and MISTAKES[name][1] in text, (name, text)
+
+
+def another_block_on_each_rank(rank: int, world: int) -> None:
+    class RankDrop(Net):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[2](self.blocks[rank](x))
+
+    model = around(RankDrop(), "torch")
+    optimizer = adamw(model)
+    with pytest.raises(ConfigError, match="different blocks"):
+        for number in range(2):
+            step(model, optimizer, rank, number)
+
+
+def test_ranks_that_run_different_blocks() -> None:
+    run_ranks(another_block_on_each_rank, 2)
 
 
 def a_state_dict_on_one_rank(rank: int, world: int) -> list[str]:
@@ -189,300 +392,19 @@ def test_a_list_of_which_one_is_refused_is_not_sharded() -> None:
     run_ranks(refused_in_a_list, 2)
 
 
-def a_grad_scaler(rank: int) -> None:
-    model = around(Net(), "torch")
-    optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(batch(rank, 0))).backward()
-    scaler.step(optimizer)
-
-
-def test_a_grad_scaler_is_not_needed() -> None:
-    refused(a_grad_scaler, "GradScaler")
-
-
-def wrapped_twice(rank: int) -> None:
-    FSDP(FSDP(Net()).module)
-
-
-def sharded_twice(rank: int) -> None:
-    model = fully_shard(Net())
-    fully_shard(model)
-
-
-def checkpointed_twice(rank: int) -> None:
-    checkpoint_wrapper(checkpoint_wrapper(Net()))
-
-
-def auto_wrapped_twice(rank: int) -> None:
-    with enable_wrap():
-        model = auto_wrap(Net(), lambda **asked: True)
-        auto_wrap(model)
-
-
-@pytest.mark.parametrize("mistake", [wrapped_twice, sharded_twice, checkpointed_twice, auto_wrapped_twice])
-def test_wrapped_twice(mistake: Callable[[int], Any]) -> None:
-    refused(mistake)
-
-
 @pytest.mark.parametrize("given, words", [
     ({"reshard_after_foward": True}, ["reshard_after_forward"]),
     ({"mixed_precison": True}, ["mixed_precision"]),
     ({"sharding_strategy": "FULL_SHARD"}, ["reshard_after_forward"]),
     ({"auto_wrap_policy": None}, ["auto_wrap"]),
     ({"something_else": 1}, ["something_else"]),
-    ({"compute_dtype": torch.int8}, ["compute_dtype"]),
+    ({"compute_dtype": torch.int8}, ["param_dtype"]),
     ({"gradient_predivide_factor": 0}, ["gradient_predivide_factor"]),
 ])
 def test_arguments_that_are_not_known(given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(TrainerError) as caught:
         FSDP(Net(), **given)
     assert all(word in str(caught.value) for word in words)
-
-
-def a_step_between_forward_and_backward(rank: int) -> None:
-    model = around(Net(), "nested")
-    optimizer = adamw(model)
-    step(model, optimizer, rank)
-    model(batch(rank, 1)).backward()
-    loss = model(batch(rank, 2))
-    optimizer.step()
-    loss.backward()
-
-
-def a_backward_of_a_forward_before_the_step(rank: int) -> None:
-    model = around(Net(), "torch")
-    optimizer = adamw(model)
-    old = model(batch(rank, 0))
-    step(model, optimizer, rank)
-    old.backward()
-
-
-@pytest.mark.parametrize("mistake", [a_backward_of_a_forward_before_the_step, a_step_between_forward_and_backward])
-def test_a_backward_of_old_weights(mistake: Callable[[int], Any]) -> None:
-    refused(mistake)
-
-
-def a_weight_edited_in_a_forward(rank: int) -> None:
-    class Edits(Net):
-        def middle(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.last.weight.mul_(0.5)
-            return super().middle(x)
-
-    model = around(Edits(), "torch")
-    for number in range(2):
-        with torch.no_grad():
-            model(batch(rank, number))
-
-
-def test_a_weight_edited_while_it_is_whole() -> None:
-    refused(a_weight_edited_in_a_forward, "written to")
-
-
-def random_values(rank: int) -> None:
-    nn.init.normal_(around(Net(), "torch").first.weight)
-
-
-def orthogonal_values(rank: int) -> None:
-    nn.init.orthogonal_(around(Net(), "torch").first.weight)
-
-
-@pytest.mark.parametrize("mistake", [random_values, orthogonal_values])
-def test_random_values_for_a_part(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "summon_full_params")
-
-
-def half(rank: int) -> None:
-    around(Net(), "torch").half()
-
-
-def to_another_dtype(rank: int) -> None:
-    around(Net(), "nested").to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("mistake", [half, to_another_dtype])
-def test_another_precision_afterwards(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "mixed_precision")
-
-
-def unfrozen_afterwards(rank: int) -> None:
-    model = Net()
-    model.last.bias.requires_grad_(False)
-    model = around(model, "torch")
-    model.last.bias.requires_grad_(True)
-    model(batch(rank, 0))
-
-
-def stepped_in_backward(rank: int) -> None:
-    model = around(Net(), "torch")
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    model(batch(rank, 0))
-
-
-def another_tensor(rank: int) -> None:
-    """The old values would be overwritten with the new ones."""
-    model = around(Net(), "torch")
-    kept = model.first.weight.data
-    model.first.weight.data = kept.clone()
-
-
-def as_a_number(rank: int) -> None:
-    model = nn.Linear(1, 1)
-    fully_shard(model)
-    float(model.weight)
-
-
-class ByHand(Net):
-    """Uses a parameter of a block that is the next to run, and on its way."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return super().middle(x + self.blocks[0].narrow.bias)  # type: ignore[operator, union-attr]
-
-
-def by_hand(rank: int) -> None:
-    model = around(ByHand(), "torch")
-    for number in range(3):
-        model(batch(rank, number)).backward()
-
-
-class Aside(Net):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.aside = x.float().square().mean()
-        return super().middle(x)
-
-
-def a_loss_that_is_not_returned(rank: int) -> None:
-    model = around(Aside(), "torch", mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
-    model(batch(rank, 0))
-    model.aside.backward()
-
-
-@pytest.mark.parametrize("mistake, words", [
-    (unfrozen_afterwards, "unfrozen after it was sharded"), (stepped_in_backward, "post_accumulate"),
-    (another_tensor, "p.data.clone()"), (as_a_number, "float()"), (by_hand, "narrow.bias"),
-    (a_loss_that_is_not_returned, "not scaled")])
-def test_what_would_be_wrong_on_one_rank(mistake: Callable[[int], Any], words: str) -> None:
-    refused(mistake, words)
-
-
-class Rows(torch.optim.Optimizer):
-    """Divides each matrix by its norm: it looks at whole parameters."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(parameter.grad / (parameter.grad.norm() + 1), alpha=-0.1)
-
-
-class ByShape(Rows):
-    """Keeps a state of the parameter's shape, made by its shape."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                momentum = torch.zeros(parameter.shape)
-                parameter.add_(momentum.add_(parameter.grad), alpha=-0.1)
-
-
-def an_optimizer_of_whole_parameters(rank: int, kind: Any) -> None:
-    model = around(Net(), "torch")
-    step(model, kind(model.parameters()), rank)
-
-
-@pytest.mark.parametrize("kind", [Rows, ByShape, torch.optim.Adafactor])
-def test_an_optimizer_that_looks_at_whole_parameters(kind: Any) -> None:
-    refused(partial(an_optimizer_of_whole_parameters, kind=kind))
-
-
-def a_forward_inside_summon(rank: int) -> None:
-    model = around(Net(), "torch")
-    with summon_full_params(model):
-        model(batch(rank, 0))
-
-
-def summon_inside_a_forward(rank: int) -> None:
-    class Summons(Net):
-        def middle(self, x: torch.Tensor) -> torch.Tensor:
-            with summon_full_params(self):
-                return super().middle(x)
-
-    around(Summons(), "torch")(batch(rank, 0))
-
-
-def different_edits(rank: int) -> None:
-    model = around(Net(), "torch")
-    with summon_full_params(model), torch.no_grad():
-        model.first.weight.add_(rank)
-
-
-@pytest.mark.parametrize("mistake", [a_forward_inside_summon, summon_inside_a_forward, different_edits])
-def test_summon_full_params_in_the_wrong_place(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "summon_full_params")
-
-
-def different_weights(rank: int) -> None:
-    model = Net()
-    with torch.no_grad():
-        model.last.bias += rank
-    around(model, "torch")
-
-
-def test_ranks_that_start_from_different_weights() -> None:
-    refused(different_weights, "last.bias", "sync_module_states")
-
-
-class Pair(nn.Module):
-    """Two layers, registered in an order and used in another."""
-
-    def __init__(self, first: str = "a") -> None:
-        super().__init__()
-        for name in ("a", "b") if first == "a" else ("b", "a"):
-            setattr(self, name, nn.Linear(4, 4, bias=False))
-
-
-def registered_in_another_order(rank: int, sync: bool) -> None:
-    torch.manual_seed(0)
-    around(Pair("ab"[rank]), "torch", sync_module_states=sync)
-
-
-def sharded_in_another_order(rank: int) -> None:
-    model = Pair()
-    for layer in (model.a, model.b) if rank == 0 else (model.b, model.a):
-        fully_shard(layer, sync_module_states=True)
-    fully_shard(model, sync_module_states=True)
-
-
-def frozen_on_one(rank: int) -> None:
-    model = Pair()
-    model.a.weight.requires_grad = rank == 0
-    fully_shard(model, sync_module_states=True)
-
-
-def first_values_on_one(rank: int) -> None:
-    fully_shard(Pair(), sync_module_states=rank == 1)
-
-
-def dtype_on_one(rank: int, way: str) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None)
-    around(Pair(), way, **({"mp_policy": policy} if way == "torch" else {"mixed_precision": rank == 1}))
-
-
-def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
-    """At the same weights, and where the first ones are copied, which goes by the order."""
-    for sync in (False, True):
-        refused(partial(registered_in_another_order, sync=sync), "the ranks shard Pair differently: parameter 0 is "
-                "'a.weight' on rank 0, 'b.weight' on rank 1; a model that is built from a set")
-    refused(sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1")
-    refused(frozen_on_one, "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1")
-    refused(first_values_on_one, "setting 'sync_module_states' is False on rank 0, True on rank 1")
-    refused(partial(dtype_on_one, way="torch"), "setting 'mp_policy.param_dtype' is None on rank 0, torch.bfloat16 on")
-    refused(partial(dtype_on_one, way="whole"), "setting 'compute_dtype (mixed_precision)' is None on rank 0, torch.f")
 
 
 def made_equal(rank: int, world: int, way: str) -> float:
@@ -496,68 +418,6 @@ def made_equal(rank: int, world: int, way: str) -> float:
 @pytest.mark.parametrize("way", ["nested", "torch"])
 def test_ranks_that_start_from_different_weights_take_the_first_ones_on_request(way: str) -> None:
     assert run_ranks(made_equal, 2, way) == [0.0, 0.0]
-
-
-def another_block_on_each_rank(rank: int) -> None:
-    class RankDrop(Net):
-        def middle(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[2](self.blocks[rank](x))
-
-    model = around(RankDrop(), "torch")
-    optimizer = adamw(model)
-    for number in range(2):
-        step(model, optimizer, rank, number)
-
-
-def test_ranks_that_run_different_blocks() -> None:
-    refused(another_block_on_each_rank, "different blocks")
-
-
-def a_step_in_no_sync(rank: int) -> None:
-    model = FSDP(Net())
-    optimizer = adamw(model)
-    with model.no_sync():
-        model(batch(rank, 0)).backward()
-        optimizer.step()
-
-
-def a_clip_in_no_sync(rank: int) -> None:
-    model = FSDP(Net())
-    with model.no_sync():
-        model(batch(rank, 0)).backward()
-    model.clip_grad_norm_(CLIP)
-
-
-@pytest.mark.parametrize("mistake", [a_step_in_no_sync, a_clip_in_no_sync])
-def test_gradients_that_are_not_summed(mistake: Callable[[int], Any]) -> None:
-    refused(mistake, "no_sync")
-
-
-def a_gradient_by_hand(rank: int) -> None:
-    model = around(Net(), "torch")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    model(batch(rank, 0)).backward()
-
-
-def test_gradients_set_by_hand_before_a_backward() -> None:
-    refused(a_gradient_by_hand, "by hand")
-
-
-def assigned(rank: int) -> None:
-    model = FSDP(Net())
-    model.load_state_dict(Net().state_dict(), assign=True)
-
-
-def a_state_dict_of_another_shape(rank: int) -> None:
-    model = FSDP(Net())
-    model.load_local_state_dict({name: tensor[:1] for name, tensor in model.local_state_dict().items()})
-
-
-@pytest.mark.parametrize("mistake", [assigned, a_state_dict_of_another_shape])
-def test_state_dicts_that_do_not_fit(mistake: Callable[[int], Any]) -> None:
-    refused(mistake)
 
 
 # ---- the right result --------------------------------------------------------------------------------------------

@@ -167,17 +167,3 @@ def test_a_number_reshards_among_neighbours() -> None:
     for found, same in run_ranks(among_neighbours, 4):
         assert same
         assert found["all_gather", BLOCK, "float32"] == 2 * BLOCKS + 1
-
-
-@pytest.mark.parametrize("number", [0, 3, -1])
-def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None:
-    assert all("divides" in said for said in run_ranks(refusal, 2, number))
-
-
-def refusal(rank: int, world: int, number: int) -> str:
-    from megatron.errors import ConfigError
-    try:
-        fully_shard(Net(), reshard_after_forward=number)
-    except ConfigError as error:
-        return str(error)
-    return ""

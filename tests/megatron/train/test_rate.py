@@ -1,4 +1,4 @@
-"""Steps that remain at a learning rate of 0 are announced at the start, and again when they begin; nothing else is."""
+"""Steps that remain at a learning rate of 0 are announced at the start; nothing else is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.optim.schedulers import LR_STYLES, LRSchedule
-from megatron.train.loop import ZeroLRWarning, find_zero_lr_steps
+from megatron.train.loop import zero_lr_warning
 from tests.megatron.helpers import TINY, steps, train
 
 
@@ -32,11 +32,9 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
         config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})
         rates = [schedule(step) for step in range(start - skipped, start - skipped + max(0, last - start))]
         tail = next((k for k in range(len(rates) + 1) if not any(rates[k:])), 0)
-        found = find_zero_lr_steps(config, schedule, start - skipped, start)
-        if tail == len(rates):
-            assert found is None
-        else:
-            assert found is not None and (found.first, found.last) == (start + tail + 1, last)
+        found = zero_lr_warning(config, schedule, start - skipped, start)
+        idle = f"0 from iteration {start + tail + 1} on: the last {last - start - tail} of {last} iterations"
+        assert found == "" if tail == len(rates) else idle in found
 
 
 @pytest.mark.parametrize(("values", "iteration", "remedy"), [
@@ -48,20 +46,9 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
     ({"lr": 0.0}, 0, "give --lr above 0"),
 ])
 def test_the_remedy_is_one_that_helps_here(values: dict[str, Any], iteration: int, remedy: str) -> None:
-    found = find_zero_lr_steps(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration,
-                               iteration)
-    assert found is not None and remedy in found.start_warning() and remedy in found.reached_warning(33)
-    assert "\n" not in found.start_warning() + found.reached_warning(33)
-
-
-def test_reaching_0_is_said_once_and_not_where_the_run_began_there() -> None:
-    idle = find_zero_lr_steps(build_config({"train_iters": 9}), lambda step: float(step < 3), 0, 0)
-    for rates, expected in (([1.0, 1.0, 0.0, 0.0], 1), ([0.0, 0.0], 0)):
-        said: list[str] = []
-        watch = ZeroLRWarning(idle, rates[0], said.append)
-        for iteration, rate in enumerate(rates, 1):
-            watch.after_step(iteration, rate)
-        assert len(said) == 1 + expected
+    found = zero_lr_warning(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration,
+                            iteration)
+    assert remedy in found and "\n" not in found
 
 
 RUN = [*TINY, "--mock-data", "--lr", "1e-3", "--warmup", "0"]
@@ -89,19 +76,11 @@ def test_what_the_warning_recommends_trains_to_the_end(saved: Path, flags: list[
     assert not warnings(said) and min(step["learning_rate"] for step in steps(tmp_path / "m")) > 0
 
 
-def test_a_rate_that_ends_on_the_way_is_announced_and_then_said_when_it_happens() -> None:
-    said = train([*RUN, "--train-iters", 6, "--lr-decay-iters", 4, "--log-interval", 1])
-    first, second = warnings(said)
-    assert "0 from iteration 5 on: the last 2 of 6" in first and "reached 0 at iteration 5" in second
-    order = [said.index(text) for text in (first, " iteration        1/", " iteration        5/", second)]
-    assert order == sorted(order)
-
-
 def test_a_finished_schedule_of_a_json_file_warns(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1}}}))
-    first, _ = warnings(train([*TINY, "--mock-data", "--train-iters", 5, "--deepspeed_config", tmp_path / "ds.json"]))
+    first, = warnings(train([*TINY, "--mock-data", "--train-iters", 5, "--deepspeed_config", tmp_path / "ds.json"]))
     assert "0 from iteration 4 on" in first and "total_num_steps" in first
 
 
@@ -118,7 +97,3 @@ def test_a_run_of_wsd_resumes_bit_for_bit_within_every_phase(shape: str, tmp_pat
     assert rates[:6] == [5e-4, *[1e-3] * 5] and rates[6] > rates[7] > 0
     with pytest.raises(ConfigError, match="--lr-wsd-decay-iters 3 in the checkpoint, 4 here"):
         train([*part, "--train-iters", 9, "--lr-decay-iters", 8, "--lr-wsd-decay-iters", 4])
-
-
-def test_no_steps_no_warning(saved: Path) -> None:
-    assert not warnings(train([*RUN, "--train-iters", 4, "--load", saved]))
