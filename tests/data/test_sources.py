@@ -1,19 +1,57 @@
-"""What the values of the data flags name, and what is said of one that names nothing."""
+"""What the data flags mean: names, weights and parts; what is made of text, once, and again as soon as it changes."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from data import default_corpus, sources
-from data.preprocess import build_corpus
-from data.sources import WeightedSource, check_sources, open_datasets, parse_sources
+from data import default_corpus, input_files, sources
+from data.gpt2_dataset import BlendedDataset, GPT2Dataset
+from data.indexed import IndexedCorpus
+from data.input_files import find_text_files
+from data.preprocess import TextReadOptions, build_corpus
+from data.sources import (CHECKSUMS_FILE, ChecksumCache, Datasets, WeightedSource, cached_corpus, check_sources,
+                          open_datasets, parse_sources)
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer
+from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
 
+BYTE = ByteLevelTokenizer()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """a and b: JSONL files of lower and upper case letters, and their corpora."""
+    for name, letter in (("a", "a"), ("b", "B")):
+        lines = [json.dumps({"text": letter * 9}) + "\n" for _ in range(100)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        build_corpus([tmp_path / f"{name}.jsonl"], tmp_path / name, BYTE)
+    return tmp_path
+
+
+def opened(*train: object, **settings: Any) -> Datasets:
+    defaults = dict(train_data=list(map(str, train)), split="8,1,1", seq_length=9, seed=1, tokenizer=BYTE)
+    return open_datasets(**(defaults | settings))
+
+
+def letters(dataset: object, count: int = 200) -> str:
+    assert isinstance(dataset, GPT2Dataset | BlendedDataset)
+    return "".join(BYTE.decode(dataset[i]) for i in range(count)).replace("<|endoftext|>", "")
+
+
+# ------------------------------------------------------------------------------------------------- names and weights
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("a", [("a", None)]), ("a b c", [("a", None), ("b", None), ("c", None)]),
@@ -62,23 +100,258 @@ def test_a_name_of_nothing_is_told_with_what_is_there(tmp_path: Path) -> None:
 def test_every_name_is_looked_at_before_the_first_is_made_into_a_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 99)
     with pytest.raises(DataError, match="--test-data .*/b.txt: no file or folder of this name; did you mean"):
-        open_datasets(train_data=[str(tmp_path / "a.txt")], test_data=[str(tmp_path / "b.txt")], seq_length=9, seed=1,
-                      tokenizer=ByteLevelTokenizer())
+        opened(tmp_path / "a.txt", test_data=[str(tmp_path / "b.txt")])
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_corpus_that_has_a_name_is_refused_with_the_command_that_makes_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "DEFAULT_FOLDER", tmp_path / "none")
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_corpus.DEFAULT_FOLDER == ROOT / ".cache" / "default-corpus"  # of an installation: test_packaging.py
+    monkeypatch.setattr(sources, "DEFAULT_FOLDER", folder / "none")
     monkeypatch.delenv("WEBTEXT_PREFIX", raising=False)
     assert complaint("default").endswith("build it (10 seconds, no download): python -m data.default_corpus")
     assert "preprocess_webtext.sh" in complaint("webtext")
-    (tmp_path / "a.txt").write_text("some text")
-    build_corpus([tmp_path / "a.txt"], tmp_path / "a", ByteLevelTokenizer())
-    monkeypatch.setenv("WEBTEXT_PREFIX", str(tmp_path / "a"))
-    check_sources(["webtext"], "--train-data")
+    monkeypatch.setenv("WEBTEXT_PREFIX", str(folder / "a"))
+    assert set(letters(opened("webtext").train)) == {"a"}
 
 
-def test_the_default_corpus_of_the_repository_is_in_the_repository() -> None:
-    """An installation's is in the current folder: test_packaging.py."""
-    assert default_corpus.DEFAULT_FOLDER == Path(__file__).resolve().parents[2] / ".cache" / "default-corpus"
+@pytest.mark.parametrize("suffix", ["", ".jsonl", ".txt", ".bin", ".pdf"])
+def test_training_text_that_can_be_read_only_once_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Its checksum would take what the tokenizer is to read."""
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    with pytest.raises(DataError, match=f"--train-data: .*pipe{suffix}: is no file but a pipe or a device"):
+        check_sources([str(tmp_path / f"pipe{suffix}")], "--train-data")
+    with pytest.raises(DataError, match=f"pipe{suffix}: is no file but a pipe or a device"):
+        IndexedCorpus(tmp_path / f"pipe{suffix}")
+
+
+def test_a_file_of_unknown_kind_is_refused_with_what_is_expected(folder: Path) -> None:
+    (folder / "paper.pdf").touch()
+    with pytest.raises(DataError, match=r"paper.pdf: its name does not say what it holds; expected .* \.txt or \.bin"):
+        opened(folder / "paper.pdf")
+    (folder / "a.jsonl").rename(folder / "a")  # a corpus has its name, too
+    assert opened(folder / "a").train is not None
+
+
+# --------------------------------------------------------------------------------------------------- parts and blends
+
+def samples_of(documents: int) -> int:
+    """Samples of 9 + 1 tokens in documents of 9 letters and an end."""
+    return (documents * 10 - 1) // 9
+
+
+def test_named_parts_replace_those_of_the_split(folder: Path) -> None:
+    data = opened(folder / "a")
+    parts = (data.train, data.valid, data.test)
+    assert [part.samples_per_epoch for part in parts if isinstance(part, GPT2Dataset)] == list(
+        map(samples_of, (80, 10, 10))) and data.notes == ()
+    data = opened(folder / "a", valid_data=[str(folder / "b")])
+    assert set(letters(data.valid)) == {"B"} and set(letters(data.train)) == set(letters(data.test)) == {"a"}
+    assert isinstance(data.train, GPT2Dataset) and isinstance(data.valid, GPT2Dataset)
+    assert data.valid.samples_per_epoch == samples_of(100)
+    assert data.train.samples_per_epoch == samples_of(89)  # 8 of 8 + 1 parts: the share of validation is free
+
+
+def test_weights_are_proportions_of_samples(folder: Path) -> None:
+    for names, share in (([1, folder / "a", 3, folder / "b"], 0.75), ([folder / "a", folder / "b"], 0.5)):
+        text = letters(opened(*names).train)
+        assert text.count("B") / len(text) == pytest.approx(share, abs=0.02)
+
+
+def test_corpora_of_equal_sizes_are_shuffled_apart(folder: Path) -> None:
+    lines = [json.dumps({"text": chr(0x21 + i % 90) * 9}) + "\n" for i in range(100)]
+    (folder / "c.jsonl").write_text("".join(lines))
+    data = opened(folder / "c.jsonl", folder / "c.jsonl").train
+    assert data is not None
+    assert [data[i].tolist() for i in range(0, 40, 2)] != [data[i].tolist() for i in range(1, 40, 2)]
+
+
+def test_a_part_that_is_too_small_is_absent_with_a_note(folder: Path) -> None:
+    data = opened(folder / "a", split="998,1,1")
+    assert data.valid is None and data.test is None
+    assert data.notes[0] == (f"valid: --split 998,1,1 leaves 0 of the 100 documents of {folder / 'a'}, 0 tokens, and a "
+                             "sample needs 10: not used; give --valid-data, or a larger share in --split")
+    assert len(data.notes) == 2 and data.notes[1].startswith("test: --split 998,1,1 leaves 0 of the 100 documents")
+    data = opened(folder / "a", split="1")
+    assert (data.valid, data.test, data.notes) == (None, None, ())
+    book = folder / "book.txt"
+    book.write_text("It was a dark night.\n\n" * 50)
+    data = opened(book, split="949,50,1")
+    assert data.train is not None and data.valid is None and "1 document, 1,101 tokens" in data.notes[0]
+    assert data.notes[1] == (f"valid: --split 949,50,1 cuts between documents, and {book} is a single one: not used; "
+                             "give --valid-data, or a --document-separator")
+    assert opened(book, document_separator="blank-line").valid is not None
+
+
+def test_what_the_user_names_must_be_usable(folder: Path) -> None:
+    with pytest.raises(DataError, match="train: 80 documents with 800 tokens, one sample needs 1001"):
+        opened(folder / "a", seq_length=1000)
+    with pytest.raises(DataError, match="valid: 100 documents with 1000 tokens, one sample needs 1002"):
+        opened(valid_data=[str(folder / "a")], seq_length=1001)
+    assert opened(valid_data=[str(folder / "a")]).train is None
+    with pytest.raises(DataError, match="made with ByteLevelTokenizer .* this run uses GPT2BPETokenizer"):
+        opened(folder / "a", tokenizer=GPT2BPETokenizer())
+    os.unlink(folder / "a.json")
+    assert opened(folder / "a").train is not None
+    (folder / "a.bin").write_bytes(b"\xff\xff" + (folder / "a.bin").read_bytes()[2:])
+    with pytest.raises(DataError, match="document 0, offset 0: token id 65535 is outside the vocabulary of 257"):
+        opened(folder / "a")
+
+
+def test_mock_data_needs_no_files() -> None:
+    data = opened(mock=True)
+    assert data.train is not None and data.valid is not None
+    assert data.train[0].tolist() != data.valid[0].tolist()
+    assert opened(mock=True).fingerprint == data.fingerprint != opened(mock=True, seed=2).fingerprint
+
+
+# ---------------------------------------------------------------------------------------------- text, and its cache
+
+def write_texts(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i:02}.txt").write_text(f"some words of text {i}" * 3)
+    return folder
+
+
+def test_text_equals_its_corpus_and_is_tokenised_once_and_reported_in_one_line(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 20)
+    (texts / "notes.pdf").touch()
+    (texts / "empty.txt").touch()
+    build_corpus(find_text_files([texts]).files, folder / "c", BYTE)
+    first = opened(texts)
+    assert first.fingerprint == opened(folder / "c").fingerprint
+    assert opened(folder / "a.jsonl").fingerprint == opened(folder / "a").fingerprint
+    (line,) = first.notes
+    assert line.startswith(f"{texts}: 21 files (1 empty), 20 documents, 1,2") and "tokenized in" in line
+    assert f"{texts}.cache/texts-" in line and "left out: 1 of unknown kind" in line and "notes.pdf" in line
+    made = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(f"{texts}.cache")}
+    assert "found in the cache" in opened(texts).notes[0] and opened(f"{texts}/").fingerprint == first.fingerprint
+    assert made == {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(f"{texts}.cache")}
+    assert opened("2", texts, "1", folder / "a.jsonl", valid_data=[str(texts)]).valid is not None
+    opened(folder / "b.jsonl", cache_path=str(folder / "cache"))
+    assert (folder / "cache").exists() and not (folder / "b.jsonl.cache").exists()
+
+
+def test_everything_that_changes_the_text_of_a_source_changes_its_corpus(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 4)
+    seen = {opened(texts).fingerprint}
+
+    def is_new(**settings: Any) -> bool:
+        before = len(seen)
+        seen.add(opened(texts, **settings).fingerprint)
+        return len(seen) > before
+
+    (texts / "00.txt").write_text("Some words of text 0" * 3)  # the same size
+    assert is_new()
+    (texts / "00.txt").rename(texts / "99.txt")
+    assert is_new(), "another order"
+    (texts / "new.txt").write_text("more " * 9)
+    assert is_new()
+    assert is_new(document_separator="words") and is_new(document_separator="x" * 300 + "1") is False
+    assert len(list((folder / "texts.cache").glob("*.idx"))) == 6
+    opened(texts, document_separator="x" * 300 + "2")
+    assert len(list((folder / "texts.cache").glob("*.idx"))) == 7, "a long separator counts to its end"
+    assert is_new(tokenizer=GPT2BPETokenizer(), seq_length=2)
+    (folder / "b.txt").write_bytes((folder / "b.jsonl").read_bytes())
+    assert opened(folder / "b.txt", split="1").fingerprint != opened(folder / "b.jsonl", split="1").fingerprint
+
+
+def test_programs_that_start_together_build_a_corpus_once(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 50)
+    program = ("import sys; from data.sources import open_datasets; from data.tokenizer import ByteLevelTokenizer; "
+               "print(*open_datasets(train_data=sys.argv[1:], split='1', seq_length=9, seed=1, "
+               "tokenizer=ByteLevelTokenizer()).notes)")
+    running = [subprocess.Popen([sys.executable, "-c", program, texts], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+               for _ in range(3)]
+    printed = [process.communicate(timeout=60)[0] for process in running]
+    assert all("50 files, 50 documents" in line for line in printed)
+    assert sum("tokenized in" in line for line in printed) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- checksums
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files whose bytes were read."""
+    seen: list[str] = []
+    real = sources.crc32_file
+
+    def counted(path: str) -> str:
+        seen.append(Path(path).name)
+        time.sleep(0.02)
+        return real(path)
+
+    monkeypatch.setattr(sources, "crc32_file", counted)
+    return seen
+
+
+def settled(path: Path, text: str) -> str:
+    """A file that was last touched long ago, as far as the mtime goes."""
+    path.write_text(text)
+    os.utime(path, (1, 1))
+    return str(path)
+
+
+def contents(path: str, folder: Path) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    return sources._content_keys([path], ChecksumCache(folder))[0]
+
+
+def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(
+        tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = settled(tmp_path / "a.jsonl", "one")
+    assert contents(path, tmp_path) == contents(path, tmp_path) and len(read) == 2, "it changed just now"
+    assert not (tmp_path / CHECKSUMS_FILE).exists()
+    monkeypatch.setattr(sources, "MTIME_SETTLED_NS", 0)
+    time.sleep(0.02)
+    found: list[list[str]] = []
+    ranks = [threading.Thread(target=lambda: found.append(contents(path, tmp_path))) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(read) == 3 and len(found) == 8 and all(one == contents(path, tmp_path / "empty") for one in found)
+    settled(tmp_path / "a.jsonl", "two")  # of the same size and time
+    read.clear()
+    assert contents(path, tmp_path) != found[0] and read == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["", '{"%s": {"mark": [], "crc32": "00000000"}}'])
+def test_a_record_of_another_file_is_not_believed(tmp_path: Path, read: list[str], text: str) -> None:
+    path = settled(tmp_path / "a.jsonl", "one")
+    (tmp_path / CHECKSUMS_FILE).write_text(text.replace("%s", path))
+    assert contents(path, tmp_path) == contents(path, tmp_path / "empty") and len(read) == 2
+
+
+def test_the_shards_of_a_folder_are_summed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for that: for the checksums, and for whether they are what their stage wrote."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shards = [settled(texts / f"part-{number:05d}.jsonl", '{"text": "x"}\n') for number in range(2)]
+    (texts / "stage.json").write_text(json.dumps({"outputs": [
+        {"name": Path(path).name, "sha256": input_files.sha256_file(path)} for path in shards]}))
+    both = threading.Barrier(2)
+    for module, name in ((sources, "crc32_file"), (input_files, "sha256_file")):
+        def meets(path: str, real: Callable[[str], str] = getattr(module, name)) -> str:
+            both.wait(20)
+            return real(path)
+
+        monkeypatch.setattr(module, name, meets)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    _, note = cached_corpus(str(texts), BYTE, TextReadOptions(), str(tmp_path / "cache"))
+    assert "2 files, 2 documents" in str(note) and both.n_waiting == 0
+
+
+@pytest.mark.parametrize("module, name", [(sources, "crc32_file"), (input_files, "sha256_file")])
+def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    path = settled(tmp_path / "part-00000.jsonl", '{"text": "x"}\n')
+    (tmp_path / "stage.json").write_text(json.dumps({"outputs": [{"name": "part-00000.jsonl", "sha256": "0"}]}))
+
+    def fails(path: str) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
+        cached_corpus(path, BYTE, TextReadOptions(), str(tmp_path / "cache"))

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from collections.abc import Callable
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from data import importers, preprocess, split_json as splitting
+from data import importers, preprocess, sources, split_json as splitting
 from data.importers import import_tokens
-from data.preprocess import build_corpus
-from data.sources import MTIME_SETTLED_NS
+from data.preprocess import TextReadOptions, build_corpus
+from data.sampling import parse_split
+from data.sources import cached_corpus
 from data.split_json import split_json
-from data.storage import DataError
+from data.storage import DataError, change_detector
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import clean, runner
-from data.webtext.runner import MapStage, run_map_stage
+from data.webtext import runner
+from data.webtext.runner import run_global_stage, run_map_stage
+from tests.data.webtext.stages import REVERSE, SHOUT
 
 BYTE = ByteLevelTokenizer()
-LINES = "".join(f'{{"text": "document {number} of some words"}}\n' for number in range(400))
+LINES = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(400))
 
 
 def cut(path: Path) -> None:
-    """Where nothing but the size tells."""
-    half = path.read_bytes()[:path.stat().st_size // 2]
-    os.truncate(path, half.rfind(b"\n") + 1 or len(half))
+    """After a line, where nothing but the size tells."""
+    os.truncate(path, path.read_bytes().index(b"\n") + 1)
 
 
-def grow(path: Path) -> None:
+def append(path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b'{"text": "one more"}\n')
 
 
-def replace(path: Path) -> None:
+def replace_by_a_twin(path: Path) -> None:
     """By another of the same length and time."""
     status = path.stat()
     other = path.with_name("other")
@@ -47,66 +49,62 @@ def replace(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + MTIME_SETTLED_NS))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
 
-CHANGES = {"cut": cut, "grown": grow, "replaced": replace, "touched": touch}
-
-
-def after_the_first(function: Callable[..., Any], change: Callable[[Path], None], path: Path) -> Callable[..., Any]:
-    """`function`, and the file changes when it has been called once."""
-    calls = []
-
-    def called(*args: Any, **more: Any) -> Any:
-        found = function(*args, **more)
-        if not calls:
-            change(path)
-        calls.append(1)
-        return found
-
-    return called
-
-
-@pytest.fixture(params=CHANGES.values(), ids=CHANGES)
-def change(request: pytest.FixtureRequest) -> Callable[[Path], None]:
-    found: Callable[[Path], None] = request.param
-    return found
-
-
-def test_no_corpus_is_made_of_a_file_that_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    (tmp_path / "a.jsonl").write_text(LINES)
-    (tmp_path / "b.jsonl").write_text(LINES)
-    spy = after_the_first(preprocess.encode_chunk, change, tmp_path / "a.jsonl")
-    with patch.object(preprocess, "encode_chunk", spy), pytest.raises(DataError, match="a.jsonl: changed while it was"):
-        build_corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "c", BYTE)
-    assert not [*tmp_path.glob("c.*")]
-
-
-def test_no_files_are_split_from_one_that_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    (tmp_path / "a.jsonl").write_text(LINES)
-    spy = after_the_first(splitting.part_of_text, change, tmp_path / "a.jsonl")
-    with patch.object(splitting, "part_of_text", spy), \
-            pytest.raises(DataError, match="a.jsonl: changed while it was read"):
-        split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1, 2), Fraction(1, 2), Fraction(0)])
-    assert not [*tmp_path.glob("s.*")]
-
-
-def test_no_corpus_is_imported_from_tokens_that_change(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
-    spy = after_the_first(importers.inspect_token_file, change, path)
-    with patch.object(importers, "inspect_token_file", spy), \
-            pytest.raises(DataError, match="a.bin: changed while it was read"):
-        import_tokens([path], tmp_path / "c", BYTE)
-    assert not [*tmp_path.glob("c.*")]
-
-
-def test_no_stage_is_complete_whose_source_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("change", [cut, append, replace_by_a_twin, touch, Path.unlink])
+def test_every_change_of_a_file_is_seen(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(LINES)
-    stage = MapStage("clean", clean.make_clean, clean.CleanOptions(1))
-    spy = after_the_first(runner.run_job, change, path)
-    with patch.object(runner, "run_job", spy), pytest.raises(DataError, match="a.jsonl: changed while it was read"):
-        run_map_stage(stage, [path], tmp_path / "out")
-    record = run_map_stage(stage, [path], tmp_path / "out")  # begins anew, with what is there now
-    assert record.counts.documents_in == len(path.read_text().splitlines())
+    check = change_detector([path, "/dev/null"])
+    check()
+    change(path)
+    with pytest.raises(DataError, match="a.jsonl: changed while it was read; start again when it is complete"):
+        check()
+
+
+# program -> where a function of it is, its name, and the program, of a source and a prefix
+PROGRAMS: dict[str, tuple[ModuleType, str, Callable[[Path, Path], object]]] = {
+    "data.preprocess": (preprocess, "encode_chunk", lambda path, out: build_corpus([path], out, BYTE)),
+    "data.split_json": (splitting, "part_of_text",
+                        lambda path, out: split_json([str(path)], str(out), parse_split("1,1"))),
+    "data.importers": (importers, "inspect_token_file", lambda path, out: import_tokens([path], out, BYTE)),
+    "--train-data": (sources, "_content_keys", lambda path, out: cached_corpus(
+        str(path), BYTE, TextReadOptions(), str(out.with_name("cache")))),
+    "a map stage": (runner, "run_job", lambda path, out: run_map_stage(SHOUT, [path], out))}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_made_of_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES)
+    if program == "data.importers":
+        path = tmp_path / "a.bin"
+        path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
+    module, name, run = PROGRAMS[program]
+    really = getattr(module, name)
+
+    def then_change(*arguments: Any, **named: Any) -> Any:
+        found = really(*arguments, **named)
+        touch(path)
+        return found
+
+    monkeypatch.setattr(module, name, then_change)
+    with pytest.raises(DataError, match=f"^{path}: changed while it was read"):
+        run(path, tmp_path / "out")
+    assert not [*tmp_path.glob("out.*"), *tmp_path.glob("out/*.json*"), *tmp_path.glob("cache/*.idx")]
+    monkeypatch.undo()
+    run(path, tmp_path / "out")
+
+
+def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    run_map_stage(SHOUT, [tmp_path / "a.jsonl"], tmp_path / "stage")
+
+    def run(shards: list[Path], *rest: Any) -> None:
+        REVERSE.run(shards, *rest)
+        touch(shards[0])
+
+    with pytest.raises(DataError, match="part-00000.jsonl: changed while it was read"):
+        run_global_stage(replace(REVERSE, run=run), [tmp_path / "stage"], tmp_path / "out")
+    assert not (tmp_path / "out" / "stage.json").exists()

@@ -2,7 +2,7 @@
 
 The readers are held against slow, obvious ones on the same damaged bytes, with chunks of every size: never a traceback,
 never a hang, never a document that is lost, doubled or changed without a word. Each input follows from its number:
-`MUTATION_SEED=7000 bash scripts/test_slow.sh tests/data/test_text_mutations.py` tries others.
+`MUTATION_SEED=7000 bash scripts/test_slow.sh tests/data/test_mutations.py` tries others.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,10 +25,9 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, DroppedDocument
-from data.webtext.readers import WebReadOptions as WebReading, read_unit
-from data.webtext.readers import find_source_files, plan_units
-from tests.data.damaging import COMPRESS, text_before_damage
-from tests.data.webtext.test_mutations import slow_line
+from data.webtext.readers import WebReadOptions as WebReading, find_source_files, plan_units, read_unit
+from tests.data.damaging import (COMPRESS, accidents, slow_array, slow_document, slow_lines, slow_text, slow_texts,
+                                 text_before_damage)
 
 BYTE = ByteLevelTokenizer()
 PATIENCE = 120
@@ -39,7 +36,7 @@ PIECES = ["word", " ", "\n", "\r\n", "\n\n", "\n \t\n", "\u00e9", "\U0001f600", 
           "\"", "<|endoftext|>", "<|endof", "{", "}", "[", ",", "\0", "\x85", "x" * 40, "<p>", "&amp;", "---"]
 TOKENS = [b"\n", b"\r\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\xff", b"\0", b'"', b"{", b"}", b"\\", b"NaN",
           b"\\ud800", b"[" * 2000, b'{"text": "new"}\n', b"<|endoftext|>", b"\xc3", b"\xe2\x80\xa8", b"<!--", b"<pre>",
-          b"9" * 5000]
+          b"9" * 5000, b",", b"]"]
 SEPARATORS = {None: None, "<|endoftext|>": rb"<\|endoftext\|>", "blank-line": rb"\r?\n(?:[ \t]*\r?\n)+",
               r"\n": rb"\r?\n", r"---\n": rb"---\r?\n"}
 
@@ -50,9 +47,12 @@ def prose(rng: random.Random, most: int = 30) -> str:
 
 def made(kind: str, rng: random.Random) -> bytes:
     """A good file."""
-    if kind == "jsonl":
-        return "".join(json.dumps({"id": k, "text": prose(rng)}, ensure_ascii=rng.random() < 0.5) +
-                       rng.choice(["\n", "\n", "\r\n", "\n\n"]) for k in range(rng.randint(1, 40))).encode()
+    if kind in ("jsonl", "json"):
+        objects = [{"id": k, "text": prose(rng), "n": [0.5, None]} for k in range(rng.randint(1, 40))]
+        if kind == "json":
+            return json.dumps(objects, indent=rng.choice([None, 1])).encode()
+        return "".join(json.dumps(value, ensure_ascii=rng.random() < 0.5) + rng.choice(["\n", "\n", "\r\n", "\n\n"])
+                       for value in objects).encode()
     if kind == "csv":
         return "".join(f'{k},"{prose(rng)}",0.5\n' for k in range(rng.randint(1, 10))).encode()
     if kind == "html":
@@ -84,49 +84,6 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(raw)
 
 
-def slow_text(line: bytes) -> str | None:
-    """The text in a line for `data.preprocess`; None: it has none."""
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        assert len({key for key, _ in pairs}) == len(pairs)
-        return dict(pairs)
-
-    def no_constant(name: str) -> None:
-        raise ValueError(name)
-
-    try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=distinct, parse_constant=no_constant)
-        text = value["text"]
-        text.encode("utf-8")
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
-        return None
-    return str(text) if isinstance(value, dict) else None
-
-
-def slow_lines(before: bytes, is_damaged: bool, text_in: Callable[[bytes], Any]) -> list[Any]:
-    """What each line holds that is not blank. What damage has cut short is a part of the damage."""
-    *whole, rest = before.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    found = [text_in(line) for line in whole if line.strip()]
-    last = text_in(rest) if rest.strip() else None
-    return found + ([last] if rest.strip() and not (is_damaged and last is None) else [])
-
-
-def slow_documents(before: bytes, is_damaged: bool, pattern: bytes | None) -> list[str | None]:
-    pieces = re.split(pattern, before) if pattern else [before]
-    if is_damaged:
-        pieces.pop()
-    found: list[str | None] = []
-    for number, piece in enumerate(pieces):
-        try:
-            text = (piece if number else piece.removeprefix(b"\xef\xbb\xbf")).decode("utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError:
-            found.append(None)
-            continue
-        text = text.strip("\n") if pattern else text
-        if text and not text.isspace():
-            found.append(text)
-    return found
-
-
 def check_preprocess(path: Path, good: Path, word: str | None, expected: list[str | None], is_damaged: bool) -> None:
     prefix, reading = path.parent / "c", TextReadOptions(separator=Separator.parse(word))
     bad = expected.count(None) + is_damaged
@@ -148,12 +105,22 @@ def check_web(path: Path, kind: str, before: bytes, is_damaged: bool, reading: W
     reasons = [read.value.reason for read in reads if isinstance(read.value, DocumentError)]
     for read in reads:
         assert str(path) in read.location()
+        if isinstance(read.value, Document):
+            read.value.to_line()  # what was repaired can be written
+    if kind == "json":
+        whole = None if is_damaged else slow_array(before)
+        if whole is None:
+            assert reasons or before.strip()[:1] != b"[", "no array"
+        elif reading.on_error == "strict":
+            assert values == whole
+        return
     assert (reasons[-1:] == ["unreadable"]) == is_damaged and "unreadable" not in reasons[:-1]
     if kind == "jsonl":
-        expected = slow_lines(before, is_damaged, slow_line) + [None] * is_damaged
+        expected = slow_lines(before, is_damaged, slow_document) + [None] * is_damaged
         if reading.on_error == "replace":
             assert len(values) == len(expected)
-            assert all(value == slow or slow is None for value, slow in zip(values, expected))
+            assert all(value == slow or slow is None and (value is None or read.repairs)
+                       for value, slow, read in zip(values, expected, reads))
         else:
             assert values == expected
         return
@@ -170,11 +137,12 @@ def check_web(path: Path, kind: str, before: bytes, is_damaged: bool, reading: W
 def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One input, through every reader that takes it."""
     rng = random.Random(number)
-    kind, ending = rng.choice(["jsonl", "jsonl", "txt", "txt", "csv", "html"]), rng.choice(["", "", *COMPRESS])
-    word = rng.choice(list(SEPARATORS)) if kind == "txt" else None
+    kind = rng.choice(["jsonl", "jsonl", "txt", "txt", "csv", "html", "json"])
+    ending, word = rng.choice(["", "", *COMPRESS]), rng.choice(list(SEPARATORS)) if kind == "txt" else None
     content = made(kind, rng)
     if ending and rng.random() < 0.7:
-        raw = mutated(COMPRESS[ending](content), rng)
+        whole, other = COMPRESS[ending](content), COMPRESS[ending](made(kind, rng))
+        raw = mutated(whole, rng) if rng.random() < 0.7 else rng.choice([*accidents(whole, other, ending)])[1]
         before, is_damaged = text_before_damage(raw, ending)
         assert is_damaged or before in (content, content * 2), "checksums: what is read is what was written"
     else:
@@ -187,7 +155,7 @@ def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (size,))
     monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", size))
     if kind != "html":
-        expected = slow_documents(before, is_damaged, SEPARATORS[word]) if kind == "txt" else \
+        expected = slow_texts(before, is_damaged, SEPARATORS[word]) if kind == "txt" else \
             slow_lines(before, is_damaged, slow_text)
         check_preprocess(path, good, word, expected, is_damaged)
     if kind == "csv":
@@ -215,19 +183,10 @@ def patience(number: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check_all(numbers: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in numbers:
-        with patience(number):
-            check(number, folder, monkeypatch)
-
-
-def test_60_mutated_inputs_end_in_their_documents_or_a_fault_that_is_told(tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    check_all(range(60), tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_3000_mutated_inputs_end_in_their_documents_or_a_fault_that_is_told(tmp_path: Path,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [120, pytest.param(4000, marks=pytest.mark.slow)])
+def test_mutated_inputs_end_in_their_documents_or_a_fault_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                       count: int) -> None:
     start = int(os.environ.get("MUTATION_SEED", "0"))
-    check_all(range(start, start + 3000), tmp_path, monkeypatch)
+    for number in range(start, start + count):
+        with patience(number):
+            check(number, tmp_path, monkeypatch)

@@ -1,0 +1,195 @@
+"""A corpus or a stored order of samples that changes under its reader is an error with its name, never other numbers or
+a dead process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from data import stable_file
+from data.indexed import IndexedCorpus
+from data.stable_file import RowFile, write_row_file
+from data.storage import DataError
+from data.writer import CorpusWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = [1000, 0, 3000, 7, 2000]
+TOKENS = np.arange(sum(SIZES)) % 50_000
+
+
+def write(prefix: Path, shift: int = 0) -> None:
+    with CorpusWriter(prefix, vocab_size=50_257) as writer:
+        writer.add_documents(TOKENS + shift, SIZES)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write(tmp_path / "corpus")
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    write_row_file(tmp_path / "rows", "name", np.arange(2500).reshape(-1, 2))
+    return tmp_path / "rows"
+
+
+def overwrite(path: Path, cut: bool = False) -> None:
+    """By zeros, of the same length and in place; `cut`: as a copy does that is under way."""
+    length = path.stat().st_size
+    os.truncate(path, 0 if cut else length)
+    with open(path, "r+b") as file:
+        file.write(bytes(length))
+    os.utime(path, ns=(0, time.time_ns() + 1_000_000_000))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "nothing left": lambda path: os.truncate(path, 0), "half": lambda path: os.truncate(path, 6007),
+    "all but the last token": lambda path: os.truncate(path, 2 * sum(SIZES) - 2),
+    "longer": lambda path: os.truncate(path, 2 * sum(SIZES) + 4), "overwritten": overwrite,
+    "cut and grown": lambda path: overwrite(path, cut=True)}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_corpus_that_was_changed_in_its_place_is_named_wherever_it_is_read(
+        prefix: Path, change: Callable[[Path], object]) -> None:
+    corpus = IndexedCorpus(prefix)
+    path = prefix.with_suffix(".bin")
+    change(path)
+    for document in range(len(SIZES)):
+        with pytest.raises(DataError, match=f"^{path}: (size: 12014 bytes when it was opened|was written to)"):
+            corpus.document(document)
+    with pytest.raises(DataError, match=str(path)):
+        corpus.scan_id_range()
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: path.rename(path.with_name("elsewhere")), lambda path: path.unlink(),
+    lambda path: path.chmod(0o444), lambda path: os.link(path, path.with_name("link")),
+    lambda path: write(path.with_suffix(""), shift=5)], ids=["renamed", "deleted", "read only", "linked", "new build"])
+def test_a_corpus_that_was_moved_away_is_read_on(prefix: Path, change: Callable[[Path], None]) -> None:
+    corpus = IndexedCorpus(prefix)
+    change(prefix.with_suffix(".bin"))
+    for number, (stop, size) in enumerate(zip(np.cumsum(SIZES), SIZES, strict=True)):
+        np.testing.assert_array_equal(corpus.document(number), TOKENS[stop - size:stop])
+
+
+def test_a_disk_that_cannot_read_is_named(prefix: Path, rows: Path) -> None:
+    corpus = IndexedCorpus(prefix)
+    reads: dict[str, Callable[[], object]] = {
+        f"{prefix}.bin": lambda: corpus.read(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
+        str(rows): lambda: RowFile(rows, "name")}
+    with patch("data.stable_file.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
+        for path, read in reads.items():
+            with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
+                read()
+    with pytest.raises(DataError, match="nowhere: cannot read: No such file"):
+        RowFile(rows.with_name("nowhere"), "name")
+
+
+def test_slices_are_those_of_the_document_though_reads_come_in_pieces(prefix: Path) -> None:
+    really = os.preadv
+
+    def some(descriptor: int, buffers: list[Any], offset: int) -> int:
+        return really(descriptor, [buffers[0][:7]], offset)
+
+    with patch("data.stable_file.os.preadv", some):
+        corpus = pickle.loads(pickle.dumps(IndexedCorpus(prefix)))
+        for start, stop in ((0, None), (5, 9), (-3, None), (2999, 9999), (7, 7), (9, 3), (0, 0), (-9999, 2)):
+            np.testing.assert_array_equal(corpus.read(2, start, stop), TOKENS[1000:4000][start:stop])
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path, ranks: int) -> None:
+    flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64 --batch-size 2 "
+             "--vocab-size 50257 --train-iters 100000 --eval-interval 0 --split 1,0,0 --tokenizer-type GPT2BPETokenizer"
+             ).split()
+    metrics = prefix.with_name("metrics")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), "pretrain_gpt2.py", *flags,
+         "--train-data", str(prefix), "--metrics-file", str(metrics)], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env={name: value for name, value in os.environ.items()
+                                                if name not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"})
+    try:
+        until = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.05)
+        os.truncate(prefix.with_suffix(".bin"), 2 * sum(SIZES) - 2)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert process.returncode == 3 and len(errors) == 1 and f"{prefix}.bin: size: 12014 bytes when" in errors[0], said
+    assert "Traceback" not in said
+
+
+# ------------------------------------------------------------------------------------------------------ rows of integers
+
+TABLES = {"none": np.empty(0, np.int32), "none of two": np.empty((0, 2), np.int64), "one": np.array([7], np.int32),
+          "negative, large": -np.arange(2000, dtype=np.int64) << 33, "transposed": np.arange(9000).reshape(3, -1).T,
+          "pairs": np.arange(3000, dtype=np.int32).reshape(-1, 2), "big endian": np.arange(9, dtype=">i4")}
+
+
+@pytest.mark.parametrize("values", TABLES.values(), ids=TABLES)
+def test_rows_come_back_whatever_their_shape_and_type(tmp_path: Path, values: np.ndarray) -> None:
+    write_row_file(tmp_path / "rows", "name", values)
+    found = pickle.loads(pickle.dumps(RowFile(tmp_path / "rows", "name")))
+    assert found.shape == values.shape and len(found) == len(values)
+    for row in range(len(values)):
+        np.testing.assert_array_equal(found[row], values[row])
+        assert found[row].dtype == values.dtype.newbyteorder("=")
+    for outside in (-1, len(values)):
+        with pytest.raises(IndexError):
+            found[outside]
+
+
+def test_rows_that_are_not_those_written_under_the_name_are_refused(rows: Path) -> None:
+    good, draw, header = rows.read_bytes(), random.Random(0), stable_file.ROW_FILE_HEADER.size
+    damaged = [good[:size] for size in (0, 8, header, 20_000)] + [good + bytes(4)]
+    for place in [*range(header), *draw.sample(range(len(good)), 300), len(good) - 1]:
+        damaged.append(good[:place] + bytes([good[place] ^ 1 << draw.randrange(8)]) + good[place + 1:])
+    for content in damaged:
+        rows.write_bytes(content)
+        with pytest.raises(DataError, match=f"^{rows}: damaged, or made from something else: .*; delete it, and it is"):
+            RowFile(rows, "name")
+    rows.write_bytes(good)
+    assert RowFile(rows, "name")[1249].tolist() == [2498, 2499]
+    with pytest.raises(DataError, match=f"^{rows}: damaged, or made from something else: "):
+        RowFile(rows, "other")
+
+
+def test_rows_that_are_cut_under_their_reader_are_an_error_and_those_made_anew_are_not(rows: Path) -> None:
+    found = RowFile(rows, "name")
+    rows.unlink()
+    write_row_file(rows, "name", np.zeros((1250, 2), np.int64))
+    assert found[1249].tolist() == [2498, 2499] and RowFile(rows, "name")[1249].tolist() == [0, 0]
+    found = RowFile(rows, "name")
+    for size in (20_000, 0):
+        os.truncate(rows, size)
+        with pytest.raises(DataError, match=f"^{rows}: size: .* bytes when it was opened, {size} now; delete it, "):
+            found[len(found) - 1]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    write_row_file(tmp_path / "rows", "name", np.arange(500_000))
+    tracemalloc.start()
+    try:
+        found = RowFile(tmp_path / "rows", "name")
+        assert sum(int(found[row]) for row in range(0, 500_000, 97)) == sum(range(0, 500_000, 97))
+        assert tracemalloc.get_traced_memory()[1] < 2_500_000
+    finally:
+        tracemalloc.stop()
