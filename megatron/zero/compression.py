@@ -44,10 +44,6 @@ class CompressedGradExchange:
         self.bucket_exchanges: list[CompressedBucketExchange] = []
         """One for each bucket, once the rule is compressed."""
 
-    @property
-    def is_compressed(self) -> bool:
-        return self._rule.is_compressed
-
     def sync_with_rule(self) -> None:
         """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
         self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups, self._rule)
@@ -56,7 +52,7 @@ class CompressedGradExchange:
 
     def _set_skip_reduction(self, *, is_paused: bool = False) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.skip_reduction = self.is_compressed and not is_paused
+            bucket.grads.skip_reduction = self._rule.is_compressed and not is_paused
             bucket.peers_know_states = bool(self.bucket_exchanges)
 
     @contextmanager

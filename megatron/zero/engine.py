@@ -89,6 +89,8 @@ class ZeroEngine:
         self._optimizer_step = OptimizerStep(
             self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
             divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
+        self.is_deferred = self._optimizer_step.is_deferred
+        """The host reads the result of a step later (step.py)."""
         self.param_coordinator = ParamCoordinator(
             self.units, max_live=zero.stage3_max_live_parameters,
             kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
@@ -195,15 +197,15 @@ class ZeroEngine:
 
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
-        if self._optimizer_step.has_delayed_update:
+        if self._optimizer_step.update.is_running:
             self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
-            self._optimizer_step.finish_delayed_update()
+            self._optimizer_step.update.finish()
             self.increment_weight_version()
 
     def sync_delayed_update(self, caller: str) -> None:
         """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
         it; the check raises an error if one does not."""
-        if self._optimizer_step.has_delayed_update:
+        if self._optimizer_step.update.is_running:
             self.assert_collective_call(f"{caller}, beside a delayed update")
             self.finish_delayed_update()
         self.wait_for_param_gathers()
@@ -219,11 +221,6 @@ class ZeroEngine:
         """Wait for the device, count the last step, and return its report. Local."""
         self._optimizer_step.read_step_result()
         return self.last_report
-
-    @property
-    def is_deferred(self) -> bool:
-        """The host reads the result of a step later (step.py)."""
-        return self._optimizer_step.is_deferred
 
     def _check_can_train(self, call: str) -> None:
         """Raise ConfigError without an optimizer, and after an interrupted backward, step or load."""

@@ -154,17 +154,17 @@ class OptimizerStep:
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup], scale_rule: LossScaleRule, log: CollectiveLog, *, clip_grad: float,
                  divisor: float, max_skipped: int | None) -> None:
-        self._state, self._groups, self._param_groups = state, groups, param_groups
+        self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        self._update = (DelayedOptimizerUpdate if engine_storage.delays_update
-                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
+        self.update = (DelayedOptimizerUpdate if engine_storage.delays_update
+                       else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
         self.compressed_exchange = CompressedGradExchange(state, groups, rule,
                                                           param_groups) if rule.supports_compression else None
         """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
-        self.is_deferred = self._update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
+        self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
             self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
         self._unreduced_norm: GradNorm | None = None  # for compressed communication
         self._next_note: str | None = None  # for the next report
@@ -187,7 +187,7 @@ class OptimizerStep:
             self._loss_divisors.clear()
             if self.compressed_exchange is not None:
                 self._next_note = self.compressed_exchange.begin_step() or self._next_note
-                if self._is_compressed and self._unreduced_norm is None:
+                if self._rule.is_compressed and self._unreduced_norm is None:
                     self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
         self._losses.append(loss.detach())
         self._loss_divisors[f"1/{divisor}"] += 1
@@ -218,7 +218,7 @@ class OptimizerStep:
             counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._param_groups)
         sums = all_reduce_step_scalars(
             square, world, digest=0 if settings is None else settings_digest(settings, run_digest, world.size),
-            counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
+            counts_norm=self._rule.is_compressed or self._state.buckets[0].replica_group.rank == 0,
             has_veto=veto_error is not None,
             scalars=(*extra_scalars, *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
         result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
@@ -228,16 +228,16 @@ class OptimizerStep:
                             given_scalar_count=len(extra_scalars))
         self._next_note = None
         if self.is_deferred:
-            self._update(lambda device: self._device_scalars(result))
+            self.update(lambda device: self._device_scalars(result))
         elif self._result_or_raise(report).applied:
             factor = report.host_result.grad_multiplier
-            if self._is_compressed:
+            if self._rule.is_compressed:
                 assert self.compressed_exchange is not None
                 factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
                 report.host_result = report.host_result._replace(norm=norm)
             if self._state.moq is not None:
                 self._state.moq.advance(counters.applied_steps + 1)
-            self._update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
+            self.update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -247,12 +247,8 @@ class OptimizerStep:
         return report
 
     @property
-    def _is_compressed(self) -> bool:
-        return self.compressed_exchange is not None and self.compressed_exchange.is_compressed
-
-    @property
     def _norm_in_use(self) -> GradNorm:
-        return self._unreduced_norm if self._is_compressed and self._unreduced_norm is not None else self._norm
+        return self._unreduced_norm if self._rule.is_compressed and self._unreduced_norm is not None else self._norm
 
     def _mean_factor(self) -> float:
         """The factor that turns a sum of scaled gradients into their mean."""
@@ -266,15 +262,6 @@ class OptimizerStep:
         return StepScalars(self._steps_on_device, result.grad_divisor(), result.is_applied.logical_not().float())
 
     # ---- the result ---------------------------------------------------------------------------------------------
-
-    @property
-    def has_delayed_update(self) -> bool:
-        """A delayed update is running; the same on all ranks."""
-        return self._update.is_running
-
-    def finish_delayed_update(self) -> None:
-        """Wait for the delayed update and copy its masters to the parameters. Collective."""
-        self._update.finish()
 
     def read_step_result(self) -> None:
         """Wait for the last step, and count it as applied or skipped. Local; raises nothing."""
@@ -353,7 +340,7 @@ class OptimizerStep:
         for number, (name, rank, _) in enumerate(rank_findings):
             if name is not None:
                 whose = "" if self._groups.dp.is_solo else \
-                    f", in the gradient of rank {number}" if self._is_compressed else ", in the sum over the ranks"
+                    f", in the gradient of rank {number}" if self._rule.is_compressed else ", in the sum over the ranks"
                 return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
                     f"{whose} ({loss})"
         return f"the sum of finite gradients overflowed ({loss})"

@@ -235,10 +235,11 @@ class OptimizerUpdate:
 
     @property
     def is_running(self) -> bool:
+        """A delayed update is running; the same on all ranks."""
         return False
 
     def finish(self) -> None:
-        """Wait for a delayed update and copy its result to the parameters."""
+        """Wait for a delayed update and copy its masters to the parameters. Collective."""
 
     def _current_hyperparams(self) -> GroupHyperparams:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
