@@ -134,6 +134,17 @@ class EndsInABlock(nn.Module):
         return x
 
 
+class RootEndsInABlock(EndsInABlock):
+    """With layers of the root before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
 class Slices(Net):
     """A block returns a view of its parameter, as position embeddings do."""
 
@@ -165,6 +176,15 @@ class Passes(Net):
         for number, block in enumerate(self.blocks):
             getattr(block, "module", block).rests = (int(x[0, -1]) + number) % 3 == 0
         return super().forward(x)
+
+
+class Twice(Net):
+    """Every block is used twice in a row."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
 
 
 class FrozenTwice(Net):
