@@ -257,9 +257,6 @@ class OwningEngine(Protocol):
     def finish_delayed_update(self) -> None:
         """Bring the weights up to date with the last step. Collective."""
 
-    def invalidate_communicated_states(self, bucket: object) -> None:
-        """Note that states of `bucket` changed outside of a step. Called on every rank if shards are split."""
-
     def increment_weight_version(self) -> None:
         """Note that weights changed outside of a step: a backward of an earlier forward then raises."""
 

@@ -75,8 +75,6 @@ class FlatBucket:
     _secondary_shard: Tensor | None = None
     rounding: ParamRounding | None = None
     """Applied when masters are copied to parameters, in addition to the cast."""
-    peers_know_states = False
-    """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
 
     def __init__(self, name: str, members: Sequence[tuple[str, nn.Parameter]], config: BucketingConfig,
                  policy: StagePolicy) -> None:

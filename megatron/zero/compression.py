@@ -53,7 +53,6 @@ class CompressedGradExchange:
     def _set_skip_reduction(self, *, is_paused: bool = False) -> None:
         for bucket in self._state.buckets:
             bucket.grads.skip_reduction = self._rule.is_compressed and not is_paused
-            bucket.peers_know_states = bool(self.bucket_exchanges)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,11 +126,6 @@ class CompressedBucketExchange:
         self.mask_unused_elements(rule)
         self._last_clip: float | None = None
         """The last result times this is the momentum of all ranks. None: unknown, it has to be gathered."""
-
-    def states_were_modified(self, rule: UpdateRule) -> None:
-        """The user has changed optimizer states."""
-        self._last_clip = None
-        self.mask_unused_elements(rule)
 
     def mask_unused_elements(self, rule: UpdateRule) -> None:
         """Exclude elements whose variance is negligible, and set their variance to 0."""

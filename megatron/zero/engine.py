@@ -404,13 +404,6 @@ class ZeroEngine:
         exchange = self._optimizer_step.compressed_exchange
         return () if exchange is None else exchange.bucket_exchanges
 
-    def invalidate_communicated_states(self, bucket: object) -> None:
-        """The user has changed optimizer states of the bucket: drop what other ranks derived from communication.
-        Collective if states are sharded."""
-        for exchange in self.compressed_exchanges:
-            if exchange.bucket is bucket:
-                exchange.states_were_modified(self.rule)
-
     def _sync_exchange_with_rule(self) -> None:
         if self._optimizer_step.compressed_exchange is not None:
             self._optimizer_step.compressed_exchange.sync_with_rule()

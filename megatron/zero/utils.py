@@ -220,9 +220,9 @@ def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) 
     if tuple(value.shape) != expected:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
-    if not is_full and kind not in (WEIGHT, _GRADIENT) and bucket.peers_know_states and not bucket.shard_group.is_solo:
-        raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set on one rank: the others know it from "
-                          "the compressed communication; call safe_set_full_optimizer_state on all of them")
+    if kind not in (WEIGHT, _GRADIENT) and bucket.grads.skip_reduction:
+        raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set now: all ranks derive it from "
+                          "compressed messages; set it before the optimizer's warm-up ends")
     _assert_equal_values(bucket, segment.slot.name, kind, value, is_full=is_full)
     part = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count] if is_full else value
     part = part.to(bucket.device, torch.float32)
@@ -236,8 +236,6 @@ def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) 
             _gradient_of(bucket, segment).copy_(part / bucket.grad_mean_factor())
         else:
             bucket.master_state.write(kind, segment.shard_offset, part)
-        if engine is not None and kind not in (WEIGHT, _GRADIENT):
-            engine.invalidate_communicated_states(bucket)
         if kind == WEIGHT:
             bucket.reshard()
             publish_masters([bucket])

@@ -4,6 +4,8 @@ the rounding of one turns a sign some steps later.)"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron.zero.api.engine import Engine
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 
 WIDTH = 12
 Batch = Callable[[int, int], Tensor]
@@ -77,6 +82,86 @@ def all_state(engine: Engine) -> list[Tensor]:
     owed = [owed for line in engine.core.compressed_exchanges
             for owed in (line.one_bit_mean.worker_error, line.one_bit_mean.server_error)]
     return [tensor.clone() for tensor in (*kept, *owed)]
+
+
+# ---- what both compressed optimizers are asked, by an engine of theirs and batches -----------------------------------
+
+Make = Callable[[int], Engine]
+"""Stage -> an engine."""
+
+
+def gpt2_trained(rank: int, world: int, tp: int, settings: dict[str, Any], steps: int) -> tuple[Any, ...]:
+    """Weights, those of them that every tensor parallel rank has, this rank's place among them, and the rule's
+    scalars."""
+    grid = groups.build(tp)
+    engine = gpt2_engine(configure_gpt2(**{**settings, "model_parallel_size": tp, "clip_grad": 0.5, "batch_size": 2,
+                                           "global_batch_size": 4}), grid)
+    for step in range(steps):
+        rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
+        engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
+        engine.step()
+    assert engine.compressed_exchanges
+    slots = [slot for line in engine.compressed_exchanges for slot in line.layout.slots]
+    replicated = [slot.name for slot in slots if slot.partition is None]
+    return weights(engine), replicated, grid.tp.rank, engine.rule.scalars()
+
+
+def saved(rank: int, world: int, make: Make, batch: Batch, folder: str, stage: int, at: int) -> tuple[Any, Any]:
+    engine = make(stage)
+    train(engine, 0, at, batch)
+    engine.save_checkpoint(folder, tag="kept")
+    train(engine, at, at + 4, batch)
+    return all_state(engine), engine.core.rule.scalars()
+
+
+def resumed(rank: int, world: int, make: Make, batch: Batch, folder: str, stage: int, at: int) -> tuple[Any, Any]:
+    engine = make(stage)
+    engine.load_checkpoint(folder, tag="kept")
+    engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
+    engine = make(stage)
+    engine.load_checkpoint(folder, tag="again")
+    train(engine, at, at + 4, batch)
+    return all_state(engine), engine.core.rule.scalars()
+
+
+def assert_goes_on_bit_for_bit(make: Make, batch: Batch, folder: Path, stage: int, at: int) -> None:
+    kept, again = (run_ranks(work, 3, make, batch, str(folder), stage, at) for work in (saved, resumed))
+    for (one, knows), (other, knew) in zip(kept, again, strict=True):
+        assert len(one) > 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert knows == knew
+
+
+def owed(rank: int, world: int, make: Make, batch: Batch, folder: str, stage: int, at: int,
+         saves: bool) -> tuple[dict[str, Tensor], Any]:
+    """By parameter, what all ranks and servers owe: this rank's part of the mean; and what the rule knows."""
+    engine = make(stage)
+    if saves:
+        train(engine, 0, at, batch)
+        engine.save_checkpoint(folder, tag="kept")
+    else:
+        engine.load_checkpoint(folder, tag="kept")
+    found: dict[str, Tensor] = {}
+    for line in engine.core.compressed_exchanges:
+        for slot in line.layout.slots:
+            found[slot.name] = line.one_bit_mean.worker_error[slot.offset : slot.end] / world
+        for segment in line.layout.segments(rank):
+            own = line.one_bit_mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
+            found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
+    knows = engine.core.rule.scalars()
+    train(engine, at, at + 2, batch)
+    assert all(weight.isfinite().all() for weight in weights(engine).values())
+    return found, knows
+
+
+def assert_mean_of_debts_stays(make: Make, batch: Batch, folder: Path, stages: tuple[int, int], at: int,
+                               ranks: int) -> None:
+    """Saved on two ranks, loaded on others at another stage."""
+    kept = run_ranks(owed, 2, make, batch, str(folder), stages[0], at, True)
+    again = run_ranks(owed, ranks, make, batch, str(folder), stages[1], at, False)
+    assert all(knows == kept[0][1] for _, knows in (*kept, *again))
+    for name, _ in with_numbers(kept[0][0]):
+        wanted, found = (sum(debts[name].double() for debts, _ in by_rank) for by_rank in (kept, again))
+        assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
 
 
 class Flat:

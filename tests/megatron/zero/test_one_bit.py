@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.zero.api.engine import Engine
-from megatron.zero.utils import (safe_get_full_grad, safe_get_local_optimizer_state, safe_set_full_grad,
-                                 safe_set_full_optimizer_state, safe_set_local_optimizer_state)
+from megatron.zero.utils import safe_get_full_grad, safe_set_full_grad, safe_set_full_optimizer_state
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
-from tests.megatron.zero.given_gradients import Flat, Net, all_state, noisy, same, train, with_numbers
-from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.given_gradients import (Flat, Net, all_state, assert_goes_on_bit_for_bit,
+                                                 assert_mean_of_debts_stays, gpt2_trained, noisy, same, saved, train,
+                                                 with_numbers)
+from tests.megatron.zero.run import configure, engine_around, weights
 
 FREEZE, LR, DECAY, BETAS, EPS = 6, 2**-9, 2**-3, (0.9, 0.99), 1e-4  # 1 - LR * DECAY is exact in fp32
 SETTINGS = {"optimizer": "onebit_adam", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
@@ -154,25 +155,12 @@ def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulatio
     assert same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 
 
-def _gpt2(rank: int, world: int, stage: int, precision: dict[str, Any]) -> tuple[dict[str, Tensor], list[str], int]:
-    """Weights at tensor parallel 2, and which of them every tensor parallel rank has."""
-    grid = groups.build(2)
-    engine = gpt2_engine(configure_gpt2(**{**SETTINGS, "zero_stage": stage, "model_parallel_size": 2, "clip_grad": 0.5,
-                                           "batch_size": 2, "global_batch_size": 4, **precision}), grid)
-    for step in range(2 * FREEZE):
-        rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
-        engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
-        engine.step()
-    assert engine.compressed_exchanges
-    slots = [slot for line in engine.compressed_exchanges for slot in line.layout.slots]
-    return weights(engine), [slot.name for slot in slots if slot.partition is None], grid.tp.rank
-
-
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
 def test_gpt2_trains_alike_at_stages_0_and_1_of_tensor_parallel_ranks(precision: dict[str, Any]) -> None:
-    first, second = (run_ranks(_gpt2, 4, stage, precision) for stage in (0, 1))
-    for (found, replicated, tp), (other, _, _) in zip(first, second, strict=True):
-        same = next(one for one, _, rank in first if rank == tp)
+    first, second = (run_ranks(gpt2_trained, 4, 2, {**SETTINGS, "zero_stage": stage, **precision}, 2 * FREEZE)
+                     for stage in (0, 1))
+    for (found, replicated, tp, _), (other, *_) in zip(first, second, strict=True):
+        same = next(one for one, _, rank, _ in first if rank == tp)
         for name, weight in found.items():
             assert torch.equal(weight, other[name]) and torch.equal(weight, same[name]), name
             assert name not in replicated or torch.equal(weight, first[0][0][name]), f"{name} on other tp ranks"
@@ -215,53 +203,14 @@ def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(stage
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tensor]:
-    engine = engine_of(stage)
-    train(engine, 0, at)
-    engine.save_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4)
-    return all_state(engine)
-
-
-def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tensor]:
-    engine = engine_of(stage)
-    engine.load_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4)
-    return all_state(engine)
-
-
 @pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
-    kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
-    for one, other in zip(kept, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _owed_on_average(rank: int, world: int, folder: str, saves: bool) -> tuple[dict[str, Tensor], int]:
-    """By parameter, what all ranks and servers owe: this rank's part of the mean."""
-    engine = engine_of(1)
-    if saves:
-        train(engine, 0, FREEZE + 5)
-        engine.save_checkpoint(folder, tag="kept")
-    else:
-        engine.load_checkpoint(folder, tag="kept")
-    found: dict[str, Tensor] = {}
-    for line in engine.core.compressed_exchanges:
-        for slot in line.layout.slots:
-            found[slot.name] = line.one_bit_mean.worker_error[slot.offset : slot.end] / world
-        for segment in line.layout.segments(rank):
-            own = line.one_bit_mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
-            found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
-    return found, len(train(engine, FREEZE + 5, FREEZE + 7))
+    assert_goes_on_bit_for_bit(engine_of, noisy, tmp_path, stage, at)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, ranks: int) -> None:
-    kept = run_ranks(_owed_on_average, 2, str(tmp_path), True)
-    again = run_ranks(_owed_on_average, ranks, str(tmp_path), False)
-    for name, _ in with_numbers(kept[0][0]):
-        wanted, found = (sum(owed[name].double() for owed, _ in by_rank) for by_rank in (kept, again))
-        assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+    assert_mean_of_debts_stays(engine_of, noisy, tmp_path, (1, 1), FREEZE + 5, ranks)
 
 
 def _starts_anew(rank: int, world: int, folder: str) -> bool:
@@ -275,7 +224,7 @@ def _starts_anew(rank: int, world: int, folder: str) -> bool:
 
 
 def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
-    run_ranks(_saves, 2, str(tmp_path), 0, FREEZE + 2)
+    run_ranks(saved, 2, engine_of, noisy, str(tmp_path), 0, FREEZE + 2)
     assert all(run_ranks(_starts_anew, 2, str(tmp_path)))
 
 
@@ -294,7 +243,7 @@ def _grows(rank: int, world: int, folder: str) -> bool:
 
 
 def test_a_model_that_has_grown_takes_what_there_is(tmp_path: Path) -> None:
-    run_ranks(_saves, 2, str(tmp_path), 0, FREEZE + 2)
+    run_ranks(saved, 2, engine_of, noisy, str(tmp_path), 0, FREEZE + 2)
     assert all(run_ranks(_grows, 2, str(tmp_path)))
 
 
@@ -350,29 +299,23 @@ def test_a_step_that_was_skipped_is_not_taken_for_a_variance_that_has_settled() 
 # ---- what is set by hand --------------------------------------------------------------------------------------------
 
 
-def _by_hand(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[str]]:
+def _by_hand(rank: int, world: int, stage: int) -> list[str]:
     engine = engine_of(stage)
     train(engine, 0, FREEZE + 3)
     bias, told = engine.module.body.bias, []
-    safe_set_full_optimizer_state(bias, torch.full((30,), 0.25), "exp_avg")
-    try:
-        safe_set_local_optimizer_state(bias, safe_get_local_optimizer_state(bias, "exp_avg"), "exp_avg")
-    except ConfigError as error:
-        told.append(str(error))
     engine.backward(engine(noisy(FREEZE + 3, rank)))
     assert safe_get_full_grad(bias) is None
-    try:
-        safe_set_full_grad(bias, torch.zeros(30))
-    except ConfigError as error:
-        told.append(str(error))
+    for change in (lambda: safe_set_full_optimizer_state(bias, torch.full((30,), 0.25), "exp_avg"),
+                   lambda: safe_set_full_grad(bias, torch.zeros(30))):
+        with pytest.raises(ConfigError) as error:
+            change()
+        told.append(str(error.value))
     engine.step()
-    return weights(engine), told
+    return told
 
 
-def test_a_momentum_that_is_set_by_hand_is_what_ranks_go_on_with() -> None:
-    whole, split = (run_ranks(_by_hand, 2, stage) for stage in (0, 1))
-    assert same([one for one, _ in whole], [one for one, _ in split])
-    for found, told in (*whole, *split):
-        assert "each has its own" in told[-1]
-        assert not torch.equal(found["body.bias"], run_ranks(trained, 2, FREEZE + 4, {})[0]["body.bias"])
-    assert all("call safe_set_full_optimizer_state" in told[0] for _, told in split) and len(whole[0][1]) == 1
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_ranks_know_from_compressed_messages_cannot_be_set_by_hand(stage: int) -> None:
+    for momentum, gradient in run_ranks(_by_hand, 2, stage):
+        assert "the exp_avg of parameter 'body.bias' of shape (30,) cannot be set now" in momentum
+        assert "each has its own" in gradient

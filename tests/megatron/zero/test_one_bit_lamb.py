@@ -16,8 +16,9 @@ from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.megatron.zero.given_gradients import NUMBERS, WIDTH, Flat, Net, all_state, by_name, same, train
-from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.given_gradients import (NUMBERS, WIDTH, Flat, Net, assert_goes_on_bit_for_bit,
+                                                 assert_mean_of_debts_stays, by_name, gpt2_trained, same, train)
+from tests.megatron.zero.run import configure, engine_around, weights
 
 FREEZE, LR, DECAY, BETAS, EPS = 6, 2**-9, 2**-3, (0.9, 0.95), 1e-4
 SETTINGS = {"optimizer": "onebit_lamb", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
@@ -260,89 +261,29 @@ def test_stages_0_and_1_train_alike(precision: dict[str, Any]) -> None:
         assert (found[name] != other[name]).float().mean() < 0.01 or torch.allclose(found[name], other[name], 1e-6, 0)
 
 
-def _gpt2(rank: int, world: int, tp: int, stage: int) -> tuple[dict[str, Tensor], list[str], dict[str, Any]]:
-    """Weights, those of them that every tensor parallel rank has, and what the rule knows."""
-    grid = groups.build(tp)
-    engine = gpt2_engine(configure_gpt2(**{**SETTINGS, "zero_stage": stage, "model_parallel_size": tp, "clip_grad": 0.5,
-                                           "batch_size": 2, "global_batch_size": 4}), grid)
-    for step in range(2 * FREEZE):
-        rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
-        engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
-        engine.step()
-    assert engine.compressed_exchanges
-    slots = [slot for line in engine.compressed_exchanges for slot in line.layout.slots]
-    return weights(engine), [slot.name for slot in slots if slot.partition is None], engine.rule.scalars()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
     """What ranks have in common is the same; the warm-up's averages are those of whole parameters."""
-    by_rank = run_ranks(_gpt2, 4, 2, stage)
-    alone = run_ranks(_gpt2, 2, 1, stage)
-    for found, replicated, scalars in by_rank:
-        assert scalars == by_rank[0][2]
+    settings = {**SETTINGS, "zero_stage": stage}
+    by_rank = run_ranks(gpt2_trained, 4, 2, settings, 2 * FREEZE)
+    alone = run_ranks(gpt2_trained, 2, 1, settings, 2 * FREEZE)
+    for found, replicated, _, scalars in by_rank:
+        assert scalars == by_rank[0][3]
         assert all(torch.equal(found[name], by_rank[0][0][name]) for name in replicated)
-    for name, (average, _) in alone[0][2]["trust"].items():
-        assert by_rank[0][2]["trust"][name][0] == pytest.approx(average, rel=1e-3), name
+    for name, (average, _) in alone[0][3]["trust"].items():
+        assert by_rank[0][3]["trust"][name][0] == pytest.approx(average, rel=1e-3), name
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
-    engine = engine_of(stage)
-    train(engine, 0, at, batch)
-    engine.save_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4, batch)
-    return all_state(engine), engine.core.rule.scalars()
-
-
-def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
-    engine = engine_of(stage)
-    engine.load_checkpoint(folder, tag="kept")
-    engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
-    engine = engine_of(stage)
-    engine.load_checkpoint(folder, tag="again")
-    train(engine, at, at + 4, batch)
-    return all_state(engine), engine.core.rule.scalars()
-
-
 @pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
-    kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
-    for (one, knows), (other, knew) in zip(kept, again, strict=True):
-        assert len(one) > 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        assert knows == knew
-
-
-def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    """By parameter, what all ranks and servers owe: this rank's part of the mean; and what the rule knows."""
-    engine = engine_of(stage)
-    if saves:
-        train(engine, 0, FREEZE + 5, batch)
-        engine.save_checkpoint(folder, tag="kept")
-    else:
-        engine.load_checkpoint(folder, tag="kept")
-    found: dict[str, Tensor] = {}
-    for line in engine.core.compressed_exchanges:
-        for slot in line.layout.slots:
-            found[slot.name] = line.one_bit_mean.worker_error[slot.offset : slot.end] / world
-        for segment in line.layout.segments(rank):
-            own = line.one_bit_mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
-            found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
-    knows = engine.core.rule.scalars()
-    train(engine, FREEZE + 5, FREEZE + 7, batch)
-    assert all(weight.isfinite().all() for weight in weights(engine).values())
-    return found, knows
+    assert_goes_on_bit_for_bit(engine_of, batch, tmp_path, stage, at)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_on_other_ranks_it_goes_on_with_the_mean_of_what_is_owed(tmp_path: Path, ranks: int, stage: int) -> None:
-    kept = run_ranks(_elsewhere, 2, str(tmp_path), stage, True)
-    again = run_ranks(_elsewhere, ranks, str(tmp_path), 1 - stage, False)
-    assert all(knows == kept[0][1] for _, knows in (*kept, *again)) and set(kept[0][1]["trust"]) == set(NUMBERS)
-    for name in (name for name in NUMBERS if NUMBERS[name]):
-        wanted, found = (sum(owed[name].double() for owed, _ in by_rank) for by_rank in (kept, again))
-        assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+    assert_mean_of_debts_stays(engine_of, batch, tmp_path, (stage, 1 - stage), FREEZE + 5, ranks)

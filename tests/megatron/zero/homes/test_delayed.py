@@ -267,7 +267,7 @@ def broken(rank: int, world: int) -> list[str]:
         engine.finish_step()
         with patch.object(engine.rule, "step_many", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._optimizer_step._update._running])
+            wait([engine._optimizer_step.update._running])
         for _ in range(2):
             try:
                 train(engine, rows[2:])
