@@ -250,7 +250,8 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
 
 def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int, ranks: int,
                         ) -> dict[str, NvmeUsage]:
-    """Of `ranks` ranks of a node, by kind of state. Ignores padding, and that the offload ratio applies to whole buckets."""
+    """Of `ranks` ranks of a node, by kind of state. Ignores padding, and that the offload ratio applies to whole
+    buckets."""
     sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
     numel = -(-sum(sizes) // dp_size)
     state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)

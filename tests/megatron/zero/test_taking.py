@@ -146,12 +146,3 @@ def test_a_class_that_cannot_be_watched_leaves_no_other_one_watched() -> None:
     assert vars(nn.Linear)["__init__"] is before and type(nn.Linear(2, 2).weight) is nn.Parameter
     del Last
     gc.collect()  # of the classes that there are
-
-
-def test_inside_of_two_no_sync_blocks_the_outer_one_goes_on() -> None:
-    engine = zero.initialize(model=Model(), config=config())[0]
-    with engine.no_sync():
-        with engine.no_sync():
-            pass
-        assert engine.inside_no_sync_ctxt
-    assert not engine.inside_no_sync_ctxt
