@@ -451,7 +451,7 @@ class Engine:
             module = None if "core" not in vars(self) else self.core.module
             if not name.startswith("__") and hasattr(module, name):
                 return getattr(module, name)
-            near = difflib.get_close_matches(name, {*dir(type(self)), *NAMES}, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *vars(self), *NAMES}, n=1, cutoff=0.75)
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
                                  + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 
