@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
 from megatron.zero.api.engine import Engine  # noqa: E402
-from megatron.zero.offload.capacity_check import probe_nvme  # noqa: E402
+from megatron.zero.offload.capacity_check import measure_rates  # noqa: E402
 from megatron.zero.offload.nvme import NvmeStorage  # noqa: E402
 from mpu import groups  # noqa: E402
 
@@ -68,12 +68,11 @@ def main() -> None:
     print("|---" * 6 + "|")
     for _ in range(chosen.steps):
         before = home.stats
-        drive = probe_nvme(chosen.nvme_path, contents="state", needed=256 << 20, read_per_step=0, written_per_step=0,
-                           flag=FLAG)
+        read_rate, write_rate = measure_rates(Path(chosen.nvme_path), 256 << 20)
         update, whole = step(here), step(there)
         read = home.stats.read_bytes - before.read_bytes
         written = home.stats.written_bytes - before.written_bytes
-        transfer = read / drive.read_rate + written / drive.write_rate
+        transfer = read / read_rate + written / write_rate
         bounds.append(max(transfer, update))
         times.append(whole)
         ratios.append(whole / bounds[-1])

@@ -21,10 +21,10 @@ from torch.autograd import _unsafe_preserve_version_counter
 
 from megatron.fsdp import sharding
 from megatron.zero.api import offload_plan
-from megatron.zero.offload.copy_streams import CopyEvent, CopyStreams
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
 
 
-class LateCopyEvent:
+class LateCopyEvent(CopyEvent):
     def __init__(self, lane: LateCopyStream, out: Tensor, source: Tensor, after: list[LateCopyEvent]) -> None:
         self._lane, self._out, self._source, self._after = lane, out, source, after
         self._taken: Tensor | None = None  # what the device had when it went on
@@ -103,7 +103,7 @@ class LateCopyEvent:
             self._guarded = _bits(self._source).clone()
 
 
-class LateCopyStream:
+class LateCopyStream(CopyStream):
     other: LateCopyStream
 
     def __init__(self, name: str) -> None:

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
-from megatron.zero.offload.copy_streams import CopyEvent, CopyStreams, SynchronousCopyStream, create_copy_streams
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams, create_copy_streams
 from mpu.backends import CollectiveBackend
 from mpu.device import on_accelerator
 
@@ -121,7 +121,7 @@ def two_sides() -> Iterator[Sides]:
         yield sides
 
 
-class _Lane(SynchronousCopyStream):
+class _Lane(CopyStream):
     def __init__(self, sides: Sides, to: Side) -> None:
         self._sides, self._to = sides, to
 

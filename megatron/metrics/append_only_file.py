@@ -71,7 +71,6 @@ class AppendOnlyFile:
                 if self._holds_lock:  # else truncating would drop another process's lines
                     with suppress(OSError):  # a pipe
                         os.ftruncate(self._file.fileno(), size)
-                self._is_repaired = self._holds_lock and self._is_repaired
                 raise
             self._is_repaired = True
 

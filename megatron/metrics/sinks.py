@@ -99,8 +99,6 @@ TABLES = {
               "drive_written_bytes", "pld_theta", "pld_blocks"),
     "evaluations": ("iteration", "split", "lm_loss", "bits_per_byte")}
 """Columns by table; the file of a table is NAME.csv."""
-MAX_HEADER_CHARS = 4096
-"""Limit for the first line of an existing table."""
 
 
 class CsvSink(MetricsSink):
@@ -154,13 +152,10 @@ def _csv_row(values: Iterable[Any]) -> str:
 
 
 def _has_header(header: str, path: str) -> bool:
-    """Whether the file starts with the header or, after a kill, a part of it. A spreadsheet may have changed line ends
-    and quotes."""
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        first_line = file.readline(MAX_HEADER_CHARS)
-    if not first_line.endswith("\n"):
-        return header.startswith(first_line)
-    return next(csv.reader([first_line])) == next(csv.reader([header]))
+    """Whether the file starts with the header or, after a kill, a part of it."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        first_line = file.readline(len(header))
+    return header.startswith(first_line)
 
 
 class TensorboardSink(MetricsSink):
@@ -209,10 +204,7 @@ class TensorboardSink(MetricsSink):
         atexit.unregister(self.writer.close)
         with storage_errors(self._flag, self._folder):
             self.writer.flush()  # raises the thread's error
-            thread = self.events.event_writer._async_writer._worker
             self.writer.close()
-            if thread.exception is not None:  # raised after flush had counted the last event
-                raise thread.exception
 
 
 def _silence_writer_thread() -> None:

@@ -222,12 +222,10 @@ class NvmeInitArena:
 @final
 class InitShardedParam(DeferredParam):
     def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
-                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
-                 remote_device: str | None = None) -> None:
-        """`storage` of the shard: a device (None: the parameter's) or NVMe. `remote_device`: zero.Init's argument."""
+                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None) -> None:
+        """`storage` of the shard: a device (None: the parameter's) or NVMe."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         super().__init__(parameter, kind, dp, init_context)
-        self.remote_device = remote_device
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         self._storage = storage

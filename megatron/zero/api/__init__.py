@@ -1,6 +1,6 @@
 """DeepSpeed's API over the ZeRO engine: what a training script calls.
 
-Begin with initialize.py (`zero.initialize`) and engine.py (`Engine`; its read-only part is engine_status.py). init.py
+Begin with initialize.py (`zero.initialize`) and engine.py (`Engine`). init.py
 has `zero.Init` and `zero.GatheredParameters`; offload_plan.py decides where state is stored and which side updates it;
 compat_names.py answers DeepSpeed's further engine names.
 """

@@ -38,7 +38,8 @@ METHODS: dict[str, Callable[[Any], Any]] = {
         "theta": e.config.layer_drop.pld_theta, "gamma": e.config.layer_drop.pld_gamma},
     "quantize_training": lambda e: e.config.quantize.quantize_training,
     "optimizer_name": lambda e: e.get_type()[0],
-    "optimizer_params": lambda e: {key: value for key, value in e.optimizer.param_groups[0].items() if key != "params"},
+    "optimizer_params": lambda e: {
+        key: value for key, value in e.optimizer.param_groups[0].items() if key != "params"},
     "get_data_types": lambda e: (e.working_dtype, torch.float32),
     "steps_per_print": lambda e: e.monitor.config.steps_per_print or None,
     "wall_clock_breakdown": lambda e: e.monitor.config.times,
@@ -82,5 +83,5 @@ def resolve_name(engine: Any, name: str) -> Any:
         return lambda *args, **kwargs: METHODS[name](engine)
     if name in ATTRIBUTES:
         return ATTRIBUTES[name](engine)
-    raise UnsupportedNameError(f"engine.{name} is not supported: the engine has placed the parameters, in flat buffers; "
-                               "do this to the model before zero.initialize")
+    raise UnsupportedNameError(f"engine.{name} is not supported: the engine has placed the parameters, in flat "
+                               "buffers; do this to the model before zero.initialize")

@@ -13,9 +13,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +30,10 @@ from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config
 from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
+from megatron.distributed.process_group import read_environment
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
+from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
                                              load_module_weights, restore_rng_streams, begin_engine_save,
                                              write_state_dict)
@@ -40,11 +41,12 @@ from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.data_loader import BatchSizes, EpochDataLoader
 from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
 from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
-from megatron.zero.api.engine_status import EngineStatus
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.optimizer import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
+from megatron.zero.offload.nvme import NvmeStorage
 from megatron.zero.state import parse_offload_states
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
@@ -54,16 +56,21 @@ MODULE_PREFIX = "module."
 """Prefix of names in the engine's (not the model's) state dict, as in DeepSpeed and DistributedDataParallel."""
 
 
-class Engine(EngineStatus):
+class Engine:
     """A model in training. Counters and the loss scale are those of `core`, the ZeRO mechanism."""
 
     def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer,
                  scheduler: LRSchedulerProtocol | None, monitor_config: MonitorConfig = MonitorConfig(),
                  mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
+        self.module, self.groups, self.device = core.module, core.groups, core.state.device
+        self.mpu, self.local_rank = mpu, read_environment().local_rank
+        self.working_dtype = DTYPES[config.precision.name]
+        """Of weights and activations."""
+        self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
+        """As stored in checkpoints."""
         self._batch_sizes = BatchSizes(core, config)
         self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
-        self.mpu = mpu
         self.profiled_step = ProfiledStep(config, core, self)
         """Profiles one step module by module, if the configuration asks for it."""
         self.progressive_layer_drop = (
@@ -75,7 +82,7 @@ class Engine(EngineStatus):
             config.quantize.quantize_eigenvalue else None
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, if given; its epoch is saved in checkpoints."""
-        self.inside_no_sync_ctxt = self.is_compiled = self._warned_offload_has_no_effect = False
+        self.is_compiled = self._warned_offload_has_no_effect = False
         self.block_until_params_gathered = True
         """`step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
         may set False: the gathers then overlap the next forward."""
@@ -83,8 +90,6 @@ class Engine(EngineStatus):
         self._lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self.last_save: SaveReport | None = None
-        """Of the last complete save."""
         self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostSnapshot(self.device)
         self._deleter = BackgroundDeleter()
@@ -213,16 +218,9 @@ class Engine(EngineStatus):
         """Discard the accumulated gradients."""
         self.core.zero_grad()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Skip gradient reduction in backward; stages 0 and 1 only. Call `step` outside."""
-        before = self.inside_no_sync_ctxt
-        with self.core.no_sync():
-            self.inside_no_sync_ctxt = True
-            try:
-                yield
-            finally:
-                self.inside_no_sync_ctxt = before
+        return self.core.no_sync()
 
     def compile(self, backend: str | Callable[..., Any] = "inductor",
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -311,6 +309,91 @@ class Engine(EngineStatus):
         self.monitor.close()
         self.core.detach()
 
+    # ---- status ----------------------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Number of optimizer steps so far, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.core.counters.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        return self.core.state.counters.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Number of samples in all optimizer steps so far, summed over changes of the batch size."""
+        return self._batch_sizes.consumed_samples
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps that changed the weights (skipped ones excluded)."""
+        return self.core.counters.applied_steps
+
+    @property
+    def backward_scale(self) -> float:
+        """The factor by which `backward` multiplies the loss."""
+        return self.core.backward_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self.core.state.counters.scaler.scale
+
+    loss_scale = cur_scale
+
+    def was_step_applied(self) -> bool:
+        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
+        return self.core.last_report is not None and self.core.last_report.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient norm of the last optimizer step, before clipping; None before the first."""
+        return None if self.core.last_report is None else self.core.last_report.grad_norm
+
+    def get_type(self) -> list[str]:
+        """The optimizer's name, for each param group."""
+        return [self.core.rule.name] * len(self.core.param_groups)
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision.bf16
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch_sizes.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.core.accumulation_steps
+
+    def train_batch_size(self) -> int:
+        return self._batch_sizes.train_batch_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch size, micro-batch size, micro-batches per step)."""
+        return self.train_batch_size(), self._batch_sizes.micro_batch_size, self.core.accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero.zero_stage
+
+    def drive_use(self) -> NvmeStats | None:
+        """Seconds the training thread waited for NVMe, and bytes read and written, since the engine was created. None
+        if no state is on NVMe."""
+        storage = self.core.engine_storage
+        stats = [backend.stats for backend in (storage.optimizer, storage.params)
+                 if isinstance(backend, NvmeStorage) and backend.has_nvme_shards]
+        return sum(stats, NvmeStats()) if stats else None
+
+    @property
+    def parameters_kept(self) -> int:
+        """Parameter elements that this rank stores between steps, with padding: at stage 3 its shards."""
+        return sum(bucket.layout.shard_numel if bucket.params_are_sharded else bucket.layout.numel
+                   for bucket in (*self.core.buckets, *self.core.frozen_buckets))
+
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -368,7 +451,7 @@ class Engine(EngineStatus):
             module = None if "core" not in vars(self) else self.core.module
             if not name.startswith("__") and hasattr(module, name):
                 return getattr(module, name)
-            near = difflib.get_close_matches(name, {*dir(type(self)), *NAMES}, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *vars(self), *NAMES}, n=1, cutoff=0.75)
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
                                  + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 
@@ -379,7 +462,7 @@ class Engine(EngineStatus):
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
                         save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
-                        on_complete: Callable[[SaveReport], None] | None = None) -> bool:
+                        on_complete: Callable[[SaveReport], None] = lambda report: None) -> bool:
         """Save everything a resumed run needs. Collective. The tag is `global_step<N>` unless given; without
         `save_latest` a load finds it only by tag.
 
@@ -417,15 +500,10 @@ class Engine(EngineStatus):
             config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
             hold=self._host_copy.copy_tensors if in_background else None, trash=self._deleter)
         if in_background:
-            self._background_save.start(save, partial(self._on_save_complete, on_complete))
+            self._background_save.start(save, on_complete)
         else:
-            self._on_save_complete(on_complete, save.finish())
+            on_complete(save.finish())
         return True
-
-    def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
-        self.last_save = report
-        if on_complete is not None:
-            on_complete(report)
 
     @property
     def is_saving(self) -> bool:

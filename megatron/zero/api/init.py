@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatron.config import ds_json
-from megatron.config.tree import Config
 from megatron.distributed.collective_log import assert_collective_call, owning_engine
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
@@ -250,8 +249,7 @@ class Init:
             source = initializer_of(parameter)
             if not lacks_values(parameter):
                 self._freed_bytes += parameter.nbytes
-                InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage,
-                                 remote_device=self._requested_device)
+                InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage)
                 if self._freed_bytes > TRIM_AFTER_BYTES:
                     trim_malloc()
                     self._freed_bytes = 0
@@ -339,14 +337,3 @@ def trim_malloc() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc only
         libc.malloc_trim(0)
-
-
-def init_placement_notes(model: nn.Module, config: Config, device: str) -> list[str]:
-    """Notes if parameters move from where `zero.Init` stored them. `device` is the engine's."""
-    offload_device = config.offload.offload_param_device
-    owners = [param_owner(parameter) for parameter in model.parameters()]
-    init_devices = {owner.remote_device for owner in owners if isinstance(owner, InitShardedParam)
-                    and owner.remote_device is not None}
-    return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
-            f"--offload-param-device {offload_device} says"
-            for other in sorted(init_devices - {device if offload_device == "none" else offload_device})]

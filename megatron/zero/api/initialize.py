@@ -46,7 +46,7 @@ from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import check_forward_signature
 from megatron.zero.api.engine_monitor import MonitorConfig
-from megatron.zero.api.init import groups_from_mpu, init_placement_notes
+from megatron.zero.api.init import groups_from_mpu
 from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
 from megatron.zero.api.offload_plan import create_engine_storage, offload_notes
 from megatron.zero.api.optimizer import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
@@ -121,7 +121,6 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         check_same_model(model, groups.world)
         assert_equal_across_ranks(_optimizer_description(rule, param_groups, model), groups.world,
                                   "the ranks give zero.initialize different optimizers")
-        placement_notes = init_placement_notes(model, config, device.type)
         storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
     with claim_model(model), ExitStack() as on_failure:
         on_failure.callback(storage.close)  # frees NVMe space for a retry
@@ -141,7 +140,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                                   "the ranks give zero.initialize different schedules")
         engine = Engine(core, config, wrapped, scheduler, settings.monitor_config, mpu)
         on_failure.callback(engine.monitor.close)
-        engine.notes = [*placement_notes, *offload_lines, *_engine_notes(settings, core)]
+        engine.notes = [*offload_lines, *_engine_notes(settings, core)]
         if groups.world.rank == 0:
             _print_notes(settings, engine, groups.dp.size)
             for number, group in enumerate(() if evaluates else param_groups):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -25,7 +24,7 @@ from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.offload.capacity_check import check_host_memory, probe_nvme
+from megatron.zero.offload.capacity_check import NvmeUsage, check_host_memory, probe_nvme
 from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_buffer_sets,
                                                param_chunk_numel, step_chunk_numel)
 from megatron.zero.offload.copy_streams import CopyStreams, StagingDoubleBuffer, create_copy_streams
@@ -114,7 +113,8 @@ def time_both_sides(rule: AdamW, device: torch.device, copy_streams: CopyStreams
     host, shard = all_succeed_or_raise(prepare, world)
     seconds = []
     for storage, update_device in ((host, torch.device("cpu")),
-                                   (StreamingHostStorage(host, copy_streams, device), device)):
+                                   (StreamingHostStorage(torch.float32, chunk, copy_streams, device, pinned=pinned),
+                                    device)):
         rule.bind_device(update_device, world)
         best = all_succeed_or_raise(partial(best_seconds, storage, update_device), world)
         seconds.append(all_reduce_scalar(best, world, "max") / shard.numel)
@@ -125,7 +125,7 @@ def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBa
                     copy_streams: CopyStreams, on_device: Tensor, pinned: bool) -> None:
     """One update of all chunks, including the copy of new weights to the device, but not that of gradients to the host:
     in training that one overlaps backward."""
-    on_host = isinstance(storage, HostStorage)
+    on_host = storage.update_location is Location.HOST
     grads = page_aligned_zeros(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
     staging = StagingDoubleBuffer(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
     at = StepScalars.for_applied_step(0.5, 1, update_device)
@@ -139,7 +139,7 @@ def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBa
             staging.mark_sent(last := copy_streams.to_device.copy(on_device, lp_out))
     if on_host:
         last.wait_on_host()
-    storage.wait_for_writes()
+    shard.wait_for_pending()
 
 
 def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
@@ -157,7 +157,7 @@ def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, de
     try:
         storage = all_succeed_or_raise(lambda: _create_storage(config, rule, device, nvme_drives, copy_streams, update),
                                        groups.world)
-        expected = expected_nvme_usage(config, rule, model, groups.dp.size)
+        expected = expected_nvme_usage(config, rule, model, groups.dp.size, read_environment().local_world_size)
         return storage, notes + all_succeed_or_raise(lambda: nvme_drives.probe(expected), groups.world)
     except BaseException:
         nvme_drives.close()
@@ -177,14 +177,14 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     if offload.offload_optimizer_device == "nvme":
         step_chunk = step_chunk_numel(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
         optimizer = NvmeStorage(nvme_drives.drive("optimizer"), "optimizer", rule.states, nvme_settings(
-            chunk_numel=step_chunk, buffer_sets=STEP_BUFFER_SETS, keeps_shards_whole=not rule.elementwise,
-            pinned=pins_optimizer, pipeline_read=offload.offload_optimizer_pipeline_read,
+            chunk_numel=step_chunk if rule.elementwise else 0, buffer_sets=STEP_BUFFER_SETS, pinned=pins_optimizer,
+            pipeline_read=offload.offload_optimizer_pipeline_read,
             pipeline_write=offload.offload_optimizer_pipeline_write))
     elif offload.offload_optimizer_device == "cpu" and copy_streams is not None:
         step_chunk = min(HOST_CHUNK_NUMEL, tile)
-        optimizer = HostStorage(torch.float32, step_chunk if rule.elementwise else 0, pinned=pins_optimizer)
-        if update == "device":
-            optimizer = StreamingHostStorage(optimizer, copy_streams, device)
+        chunk = step_chunk if rule.elementwise else 0
+        optimizer = (HostStorage(torch.float32, chunk, pinned=pins_optimizer) if update == "host" else
+                     StreamingHostStorage(torch.float32, chunk, copy_streams, device, pinned=pins_optimizer))
 
     params: StorageBackend = DeviceStorage(device, work)
     if offload.offload_param_device == "nvme":
@@ -196,7 +196,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     elif offload.offload_param_device == "cpu" and copy_streams is not None:
         params = HostStorage(work, 0, pinned=pins_params)
 
-    delays = offload.delayed_param_update and isinstance(optimizer, HostStorage) and rule.elementwise
+    delays = offload.delayed_param_update and type(optimizer) is HostStorage and rule.elementwise
     splits = optimizer.location is not Location.DEVICE and offload.offload_optimizer_ratio < 1
     return EngineStorage(optimizer, params, copy_streams, pins_optimizer, delays,
                          DeviceStorage(device) if splits else None, OffloadRatio(offload.offload_optimizer_ratio))
@@ -248,32 +248,25 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
     return notes
 
 
-@dataclass(frozen=True)
-class _NvmeUsage:
-    """Bytes of one rank's state on NVMe, and bytes read and written in a step."""
-
-    contents: str
-    stored: int
-    read: int
-    written: int
-
-
-def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int) -> dict[str, _NvmeUsage]:
-    """By kind of state. Ignores padding, and that the offload ratio applies to whole buckets."""
+def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int, ranks: int,
+                        ) -> dict[str, NvmeUsage]:
+    """Of `ranks` ranks of a node, by kind of state. Ignores padding, and that the offload ratio applies to whole
+    buckets."""
     sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
     numel = -(-sum(sizes) // dp_size)
     state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
     sharded = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // dp_size)
     on_drive = max(0, sharded - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
-    return {"optimizer": _NvmeUsage("optimizer state", state, state, state),
-            "param": _NvmeUsage("weights", on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
+    state, on_drive = ranks * state, ranks * on_drive
+    return {"optimizer": NvmeUsage("optimizer state", state, state, state),
+            "param": NvmeUsage("weights", on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
 
 
 class NvmeDrives:
     """This rank's swap drives, one for each configured path."""
 
     def __init__(self, config: Config) -> None:
-        self._offload, self._node = config.offload, read_environment()
+        self._offload = config.offload
         self._drives: dict[str, SwapDrive] = {}
         self._kinds_by_path: dict[str, list[str]] = {}
 
@@ -294,20 +287,17 @@ class NvmeDrives:
         for drive in self._drives.values():
             drive.close()
 
-    def probe(self, expected: Mapping[str, _NvmeUsage]) -> list[str]:
+    def probe(self, expected: Mapping[str, NvmeUsage]) -> list[str]:
         """One line per drive with its expected load, measured by local rank 0; empty on the others."""
-        lines, ranks = [], self._node.local_world_size
-        for path, kinds in self._kinds_by_path.items() if self._node.local_rank == 0 else ():
+        lines = []
+        for path, kinds in self._kinds_by_path.items() if read_environment().local_rank == 0 else ():
             usages = [expected[kind] for kind in kinds if expected[kind].stored]
             if not usages:
                 lines.append(f" nvme {path}: nothing of this run will be there")
                 continue
-            other_kinds = [kind for other, kinds in self._kinds_by_path.items() for kind in kinds
-                           if other != path and os.stat(other).st_dev == os.stat(path).st_dev]
-            lines.append(str(probe_nvme(
-                path, contents=" and ".join(usage.contents for usage in usages), flag=self._drives[path].flag,
-                needed=ranks * sum(usage.stored for usage in usages),
-                read_per_step=ranks * sum(usage.read for usage in usages),
-                written_per_step=ranks * sum(usage.written for usage in usages),
-                other_needed=ranks * sum(expected[kind].stored for kind in other_kinds))))
+            total = NvmeUsage(" and ".join(usage.contents for usage in usages), sum(usage.stored for usage in usages),
+                              sum(usage.read for usage in usages), sum(usage.written for usage in usages))
+            other = sum(expected[kind].stored for other, kinds in self._kinds_by_path.items() for kind in kinds
+                        if other != path and os.stat(other).st_dev == os.stat(path).st_dev)
+            lines.append(probe_nvme(path, self._drives[path].flag, total, other))
         return lines

@@ -171,8 +171,8 @@ class AsyncSwapFile:
         if not isinstance(error, OSError):
             return error
         why, remedy = explain_os_error(error, self._drive.path)
-        return StorageError(f"{self.description}: cannot {kind} tile {tile.number} of {format_bytes(tile.size)}: {why}; "
-                            f"{self._remedy_text(remedy)}")
+        return StorageError(f"{self.description}: cannot {kind} tile {tile.number} of {format_bytes(tile.size)}: "
+                            f"{why}; {self._remedy_text(remedy)}")
 
     def _remedy_text(self, first: str) -> str:
         return f"{first}, or choose another folder with {self._drive.flag}, and resume from the last checkpoint"

@@ -1,7 +1,6 @@
 """Checks before the model is built: free host memory, and free space and speed of the NVMe path.
 
-    probe = probe_nvme("/nvme", contents="optimizer state", needed=..., read_per_step=..., written_per_step=...,
-                       flag="--offload-optimizer-nvme-path")
+    print(probe_nvme("/nvme", "--offload-optimizer-nvme-path", NvmeUsage("optimizer state", stored=..., ...)))
 
 Without the memory check the kernel's OOM killer would end a process without a message. Bytes are those of all ranks of
 a node. The probe file has no name.
@@ -17,8 +16,7 @@ from pathlib import Path
 from megatron import host_memory
 from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligned_bytes
-from megatron.zero.offload.swap_drive import (check_nvme_path, create_unnamed_file, explain_create_error,
-                                              format_seconds, free_space)
+from megatron.zero.offload.swap_drive import check_nvme_path, create_unnamed_file, explain_create_error, free_space
 
 
 def check_host_memory(needed: int, ranks: int, flags: str) -> None:
@@ -42,50 +40,38 @@ MAX_PROBE_BYTES = 256 << 20
 space takes as long as writing it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NvmeProbe:
-    path: Path
+@dataclass(frozen=True)
+class NvmeUsage:
+    """Bytes of state on NVMe, and bytes read and written in a step."""
+
     contents: str
-    """Which state of the run, for messages."""
-    free: int
-    needed: int
-    read_rate: float
-    """Bytes per second."""
-    write_rate: float
-    read_per_step: int
-    written_per_step: int
-
-    @property
-    def seconds_per_step(self) -> float:
-        """Sum of both: reads and writes share the drive."""
-        return self.read_per_step / self.read_rate + self.written_per_step / self.write_rate
-
-    def __str__(self) -> str:
-        return (f" nvme {self.path} for {self.contents}: {format_bytes(self.free)} free, needs "
-                f"{format_bytes(self.needed)}; reads {format_bytes(self.read_rate)}/s, writes "
-                f"{format_bytes(self.write_rate)}/s: about {format_seconds(self.seconds_per_step)} of a step")
+    """Which state, for messages."""
+    stored: int
+    read: int
+    written: int
 
 
-def probe_nvme(nvme_path: str | os.PathLike[str], *, contents: str, needed: int, read_per_step: int,
-               written_per_step: int, flag: str, other_needed: int = 0) -> NvmeProbe:
-    """Measure the drive in about a second. `other_needed`: bytes that the run needs in other folders of the drive.
-    Raises ConfigError if the folder does not exist, StorageError if it is read-only, too small or broken."""
+def probe_nvme(nvme_path: str | os.PathLike[str], flag: str, usage: NvmeUsage, other_stored: int = 0) -> str:
+    """Measure the drive in about a second; a line with its rates and the cost of a step. `other_stored`: bytes that the
+    run needs in other folders of the drive. Raises ConfigError if the folder does not exist, StorageError if it is
+    read-only, too small or broken."""
     path = check_nvme_path(nvme_path, flag)
     free = free_space(path)
-    if free < needed + other_needed:
-        other = f" and {format_bytes(other_needed)} in other folders of that drive" if other_needed else ""
-        raise StorageError(f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(needed)} "
+    if free < usage.stored + other_stored:
+        other = f" and {format_bytes(other_stored)} in other folders of that drive" if other_stored else ""
+        raise StorageError(f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(usage.stored)} "
                            f"there{other}; free space or choose another folder")
     try:
-        read_rate, write_rate = _measure_rates(path, min(MAX_PROBE_BYTES, free // 4, needed))
+        read_rate, write_rate = measure_rates(path, min(MAX_PROBE_BYTES, free // 4, usage.stored))
     except OSError as error:
         raise StorageError(
             f"{flag} {path}: cannot write there and read back: {explain_create_error(error, path)}") from error
-    return NvmeProbe(path=path, contents=contents, free=free, needed=needed, read_rate=read_rate, write_rate=write_rate,
-                     read_per_step=read_per_step, written_per_step=written_per_step)
+    seconds = usage.read / read_rate + usage.written / write_rate  # reads and writes share the drive
+    return (f" nvme {path} for {usage.contents}: {format_bytes(free)} free, needs {format_bytes(usage.stored)}; reads "
+            f"{format_bytes(read_rate)}/s, writes {format_bytes(write_rate)}/s: about {seconds:.3g} s of a step")
 
 
-def _measure_rates(path: Path, size: int) -> tuple[float, float]:
+def measure_rates(path: Path, size: int) -> tuple[float, float]:
     """Read and write rate in bytes per second, with a probe of about `size` bytes in whole pages."""
     length = max(PAGE_SIZE, min(PROBE_BLOCK_BYTES, size) // PAGE_SIZE * PAGE_SIZE)
     block = page_aligned_bytes(length, pinned=False).numpy().data

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ MAX_UNJOINED_SOURCES = 2
 """Device tensors that pending copies of a stream may hold; beyond this the device waits for the oldest copy."""
 
 
-class CopyEvent(Protocol):
-    """The completion of a copy."""
+class CopyEvent:
+    """The completion of a copy; of this class, of one that is done."""
 
     def wait_on_device(self) -> None:
         """Work queued on the device from now on runs after the copy; the host does not block."""
@@ -39,18 +39,23 @@ class CopyEvent(Protocol):
 
     def is_done(self) -> bool:
         """`wait_on_host` would return at once."""
+        return True
 
 
-class CopyStream(Protocol):
-    """One direction; its copies run in the order they were requested."""
+class CopyStream:
+    """One direction; its copies run in the order they were requested. This class copies at once: in tests it is the
+    stream of a CPU treated as an accelerator."""
 
     def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         """out <- source, of equal dtype, one of them on the host (page-locked for speed). The copy starts after the
         work queued on the device so far and after the events in `after`. Until `wait_on_device` or `wait_on_host`,
         `out` must not be touched and `source` must not be written; a device `source` may be freed."""
+        out.copy_(source)
+        return CopyEvent()
 
     def collectives_after_copies(self) -> AbstractContextManager[None]:
         """Collectives issued inside run after the copies of this stream; the device does not wait for the copies."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,10 @@ def create_copy_streams(device: torch.device) -> CopyStreams | None:
     """None if the device is the host."""
     if device.type == "cuda":
         return CopyStreams(_CudaCopyStream(device), _CudaCopyStream(device))
-    return CopyStreams(SynchronousCopyStream(), SynchronousCopyStream()) if on_accelerator(device) else None
+    return CopyStreams(CopyStream(), CopyStream()) if on_accelerator(device) else None
 
 
-# -- a GPU ---------------------------------------------------------------------------------------------------------
-
-
-class _CudaCopyStream:
+class _CudaCopyStream(CopyStream):
     """Holds a reference to each source until the device has waited for its copy. The caching allocator would reuse
     freed memory earlier, and with `record_stream` it would not reuse it until the host polls the event."""
 
@@ -107,7 +109,7 @@ class _CudaCopyStream:
 
 
 @dataclass(frozen=True)
-class _CudaCopyEvent:
+class _CudaCopyEvent(CopyEvent):
     event: torch.cuda.Event
     device: torch.device
     stream: _CudaCopyStream
@@ -123,32 +125,6 @@ class _CudaCopyEvent:
     def is_done(self) -> bool:
         is_complete: bool = self.event.query()
         return is_complete
-
-
-# -- a CPU treated as an accelerator (tests) -----------------------------------------------------------------------
-
-
-class SynchronousCopyStream:
-    def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
-        out.copy_(source)
-        return _COMPLETED_COPY
-
-    @contextmanager
-    def collectives_after_copies(self) -> Iterator[None]:
-        yield
-
-
-class _CompletedCopy:
-    def wait_on_device(self) -> None:
-        pass
-
-    wait_on_host = wait_on_device
-
-    def is_done(self) -> bool:
-        return True
-
-
-_COMPLETED_COPY = _CompletedCopy()
 
 
 @dataclass

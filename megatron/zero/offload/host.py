@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
 from megatron.zero.offload.direct_io import page_aligned_zeros
-from megatron.zero.offload.storage import WEIGHT, ChunkIterator, Location, StateTensors, StoredShard
+from megatron.zero.offload.storage import (WEIGHT, ChunkIterator, Location, StateTensors, StorageBackend,
+                                           StoredShard)
 
 
 @final
@@ -28,22 +29,15 @@ class HostShard(StoredShard):
     location = Location.HOST
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice], *, pinned: bool) -> None:
-        super().__init__(numel, dtype)
-        self._chunks, self._pinned = chunks, pinned
+        super().__init__(numel, dtype, chunks)
+        self._pinned = pinned
         self._tensors = {WEIGHT: page_aligned_zeros(numel, dtype, pinned=pinned)}
         self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
         """(stream, start, stop) -> the last copy of that range on that stream."""
         self._pending_update: Future[None] | None = None
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    @property
-    def chunks(self) -> Sequence[slice]:
-        return self._chunks
-
     def add_kinds(self, kinds: Sequence[str]) -> None:
+        super().add_kinds(kinds)
         self._tensors |= {kind: page_aligned_zeros(self.numel, self.dtype, pinned=self._pinned) for kind in kinds}
 
     @contextmanager
@@ -98,7 +92,9 @@ class HostShard(StoredShard):
                 if other is not stream and start < chunk.stop and chunk.start < stop]
 
 
-class HostStorage:
+class HostStorage(StorageBackend):
+    """Chunks are updated where they are."""
+
     location = update_location = Location.HOST
 
     def __init__(self, dtype: torch.dtype, chunk_numel: int, *, pinned: bool) -> None:
@@ -126,39 +122,35 @@ class HostStorage:
 
 
 @final
-class StreamingHostStorage:
-    location, update_location = Location.HOST, Location.DEVICE
+class StreamingHostStorage(HostStorage):
+    """Chunks are copied to the device, updated there and copied back."""
 
-    def __init__(self, host: HostStorage, copy_streams: CopyStreams, device: torch.device) -> None:
-        self._host, self._copy_streams, self._device = host, copy_streams, device
+    update_location = Location.DEVICE
 
-    def allocate_shard(self, name: str, numel: int) -> StoredShard:
-        return self._host.allocate_shard(name, numel)
+    def __init__(self, dtype: torch.dtype, chunk_numel: int, copy_streams: CopyStreams, device: torch.device, *,
+                 pinned: bool) -> None:
+        super().__init__(dtype, chunk_numel, pinned=pinned)
+        self._copy_streams, self._device = copy_streams, device
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         order = [(shard, part) for ((shard, part),) in steps if isinstance(shard, HostShard)]
-        ring = _DeviceBufferRing(self._device, max((part.stop - part.start for _, part in order), default=0))
+        size = max((part.stop - part.start for _, part in order), default=0)
+        ring = deque(_DeviceChunkBuffers(self._device, size) for _ in range(STEP_BUFFER_SETS))
         arriving: deque[tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]] = deque()
         for number, (shard, part) in enumerate(order):
             # keep one chunk ahead: the next copy overlaps this chunk's update
             for next_shard, next_chunk in order[number + len(arriving) : number + 2]:
-                arriving.append(self._copy_chunk_to_device(next_shard, next_chunk, ring.next()))
+                ring.rotate(-1)
+                kept = ring[0].views(next_shard, next_chunk)
+                arriving.append((ring[0], kept, next_shard.copy_chunk_to_device(
+                    kept, next_chunk, self._copy_streams.to_device, ring[0].copies_to_host)))
             buffers, kept, arrival = arriving.popleft()
             arrival.wait_on_device()
             yield [kept]
             buffers.copies_to_host = [shard.copy_chunk_from_device(kept, part, self._copy_streams.to_host)]
-        ring.wait_on_device()
-
-    def _copy_chunk_to_device(self, shard: HostShard, chunk: slice,
-                              into: _DeviceChunkBuffers) -> tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]:
-        kept = into.views(shard, chunk)
-        return into, kept, shard.copy_chunk_to_device(kept, chunk, self._copy_streams.to_device, into.copies_to_host)
-
-    def wait_for_writes(self) -> None:
-        self._host.wait_for_writes()
-
-    def close(self) -> None:
-        self._host.close()
+        for buffers in ring:  # which are freed now
+            for event in buffers.copies_to_host:
+                event.wait_on_device()
 
 
 class _DeviceChunkBuffers:
@@ -175,20 +167,3 @@ class _DeviceChunkBuffers:
             if kind not in self._buffers:
                 self._buffers[kind] = torch.empty(self._size, dtype=shard.dtype, device=self._device)
         return {kind: self._buffers[kind][: chunk.stop - chunk.start] for kind in shard.kinds}
-
-
-class _DeviceBufferRing:
-    """Device buffer sets that are used in rotation."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        self._ring = deque(_DeviceChunkBuffers(device, size) for _ in range(STEP_BUFFER_SETS))
-
-    def wait_on_device(self) -> None:
-        """After this the buffers may be freed."""
-        for buffers in self._ring:
-            for event in buffers.copies_to_host:
-                event.wait_on_device()
-
-    def next(self) -> _DeviceChunkBuffers:
-        self._ring.rotate(-1)
-        return self._ring[0]

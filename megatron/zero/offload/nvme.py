@@ -26,21 +26,20 @@ from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
 from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, Location, StateTensors, StoredShard
+from megatron.zero.offload.storage import (WEIGHT, ChunkIterator, DeviceShard, Location, StateTensors,
+                                           StorageBackend, StoredShard)
 from megatron.zero.offload.swap_drive import SwapDrive
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSettings:
     chunk_numel: int
-    """Elements of a chunk, at most."""
+    """Elements of a chunk, at most; 0 for the whole shard."""
     write_chunk_numel: int | None = None
     """Elements of a chunk that a step writes at a time; chunks do not cross its boundaries."""
     buffer_sets: int
     """Staging buffer sets on the host, at most; at least one more than a step uses at a time."""
     dtype: torch.dtype = torch.float32
-    keeps_shards_whole: bool = False
-    """A chunk is a whole shard, for update rules that need full parameters."""
     host_numel: int = 0
     """Elements that stay in host memory: the shards that are allocated first."""
     pinned: bool = False
@@ -50,19 +49,11 @@ class NvmeSettings:
     pipeline_write: bool = True
 
 
-@dataclass
-class _IoWaitTime:
-    """Seconds that the training thread waited for I/O, over all staging buffers of a storage."""
-
-    seconds: float = 0.0
-
-
 @dataclass(eq=False)
 class _StagingBuffers:
     """Host buffers for one chunk, one for each kind."""
 
     buffers: Mapping[str, Tensor]
-    wait_time: _IoWaitTime
     chunk_key: tuple[int, int] | None = None
     """(id of the shard, first element) of the chunk in the buffers."""
     valid_kinds: set[str] = field(default_factory=set)
@@ -71,35 +62,11 @@ class _StagingBuffers:
     pending_copy: CopyEvent | None = None
     """Copy from the buffers to the device."""
 
-    def wait_for_io(self) -> None:
-        """Wait for pending I/O. After an error the buffers are invalid and the error is raised."""
-        if (error := self.drain_io()) is not None:
-            raise error
-
-    def drain_io(self) -> BaseException | None:
-        """As `wait_for_io`, but return the error. A caller that discards the content may ignore it: a tile whose write
-        failed raises by itself until it is written again."""
-        first: BaseException | None = None
-        self.wait_for_copy()
-        begin = time.perf_counter()
-        while self.pending_io:
-            error = self.pending_io[-1].error()
-            self.pending_io.pop()
-            if error is not None:
-                self.valid_kinds.clear()
-                first = first or error
-        self.wait_time.seconds += time.perf_counter() - begin
-        return first
-
     def wait_for_copy(self) -> None:
         """Wait until no copy to the device reads from the buffers."""
         if self.pending_copy is not None:
             self.pending_copy.wait_on_host()
             self.pending_copy = None
-
-    def invalidate(self) -> None:
-        self.chunk_key = None
-        self.valid_kinds.clear()
 
 
 @final
@@ -107,47 +74,35 @@ class NvmeShard(StoredShard):
     location = Location.NVME
 
     def __init__(self, storage: NvmeStorage, file: AsyncSwapFile, numel: int, chunks: Sequence[slice]) -> None:
-        super().__init__(numel, storage.settings.dtype)
-        self.file, self._storage, self._chunks = file, storage, chunks
+        super().__init__(numel, storage.settings.dtype, chunks)
+        self.file, self._storage = file, storage
         self._chunk_index = {part.start: number for number, part in enumerate(chunks)}
-        self._kinds: tuple[str, ...] = (WEIGHT,)
         self._written_tiles: set[int] = set()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return self._kinds
-
-    @property
-    def chunks(self) -> Sequence[slice]:
-        return self._chunks
-
-    def add_kinds(self, kinds: Sequence[str]) -> None:
-        self._kinds += tuple(kinds)
 
     @contextmanager
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
              writes: bool = False) -> Iterator[StateTensors]:
-        kinds = self._kinds if kinds is None else kinds
+        kinds = self.kinds if kinds is None else kinds
         with self._storage.staging_buffers(self.chunk_key(chunk)) as buffers:
             if not reads:
                 buffers.valid_kinds.update(kinds)
             kept = self.start_read(chunk, kinds, buffers)
-            buffers.wait_for_io()
+            self._storage.wait_for_io(buffers)
             yield kept
             if writes:
                 self.start_write(chunk, kinds, buffers)
 
     def prefetch(self) -> None:
-        for part in self._chunks[: self._storage.settings.buffer_sets - 1]:
+        for part in self.chunks[: self._storage.settings.buffer_sets - 1]:
             if not self._storage.is_buffered(self.chunk_key(part)):
                 with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
-                    self.start_read(part, self._kinds, buffers)
+                    self.start_read(part, self.kinds, buffers)
 
     def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
-        for part in self._chunks:
+        for part in self.chunks:
             with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
                 kept = self.start_read(part, [WEIGHT], buffers)
-                buffers.wait_for_io()
+                self._storage.wait_for_io(buffers)
                 event = buffers.pending_copy = stream.copy(out[part], kept[WEIGHT])
         return event
 
@@ -155,7 +110,7 @@ class NvmeShard(StoredShard):
         return id(self), chunk.start
 
     def start_read(self, chunk: slice, kinds: Sequence[str], buffers: _StagingBuffers) -> StateTensors:
-        """Start to read a chunk; the tensors are valid after `buffers.wait_for_io()`."""
+        """Start to read a chunk; the tensors are valid after `NvmeStorage.wait_for_io`."""
         for kind in kinds:
             if kind in buffers.valid_kinds:
                 continue
@@ -177,7 +132,7 @@ class NvmeShard(StoredShard):
 
 
 @final
-class NvmeStorage:
+class NvmeStorage(StorageBackend):
     """NVMe storage of one engine on one rank."""
 
     location = Location.NVME
@@ -194,7 +149,7 @@ class NvmeStorage:
         interrupt may have left a read into them that is not recorded in `pending_io`."""
         self.update_location = Location.HOST if settings.device_is_separate else Location.DEVICE
         self._is_closed = False
-        self._wait_time = _IoWaitTime()
+        self._wait_seconds = 0.0
         self._buffer_numel = 0
         self._host_numel = 0
 
@@ -206,8 +161,7 @@ class NvmeStorage:
                                                    pinned=self.settings.pinned))
                 return self._host_shards[-1]
             return DeviceShard(torch.zeros(numel, dtype=self.settings.dtype))
-        parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
-                                  self.settings.write_chunk_numel)
+        parts = split_into_chunks(numel, self.settings.chunk_numel or numel, self.settings.write_chunk_numel)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
         file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles)
         self._files.append(file)
@@ -222,7 +176,7 @@ class NvmeStorage:
     @property
     def stats(self) -> NvmeStats:
         """Since the engine was created."""
-        return NvmeStats(self._wait_time.seconds, sum(file.read_bytes for file in self._files),
+        return NvmeStats(self._wait_seconds, sum(file.read_bytes for file in self._files),
                          sum(file.written_bytes for file in self._files))
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
@@ -235,11 +189,11 @@ class NvmeStorage:
                 for next_shard, next_chunk in order[number + len(acquired) : number + 1 + self.settings.pipeline_read]:
                     acquired.append(self._acquire_buffers(next_shard.chunk_key(next_chunk)))
                     next_shard.start_read(next_chunk, next_shard.kinds, acquired[-1])
-                acquired[0].wait_for_io()
+                self.wait_for_io(acquired[0])
                 yield [shard.start_read(part, shard.kinds, acquired[0])]
                 shard.start_write(part, shard.kinds, acquired[0])
                 if not self.settings.pipeline_write:
-                    acquired[0].wait_for_io()
+                    self.wait_for_io(acquired[0])
                 self._release_buffers(acquired.popleft())
         except BaseException:
             self._chunks_in_use.difference_update(shard.chunk_key(part) for shard, part in order)
@@ -258,6 +212,26 @@ class NvmeStorage:
             self._chunks_in_use.discard(key)  # changes in the buffers are discarded
             raise
 
+    def wait_for_io(self, buffers: _StagingBuffers) -> None:
+        """Wait for the buffers' pending I/O. After an error they are invalid and the error is raised."""
+        if (error := self._drain_io(buffers)) is not None:
+            raise error
+
+    def _drain_io(self, buffers: _StagingBuffers) -> BaseException | None:
+        """As `wait_for_io`, but return the error. A caller that discards the content may ignore it: a tile whose write
+        failed raises by itself until it is written again."""
+        first: BaseException | None = None
+        buffers.wait_for_copy()
+        begin = time.perf_counter()
+        while buffers.pending_io:
+            error = buffers.pending_io[-1].error()
+            buffers.pending_io.pop()
+            if error is not None:
+                buffers.valid_kinds.clear()
+                first = first or error
+        self._wait_seconds += time.perf_counter() - begin
+        return first
+
     def is_buffered(self, key: tuple[int, int]) -> bool:
         """The chunk is in released staging buffers, or being read into them."""
         return any(buffers.chunk_key == key for buffers in self._free_buffers)
@@ -275,10 +249,10 @@ class NvmeStorage:
             found = self._allocate_buffers()
         else:
             found = self._free_buffers.popleft()
-        found.drain_io()
+        self._drain_io(found)
         if found.chunk_key != key:
-            found.invalidate()
             found.chunk_key = key
+            found.valid_kinds.clear()
         self._chunks_in_use.add(key)
         return found
 
@@ -290,8 +264,7 @@ class NvmeStorage:
 
     def _allocate_buffers(self) -> _StagingBuffers:
         size = self._buffer_numel * self.settings.dtype.itemsize
-        return _StagingBuffers({kind: page_aligned_bytes(size, pinned=self.settings.pinned) for kind in self.kinds},
-                               self._wait_time)
+        return _StagingBuffers({kind: page_aligned_bytes(size, pinned=self.settings.pinned) for kind in self.kinds})
 
     def _grow_buffers(self, numel: int) -> None:
         """Buffers fit the largest chunk. The root's bucket is allocated first and is mostly the largest, so this rarely
@@ -303,7 +276,7 @@ class NvmeStorage:
 
     def wait_for_writes(self) -> None:
         for buffers in self._free_buffers:
-            buffers.drain_io()
+            self._drain_io(buffers)
         for shard in self._host_shards:
             shard.wait_for_pending()
         for file in self._files:

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -49,17 +49,10 @@ class StoredShard(ABC):
 
     location: Location
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self.numel, self.dtype = numel, dtype
-
-    @property
-    @abstractmethod
-    def kinds(self) -> tuple[str, ...]: ...
-
-    @property
-    @abstractmethod
-    def chunks(self) -> Sequence[slice]:
-        """Slices that `open` accepts, in order and without gaps."""
+    def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice]) -> None:
+        self.numel, self.dtype, self.chunks = numel, dtype, chunks
+        """`chunks`: the slices that `open` accepts, in order and without gaps."""
+        self.kinds: tuple[str, ...] = (WEIGHT,)
 
     @abstractmethod
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
@@ -67,9 +60,9 @@ class StoredShard(ABC):
         """Tensors of one chunk, of all kinds or of `kinds`. With `reads=False` the content is undefined; changes are
         kept only with `writes=True`."""
 
-    @abstractmethod
     def add_kinds(self, kinds: Sequence[str]) -> None:
         """Add optimizer states, initialized with zeros."""
+        self.kinds += tuple(kinds)
 
     @property
     def is_on_device(self) -> bool:
@@ -131,19 +124,19 @@ class StateSegment:
         return copy
 
 
-class StorageBackend(Protocol):
+class StorageBackend(ABC):
     """Stores the masters and optimizer states of all buckets of an engine, or its 16-bit parameter shards."""
 
     location: Location
     """If it is not the device, masters exist even if the parameters are fp32, and a step updates chunk by chunk."""
+    update_location: Location
+    """Where `iter_chunks` yields the tensors. Without an accelerator the device is the host."""
 
-    @property
-    def update_location(self) -> Location:
-        """Where `iter_chunks` yields the tensors. Without an accelerator the device is the host."""
-
+    @abstractmethod
     def allocate_shard(self, name: str, numel: int) -> StoredShard:
         """A new shard of zeros."""
 
+    @abstractmethod
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         """Yield the chunks of each step for an in-place update; a chunk is written back when the next one is
         requested."""
@@ -151,7 +144,8 @@ class StorageBackend(Protocol):
     def wait_for_writes(self) -> None:
         """Wait until all writes are done; raise their errors."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what is not memory of torch's."""
 
 
 @dataclass(frozen=True)
@@ -197,16 +191,8 @@ class DeviceShard(StoredShard):
     location = Location.DEVICE
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(len(weight), weight.dtype)
+        super().__init__(len(weight), weight.dtype, [slice(0, len(weight))])
         self.tensors = {WEIGHT: weight}
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(self.tensors)
-
-    @property
-    def chunks(self) -> Sequence[slice]:
-        return [slice(0, self.numel)]
 
     @contextmanager
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
@@ -214,13 +200,14 @@ class DeviceShard(StoredShard):
         yield self.tensors
 
     def add_kinds(self, kinds: Sequence[str]) -> None:
+        super().add_kinds(kinds)
         self.tensors |= {kind: torch.zeros_like(self.tensors[WEIGHT]) for kind in kinds}
 
     def view(self, kind: str) -> Tensor:
         return self.tensors[kind]
 
 
-class DeviceStorage:
+class DeviceStorage(StorageBackend):
     location = update_location = Location.DEVICE
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -232,9 +219,3 @@ class DeviceStorage:
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         for step in steps:
             yield [shard.tensors for shard, _ in step if isinstance(shard, DeviceShard)]
-
-    def wait_for_writes(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to release."""

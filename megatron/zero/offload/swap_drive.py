@@ -26,13 +26,6 @@ UNSUPPORTED_ERRNOS = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
 """Errors of creating a file in an existing folder of a file system that takes no new files, such as /proc."""
 
 
-def format_seconds(seconds: float) -> str:
-    """`24.6 s`, `3.1 ms`."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else "less than 0.1 ms"
-
-
 def free_space(folder: Path) -> int:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

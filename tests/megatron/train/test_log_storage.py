@@ -19,7 +19,6 @@ from megatron.distributed import exit_codes
 from megatron.errors import NumericsError, StorageError
 from megatron.metrics import append_only_file
 from megatron.metrics.append_only_file import AppendOnlyFile
-from megatron.metrics.sinks import TensorboardSink
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 
@@ -96,14 +95,6 @@ def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str
     assert path.read_text() == found + "{}\n{}\n"
 
 
-def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
-    (tmp_path / "m").write_bytes(b"step,lr\r1,0.5\r")
-    file = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), print, header="step,lr\r\n", drops_partial_line=True)
-    file.append("2,0.5\r\n")
-    file.close()
-    assert (tmp_path / "m").read_bytes() == b"step,lr\r1,0.5\r\n2,0.5\r\n"
-
-
 def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(tmp_path: Path) -> None:
     told: list[str] = []
     file = AppendOnlyFile("--metrics-file", str(tmp_path / "m"), told.append)
@@ -156,50 +147,6 @@ def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Pa
     assert words not in train(run), "a lock goes with its process"
 
 
-@pytest.mark.parametrize("drops_half", [False, True])
-def test_no_line_of_another_writer_is_taken_back_with_ones_own(drops_half: bool, tmp_path: Path) -> None:
-    """It appends between a write that fails half way and what is done about that."""
-    told: list[str] = []
-    holder = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), told.append)
-    guest = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), told.append, drops_partial_line=drops_half)
-    assert len(told) == 1
-    guest.append("a\n")
-    file = guest._file
-
-    class Full:
-        """Takes some bytes of a line, and then no more."""
-
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def write(self, data: memoryview) -> int:
-            self.calls += 1
-            if self.calls == 1:
-                return file.write(data[:2])
-            holder.append("of the holder\n")
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(file, name)
-
-    guest._file = Full()  # type: ignore[assignment]
-    with pytest.raises(StorageError):
-        guest.append("bcd\n")
-    guest._file = file
-    guest.append("e\n")
-    assert (tmp_path / "m").read_text() == "a\nbc\nof the holder\ne\n"
-    holder.close()
-    guest.close()
-
-
-def test_a_device_is_for_everybody() -> None:
-    told: list[str] = []
-    one, two = (AppendOnlyFile("--metrics-file", os.devnull, told.append) for _ in range(2))
-    assert not told
-    one.close()
-    two.close()
-
-
 def test_another_error_is_not_hidden_by_a_file_that_cannot_be_closed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NumericsError, match="^first$"):
@@ -220,25 +167,6 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
     assert calls and exit_codes.exit_reason_of(caught.value).code == 7
     assert str(caught.value).startswith(f"--tensorboard-dir {folder} cannot be written: {os.strerror(number)}")
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("number", DISK)
-def test_the_error_of_the_last_event_is_not_lost(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensorboard's thread counts an event as written before it says that it could not write it."""
-    log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 3, 0, writes=True)
-    (board,) = log._sinks
-    assert isinstance(board, TensorboardSink)
-    worker = board.events.event_writer._async_writer._worker
-    monkeypatch.setattr(board.writer, "flush", lambda: None)
-    stop = worker.stop
-
-    def late() -> None:
-        stop()
-        worker.exception = OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(worker, "stop", late)
-    with pytest.raises(StorageError, match="^--tensorboard-dir "):
-        log.close()
 
 
 @pytest.mark.parametrize("flag", ["--metrics-file", "--tensorboard-dir"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
-import os
 import re
 import shutil
 import sys
@@ -34,15 +32,7 @@ def trained(steps: int = 4, **keys: Any) -> zero.Engine:
     return engine
 
 
-def test_steps_per_print_prints_step_skipped_rate_momentum_and_loss(capsys: Any) -> None:
-    trained(steps_per_print=2, gradient_accumulation_steps=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["step=2", "step=4"]
-    pattern = r"step=4, skipped=0, lr=\[0\.5\], mom=\[\(0\.9, 0\.999\)\], loss=[\d.e+-]+"
-    assert re.fullmatch(pattern, lines[1]), lines
-
-
-def test_the_printed_loss_is_the_mean_over_the_micro_batches(capsys: Any) -> None:
+def test_a_line_has_step_skipped_rate_momentum_and_the_mean_loss_over_the_micro_batches(capsys: Any) -> None:
     torch.manual_seed(0)
     built = zero.initialize(model=nn.Linear(1, 1, bias=False),
                             config={**CONFIG, "steps_per_print": 1, "gradient_accumulation_steps": 2})[0]
@@ -52,7 +42,8 @@ def test_the_printed_loss_is_the_mean_over_the_micro_batches(capsys: Any) -> Non
         losses.append(loss.item())
         built.backward(loss)
         built.step()
-    assert f"loss={sum(losses) / 2:.6g}" in capsys.readouterr().out
+    line = f"step=1, skipped=0, lr=[0.5], mom=[(0.9, 0.999)], loss={sum(losses) / 2:.6g}"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_breakdowns_name_every_phase(capsys: Any) -> None:
@@ -140,42 +131,6 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
 
 
-def test_what_a_kill_has_left_of_a_row_joins_no_other(tmp_path: Path) -> None:
-    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    trained(2, csv_monitor=monitor).destroy()
-    path = tmp_path / "job" / "Train_Samples_lr.csv"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3])
-    trained(1, csv_monitor=monitor).destroy()
-    first, second = whole.splitlines(keepends=True)[:2]
-    assert path.read_bytes() == first + second + second  # without the cut row; the later engine saw 4
-
-
-def test_an_engine_that_writes_where_another_does_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    one = trained(1, csv_monitor=monitor)
-    assert "warning" not in capsys.readouterr().err
-    two = trained(1, csv_monitor=monitor)
-    assert f"has csv_monitor.output_path: {tmp_path / 'job' / 'Train_Samples_lr.csv'} open" in capsys.readouterr().err
-    one.destroy()
-    two.destroy()
-    trained(1, csv_monitor=monitor).destroy()
-    assert "warning" not in capsys.readouterr().err
-
-
-def test_scalars_that_cannot_be_completed_keep_no_rank_from_leaving(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
-
-    def full(number: int) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        engine.destroy()
-    assert "Disk quota exceeded" in capsys.readouterr().err
-
-
 def test_on_an_accelerator_scalars_are_written_a_step_late(tmp_path: Path) -> None:
     """When the loss is on the host in any case: to read it at once would let the device run dry."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
@@ -211,23 +166,19 @@ def test_without_its_package_wandb_is_refused_by_its_key(monkeypatch: Any) -> No
         trained(0, wandb={"enabled": True})
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for section in ("tensorboard", "csv_monitor"):
-        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written"):
-            trained(0, **{section: {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}})
-
-
 def cannot_write(rank: int, world: int, path: str) -> str:
-    with pytest.raises(StorageError) as found:
-        trained(0, csv_monitor={"enabled": True, "output_path": path, "job_name": "job"})
-    return str(found.value)
+    said = []
+    for section in ("tensorboard", "csv_monitor"):
+        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written") as found:
+            trained(0, **{section: {"enabled": True, "output_path": path, "job_name": "job"}})
+        said.append(str(found.value))
+    return "".join(said)
 
 
 def test_every_rank_ends_with_the_error_of_the_one_that_writes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     first, second = run_ranks(cannot_write, 2, str(tmp_path / "file"))
-    assert first == second and "csv_monitor.output_path" in first
+    assert first == second
 
 
 def test_scalars_that_can_no_longer_be_written_do_not_end_the_training(tmp_path: Path, capsys: Any) -> None:
@@ -259,18 +210,6 @@ def test_rank_0_alone_speaks_and_names_what_has_no_effect(tmp_path: Path) -> Non
     assert "zero_optimization.stage3_max_live_parameters 5 has no effect at stage 2" in first
     assert "2 ranks on this node compute on" in first
     assert len(first.splitlines()) == 4
-
-
-@pytest.mark.parametrize("sizes", [
-    {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
-    {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2},
-    {}])
-def test_a_batch_size_that_nobody_gives_is_an_error(sizes: dict[str, Any]) -> None:
-    config = {"optimizer": CONFIG["optimizer"], **sizes}
-    wanted = "give train_batch_size or train_micro_batch_size_per_gpu as a number"
-    with pytest.raises(ConfigError, match=wanted) as told:
-        zero.initialize(model=nn.Linear(1, 1), config=config)
-    assert ("auto" in str(told.value)) == ("auto" in sizes.values())
 
 
 def test_auto_beside_a_number_is_resolved_and_printed(capsys: Any) -> None:

@@ -19,7 +19,6 @@ from tests.distributed import run_ranks
 from tests.megatron.zero.homes.swap_files import content_of, open_swap_files
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
-from tests.megatron.zero.run import gpt2_loss
 
 
 def on_drive(folder: Path, **cell: Any) -> Engine:
@@ -129,14 +128,6 @@ def again(rank: int, world: int, folder: Path) -> bool:
     return same
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--offload-optimizer-nvme-path .*gone: there is no such folder"):
-        built(configured(tmp_path / "gone"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="expected a folder, found a file"):
-        built(configured(tmp_path / "file"))
-
-
 def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
     engine = built(configured(tmp_path, fp16=True, initial_loss_scale=2.0 ** 40, zero_stage=2))
     engine.core.engine_storage.wait_for_writes()
@@ -177,27 +168,3 @@ def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: l
             failing[0] = -1
             assert torch.equal(engine(rows[:, :-1], rows[:, 1:]), expected)
     engine.destroy()
-
-
-def test_after_an_error_in_a_step_a_checkpoint_can_be_loaded(tmp_path: Path, failing: list[int]) -> None:
-    (tmp_path / "drive").mkdir()
-    engine = on_drive(tmp_path / "drive")
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = train(engine.core, batches(4)[2:])
-    for number in (1, 4, 9):  # of the optimizer's state, read in a step
-        engine.load_checkpoint(tmp_path / "saved")
-        rows = batches(3)[2:]
-        loss = gpt2_loss(engine.core, rows[0]).mean()
-        engine.core.backward(loss)
-        failing[0] = number
-        try:
-            engine.core.step(2e-3)
-        except StorageError:
-            failing[0] = -1
-            engine.load_checkpoint(tmp_path / "saved")  # while the error, with its traceback, is alive
-        else:
-            raise AssertionError("the step went on")
-        assert train(engine.core, batches(4)[2:]) == expected
-    engine.destroy()
-    with pytest.raises(ConfigError, match="went with engine.destroy"):
-        engine.core.buckets[0].master_state.read("weight", 0, torch.empty(8))

@@ -96,7 +96,7 @@ MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.
 
 
 ONLY_MEMORY = {"FlatBucket.prefetch", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
-               "StreamingHostStorage.iter_chunks", "_DeviceBufferRing.wait_on_device"}
+               "StreamingHostStorage.iter_chunks"}
 """There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
 
 

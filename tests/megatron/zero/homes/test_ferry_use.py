@@ -1,7 +1,9 @@
-"""State beside an accelerator is used, changed, saved and loaded as state on it, however late copies are."""
+"""Offloaded state is saved, loaded and changed by hand as state on the device, however late copies are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, outcome, train
+from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, outcome, train
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_use import Change, built, edit, forget, load, put
 from tests.megatron.zero.run import configure_gpt2
@@ -24,12 +26,24 @@ def engine_at(cell: dict[str, Any], home: dict[str, Any]) -> Engine:
     return built(configure_gpt2(**cell, **home))
 
 
-def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[str]:
+@contextmanager
+def on_side(is_accelerator: bool) -> Iterator[None]:
+    """The device is an accelerator whose copies are late; or the host."""
+    with accelerator_side(is_accelerator), late_copy_streams() if is_accelerator else nullcontext():
+        yield
+
+
+def homes_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any]]:
+    return homes(folder, stage, 0) if side else {"nvme": everywhere(folder, stage)}
+
+
+def moved(rank: int, world: int, folder: Path, cell: dict[str, Any], side: bool) -> list[str]:
     """A run that is saved and goes on in another home, through all of them."""
-    rows = batches(2 + 2 * 9)
-    with accelerator_side(), late_copy_streams():
+    with on_side(side):
+        ways = [{}, *homes_of(folder / "drive", cell["zero_stage"], side).values(), {}]
+        ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive
+        rows = batches(2 + 2 * 9)
         stayed = outcome(engine_at(cell, {}).core, rows)
-        ways = [{}, *homes(folder / "drive", cell["zero_stage"], 0).values(), {}]
         losses: list[float] = []
         for number, home in enumerate(ways):
             engine = engine_at(cell, home)
@@ -44,16 +58,17 @@ def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[str
     raise AssertionError
 
 
+@pytest.mark.parametrize("side", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_run_moves_through_all_homes(tmp_path: Path, cell: str) -> None:
+def test_a_run_moves_through_all_homes(tmp_path: Path, cell: str, side: bool) -> None:
     (tmp_path / "drive").mkdir()
-    assert run_ranks(moved, 2, tmp_path, CELLS[cell], timeout=300) == [[]] * 2
+    assert run_ranks(moved, 2, tmp_path, CELLS[cell], side, timeout=300) == [[]] * 2
 
 
-def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> list[str]:
+def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any], side: bool) -> list[str]:
     rows, ends = batches(5), {}
-    with accelerator_side(), late_copy_streams():
-        for name, home in {"stays": {}, **homes(folder, cell["zero_stage"], 0)}.items():
+    with on_side(side):
+        for name, home in {"stays": {}, **homes_of(folder, cell["zero_stage"], side)}.items():
             engine = engine_at(cell, home)
             train(engine.core, rows[:2])
             change(engine)
@@ -62,9 +77,10 @@ def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str,
     return [name for name, end in ends.items() if not alike(end, ends["stays"])]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("change, cell", [
-    pytest.param(change, cell, marks=() if (place + other) % 2 else pytest.mark.slow)  # each change once, in turn
-    for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)])
-def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, cell: str) -> None:
-    assert run_ranks(changed, 2, tmp_path, change, CELLS[cell], timeout=300) == [[]] * 2
+@pytest.mark.few(4)
+@pytest.mark.parametrize("change, cell, side", [
+    pytest.param(change, cell, side, marks=() if (place + other + side) % 2 else pytest.mark.slow)  # each change twice
+    for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)
+    for side in (False, True)])
+def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, cell: str, side: bool) -> None:
+    assert run_ranks(changed, 2, tmp_path, change, CELLS[cell], side, timeout=300) == [[]] * 2

@@ -87,7 +87,6 @@ def test_tiles_of_any_size_come_back(made, settings, shift, more):
         assert torch.equal(into[:size], source[:size])
 
 
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_reads_and_writes_reads_what_was_written_last(made, settings, seed):
@@ -139,14 +138,10 @@ def test_a_write_waits_for_the_reads_before_it(made, monkeypatch):
     assert torch.equal(into, old)
 
 
-
-
-
 def test_a_tile_never_written_cannot_be_read(made):
     file = made(AioSettings())
     with pytest.raises(StorageError, match="tile 3 was read before it was written"):
         file.read(3, page_aligned_bytes(SIZES[3], pinned=False)).wait()
-
 
 
 def test_a_system_call_carries_the_blocks_of_the_queue(made, monkeypatch):
@@ -229,7 +224,6 @@ def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(made, mo
     file.wait_for_requests()  # what was lost has been written again
 
 
-
 def test_calls_that_carry_less_than_asked_are_repeated(made, monkeypatch):
     file = made(AioSettings())
     preadv, pwritev = os.preadv, os.pwritev
@@ -265,7 +259,6 @@ def test_a_flipped_bit_is_an_error(made, settings):
         content(file, 3, SIZES[3])
 
 
-
 def test_where_the_file_system_has_no_direct_way_tiles_come_back_as_well(made, monkeypatch):
     opened, calls = os.open, []
     pwritev = os.pwritev
@@ -292,8 +285,6 @@ def test_a_full_disk_is_known_when_the_file_is_made(made, monkeypatch):
         made(sizes=[PAGE_SIZE, 2 * PAGE_SIZE])
 
 
-
-
 def test_room_that_cannot_be_promised_is_missed_at_the_write(made, monkeypatch):
     def unknown(*args: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -302,7 +293,6 @@ def test_room_that_cannot_be_promised_is_missed_at_the_write(made, monkeypatch):
     file = made(sizes=[PAGE_SIZE, 2 * PAGE_SIZE])
     file.write(1, random_bytes(2 * PAGE_SIZE, 1)).wait()
     assert content(file, 1, 2 * PAGE_SIZE) == bytes(random_bytes(2 * PAGE_SIZE, 1).numpy().data)
-
 
 
 def test_what_waits_for_its_turn_when_the_file_is_closed_fails(made, monkeypatch):

@@ -20,12 +20,11 @@ from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.offload.nvme import NvmeStorage
-from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param,
+from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
+from tests.megatron.zero.homes.test_equal import alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.run import configure_gpt2
 
 Change = Callable[[Engine], None]
@@ -39,33 +38,6 @@ def built(config: Config) -> Engine:
 def configured(folder: Path | None, **cell: Any) -> Config:
     cell = {"batch_size": 2, "zero_stage": 3, **cell}
     return configure_gpt2(**cell, **(everywhere(folder, cell["zero_stage"]) if folder else {}))
-
-
-def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[bool]:
-    """Of each way between homes: the run that moved ends as the one that stayed."""
-    rows, (device, nvme) = batches(8), [configured(home, **cell) for home in (None, folder / "nvme")]
-    stayed = outcome(built(device).core, rows)
-    found = []
-    for number, (first, then) in enumerate([(nvme, device), (device, nvme), (nvme, nvme)]):
-        engine = built(first)
-        losses = train(engine.core, rows[:4])
-        engine.save_checkpoint(folder / str(number))
-        engine.destroy()
-        engine = built(then)
-        engine.load_checkpoint(folder / str(number))
-        rest = outcome(engine.core, rows[4:])
-        found.append(alike([losses + rest[0], *rest[1:]], stayed))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_moves_between_homes(tmp_path: Path, stage: int, precision: str) -> None:
-    (tmp_path / "nvme").mkdir()
-    cell = {"zero_stage": stage, **PRECISIONS[precision]}
-    assert run_ranks(moved, 2, tmp_path, cell) == [[True] * 3] * 2
 
 
 def edit(engine: Engine) -> None:
@@ -92,26 +64,6 @@ def load(engine: Engine) -> None:
 
 def forget(engine: Engine) -> None:
     engine.core.reset_optimizer_state()
-
-
-def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> bool:
-    ends = []
-    for home in (None, folder):
-        engine = built(configured(home, **cell))
-        assert isinstance(engine.core.engine_storage.optimizer, NvmeStorage) == (home is not None)
-        train(engine.core, batches(2))
-        change(engine)
-        ends.append(outcome(engine.core, batches(5)[2:]))
-        first = engine.module.wte.weight
-        ends[-1].append([safe_get_full_fp32_param(first), safe_get_local_fp32_param(first)])
-        engine.destroy()
-    return alike(*ends)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("change", [edit, put, load, forget])
-def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, precision: str) -> None:
-    assert run_ranks(changed, 2, tmp_path, change, PRECISIONS[precision]) == [True] * 2
 
 
 def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None:
