@@ -136,7 +136,7 @@ def _check_equal_weights(model: nn.Module, groups: Groups) -> None:
                                       "rank, or set the same seed before the model is made")
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
                    "max_position_embeddings", "layernorm_epsilon")
@@ -262,7 +262,7 @@ def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
                                   "ask for another dtype")
 
 
-# ---- GPT-2 of transformers --------------------------------------------------------------------------------------------
+# ---- GPT-2 of transformers ------------------------------------------------------------------------------------------
 
 @contextmanager
 def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iterator[None]:
