@@ -126,6 +126,7 @@ def build_model_parser(module: str, description: str, examples: str) -> StrictAr
 def model_args_from_flags(flags: argparse.Namespace) -> EvalModelArgs:
     notes = model_args.translate_megatron_flags(flags)
     require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
-    shape = model_args.shape_from_flags(flags) | ({} if flags.seq_length is None else {"seq_length": flags.seq_length})
-    return EvalModelArgs(replace(model_source_from_args(flags), shape=shape), flags.batch_size, notes,
-                         flags_to_compare(flags))
+    source = model_source_from_args(flags)
+    if flags.seq_length is not None:
+        source = replace(source, shape={**source.shape, "seq_length": flags.seq_length})
+    return EvalModelArgs(source, flags.batch_size, notes, flags_to_compare(flags))

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     notes = model_args.translate_generate_samples_flags(args)
     check_args(args)
-    source = replace(model_source_from_args(args), shape=model_args.shape_from_flags(args))
+    source = model_source_from_args(args)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
                         repetition_penalty=args.repetition_penalty, greedy=args.greedy)
     stops = tuple(stop.text for stop in prompts_from_args(args.stop, "--stop"))

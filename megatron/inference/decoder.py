@@ -105,9 +105,9 @@ class Decoder:
         def attend(layer: int, qkv: Tensor) -> Tensor:
             outputs = []
             for (row, count, length), part in zip(groups, qkv[0].split(sizes)):
-                part = part.view(count, length, *part.shape[1:])
+                part = part.view(count, length, *part.shape[1:])  # [row, position, 3, head, width]
                 self._kv[layer, row : row + count, :length] = part[:, :, 1:]
-                q, k, v = part.transpose(1, 3).unbind(2)  # [row, position, 3, head, width] -> [row, head, position, width]
+                q, k, v = part.transpose(1, 3).unbind(2)  # each [row, head, position, width]
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 outputs.append(y.transpose(1, 2).flatten(0, 1))
             return torch.cat(outputs)[None]

@@ -124,7 +124,8 @@ class AnswerWriter:
                 self._write_text(current)
             elif has_ended:
                 line = json.dumps({"prompt": self.prompts[0], "text": self._detokenizer.decode(current),
-                                   "tokens": current.tokens, "logprobs": [round(value, 6) for value in current.logprobs],
+                                   "tokens": current.tokens,
+                                   "logprobs": [round(value, 6) for value in current.logprobs],
                                    "ended": current.finish_reason}, ensure_ascii=False)
                 self._out.write((escape_to_one_line(line) if self._out.isatty() else line) + "\n")
             if not has_ended:

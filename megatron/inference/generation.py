@@ -17,14 +17,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Literal, Protocol, final
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 from torch import Tensor
 
 from megatron.inference.request import Request, Sampling
-from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
+
+if TYPE_CHECKING:
+    from megatron.inference.decoder import Decoder
+    from megatron.inference.live import EngineDecoder
 
 
 def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
@@ -112,25 +115,9 @@ BannedTokens = Callable[[GeneratedSequence], Sequence[int]]
 """Tokens that a text may not have next."""
 
 
-class SequenceDecoder(Protocol):
-    """The interface of Decoder."""
-
-    model: GPT2
-    rows: int
-    max_positions: int
-
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor: ...
-
-    def decode_step(self, tokens: Sequence[int]) -> Tensor: ...
-
-    def move_row(self, source: int, target: int) -> None: ...
-
-    def clear_row(self, row: int) -> None: ...
-
-
 @final
 class Generator:
-    def __init__(self, decoder: SequenceDecoder, *, vocabulary: int, eod: int | None,
+    def __init__(self, decoder: Decoder | EngineDecoder, *, vocabulary: int, eod: int | None,
                  sliding_window: bool = False, should_stop: StopCondition = lambda text: False,
                  banned_tokens: BannedTokens = lambda text: ()) -> None:
         """Token ids from `vocabulary` on are padding and never sampled. At the end of the position table a text ends

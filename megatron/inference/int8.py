@@ -11,8 +11,10 @@ before the product. Any other torch function receives a dequantized copy; in-pla
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from math import prod
 from typing import Any, final
 
@@ -27,37 +29,23 @@ from mpu.device import on_accelerator
 CACHE_LINE = 64
 """Alignment of a matrix in bytes."""
 
-MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Linux only."""
 
-
-@final
-class HugePageArena:
-    """One allocation for many int8 matrices. On a CPU unused pages take no memory, and huge pages are requested:
-    decoding reads all weights for every token, and a processor prefetches within a page only, so that 2 MB pages are
-    up to a third faster than 4 kB pages."""
-
-    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
-        size = max(1, sum(map(_aligned_size, shapes)))
-        self._used = 0
-        if device.type != "cpu":
-            self._flat = torch.empty(size, dtype=torch.int8, device=device)
-            return
-        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if MADV_HUGEPAGE is not None:
+def allocate_levels(shapes: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """An int8 tensor of each shape, all in one allocation. On a CPU huge pages are requested: decoding reads all
+    weights for every token, and a processor prefetches within a page only, so that 2 MB pages are up to a third faster
+    than 4 kB pages."""
+    sizes = [-(-prod(shape) // CACHE_LINE) * CACHE_LINE for shape in shapes.values()]
+    if device.type == "cpu" and sizes:
+        area = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
-                area.madvise(MADV_HUGEPAGE)
-        self._flat = torch.frombuffer(area, dtype=torch.int8)
-
-    def allocate(self, shape: Sequence[int]) -> Tensor:
-        """An int8 tensor of one of the shapes."""
-        taken = self._flat[self._used : self._used + prod(shape)].view(*shape)
-        self._used += _aligned_size(shape)
-        return taken
-
-
-def _aligned_size(shape: Sequence[int]) -> int:
-    return -(-prod(shape) // CACHE_LINE) * CACHE_LINE
+                area.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(area, dtype=torch.int8)
+    else:
+        flat = torch.empty(sum(sizes), dtype=torch.int8, device=device)
+    ends = accumulate(sizes)
+    return {name: flat[end - size :][: prod(shape)].view(*shape)
+            for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True)}
 
 
 PACKED_KERNEL_MAX_ROWS = 12

@@ -67,7 +67,7 @@ def _evaluation_model(engine: Engine) -> Iterator[GPT2]:
 
 @final
 class EngineDecoder:
-    """A SequenceDecoder without a KV cache: every token runs the engine's forward over the whole text."""
+    """A decoder without a KV cache: every token runs the engine's forward over the whole text."""
 
     def __init__(self, engine: Engine, model: GPT2, rows: int) -> None:
         self.model, self.rows, self.max_positions = model, rows, model.config.max_position_embeddings

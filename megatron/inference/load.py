@@ -32,7 +32,7 @@ from megatron.config.model_config import QuantizeConfig
 from megatron.config.tree import ModelConfig, require
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError
-from megatron.inference.int8 import HugePageArena, Int8, activation_dtype
+from megatron.inference.int8 import Int8, activation_dtype, allocate_levels
 from megatron.inference.model_args import TOKENIZER_FLAGS, ModelSource
 from megatron.model.gpt2 import GPT2
 from megatron.zero.layout import Segment, Slot
@@ -294,7 +294,7 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
     maxima = _row_maxima(opened, {name: matrices[name] for name in matrices if name not in stored}, groups)
 
     def fill() -> None:
-        arena = HugePageArena([matrix.shape for matrix in matrices.values()], device)
+        all_levels = allocate_levels({name: matrix.shape for name, matrix in matrices.items()}, device)
         for name, parameter in parameters.items():
             reader, where = partial(opened.reader, name, parameter, groups.tp), f"{opened.name}: {name}"
             if name not in matrices:
@@ -302,7 +302,7 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
                 _read_and_broadcast(partial(_read_blocks, reader(), where, numbers), (numbers,), groups.dp)
                 set_parameter(model, name, numbers)
                 continue
-            levels = arena.allocate(parameter.shape)
+            levels = all_levels[name]
             scale = torch.empty(len(levels), dtype=other_dtype, device=device)
             read = (partial(_read_int8, reader, levels, scale) if name in stored else
                     partial(_quantize, reader(), where, levels, scale, maxima.get(name)))

@@ -73,9 +73,9 @@ def model_source_from_args(args: argparse.Namespace) -> ModelSource:
     require((load is None) != (args.load_hf is None), "give one of --load and --load-hf: the model to use")
     require(step is None or load is not None, "--ckpt-step goes with --load")
     require(args.model_parallel_size >= 1, f"--model-parallel-size is {args.model_parallel_size}: expected 1 or more")
-    tokenizer_flags = {name: getattr(args, name) for name in TOKENIZER_FLAGS}
-    return ModelSource(load, args.load_hf, step, args.dtype, args.model_parallel_size,
-                       {name: value for name, value in tokenizer_flags.items() if value is not None})
+    tokenizer, shape = ({name: value for name in names if (value := getattr(args, name, None)) is not None}
+                        for names in (TOKENIZER_FLAGS, SHAPE_FLAGS))
+    return ModelSource(load, args.load_hf, step, args.dtype, args.model_parallel_size, tokenizer, shape)
 
 
 SHAPE_FLAGS: dict[str, tuple[Any, ...]] = {
@@ -142,7 +142,3 @@ def translate_generate_samples_flags(args: argparse.Namespace) -> list[str]:
     args.num_samples = 1 if args.num_samples == 0 else args.num_samples
     args.top_p = args.top_p or 1.0
     return translate_megatron_flags(args)
-
-
-def shape_from_flags(args: argparse.Namespace) -> dict[str, float]:
-    return {name: value for name in SHAPE_FLAGS if (value := getattr(args, name)) is not None}

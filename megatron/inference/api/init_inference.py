@@ -136,7 +136,7 @@ def _check_equal_weights(model: nn.Module, groups: Groups) -> None:
                                       "rank, or set the same seed before the model is made")
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
     """Opens a checkpoint folder of ours, a Hugging Face GPT-2 folder, or the folder that DeepSpeed's description
@@ -257,7 +257,7 @@ def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
                                   "ask for another dtype")
 
 
-# ---- GPT-2 of transformers --------------------------------------------------------------------------------------------
+# ---- GPT-2 of transformers ------------------------------------------------------------------------------------------
 
 @contextmanager
 def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iterator[None]:

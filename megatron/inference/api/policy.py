@@ -93,7 +93,8 @@ def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
         for wrong in (one for one in (*cut.column, *cut.fused, *cut.row) if one not in used):
             paths = [path for layer in layers.values() for path, _ in layer.named_modules()]
             near = difflib.get_close_matches(wrong, paths, n=1, cutoff=0.5)
-            raise ConfigError(f"injection_policy: {name} has no {wrong}" + (f": did you mean {near[0]}?" if near else ""))
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"injection_policy: {name} has no {wrong}{hint}")
         for wrong in (one for one in cut.divide if one not in used):
             raise ConfigError(f"injection_policy: {name} has no number {wrong} to divide")
     return TPPlan(tuple(replace(place, path=path) for path, place in places.items()),

@@ -26,7 +26,7 @@ from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import is_peer_loss
 from megatron.errors import ConfigError
 from megatron.inference.api.policy import TPLayer, TPPlan, in_out_features, is_conv1d, is_linear
-from megatron.inference.int8 import HugePageArena, Int8
+from megatron.inference.int8 import Int8, allocate_levels
 from megatron.zero.hooks import iter_tensors, map_module_outputs, map_tensors
 from mpu.collectives import all_gather_json
 from mpu.groups import Group
@@ -70,10 +70,19 @@ def check_divisible(model: nn.Module, plan: TPPlan, tp: Group) -> None:
                 f"tp_size that divides {value}")
 
 
+def unique_layers(model: nn.Module, plan: TPPlan) -> list[tuple[TPLayer, Any]]:
+    """The layers of the plan; one that is in two places once, at the first."""
+    found = dict[int, tuple[TPLayer, Any]]()
+    for place in plan.tp_layers:
+        layer = model.get_submodule(place.path)
+        found.setdefault(id(layer), (place, layer))
+    return [*found.values()]
+
+
 @torch.no_grad()
 def shard_module(model: nn.Module, plan: TPPlan, tp: Group) -> None:
     """In place. A layer that is in two places is sharded once."""
-    made = dict[int, nn.Module]()  # by ids: a layer that has another place in the plan is alive
+    made = dict[int, nn.Module]()  # by ids, so that full layers are freed: one that has another place is alive
     for place in plan.tp_layers:
         layer = model.get_submodule(place.path)
         if id(layer) not in made:
@@ -120,8 +129,7 @@ def _local_parameter(full: Tensor, partition: Partition | None, tp: Group) -> nn
 
 def linear_layers(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
     """The linear layers of the plan, which become int8, each by one of its paths; ConfigError where there is none."""
-    unique = {id(layer): (place.path, layer) for place in plan.tp_layers for layer in [model.get_submodule(place.path)]}
-    layers = {path: layer for path, layer in unique.values() if not isinstance(layer, nn.Embedding)}
+    layers = {place.path: layer for place, layer in unique_layers(model, plan) if not isinstance(layer, nn.Embedding)}
     require(bool(layers), f"init_inference: which layers of a {type(model).__name__} are to be int8 is not known: give "
             "injection_policy={LayerClass: (names of its row-parallel layers,)}, or another dtype")
     return layers
@@ -145,10 +153,10 @@ def quantize_layers(model: nn.Module, plan: TPPlan, maxima: Mapping[str, Tensor]
     of full rows."""
     def fill() -> None:
         layers = linear_layers(model, plan)
-        arena = HugePageArena([layer.weight.shape for layer in layers.values()], device)
+        all_levels = allocate_levels({path: layer.weight.shape for path, layer in layers.items()}, device)
         made = dict[str, Int8]()
         for path, layer in layers.items():
-            flat, levels = layer.weight.detach().contiguous().view(-1), arena.allocate(layer.weight.shape)
+            flat, levels = layer.weight.detach().contiguous().view(-1), all_levels[path]
             scale = quantise_into(levels, partial(_read_range, flat), f"{path}.weight",
                                   maxima[path] if isinstance(layer, RowParallelLinear) else None)
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the original
@@ -231,7 +239,8 @@ class TPEquivalenceCheck:
             assert_tensors_equal_across_ranks(iter_tensors(example), tp, "example_inputs")
             try:
                 self._outputs = self._run(self._record)
-                unused = [path for path in self._row_layers() if path not in self._expected]
+                unused = [place.path for place, _ in unique_layers(model, plan)
+                          if place.side == "row" and place.path not in self._expected]
                 if not unused:
                     return
                 problem = f"{unused[0]} is not used by {inputs}"
@@ -260,7 +269,8 @@ class TPEquivalenceCheck:
     def _run(self, on_output: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
         """Outputs of the model in eval mode; `on_output` sees and may replace the output of each row layer."""
         modes = [(module, module.training) for module in self._model.modules()]
-        handles = [map_module_outputs(layer, partial(on_output, path)) for path, layer in self._row_layers().items()]
+        handles = [map_module_outputs(layer, partial(on_output, place.path))
+                   for place, layer in unique_layers(self._model, self._plan) if place.side == "row"]
         self._model.eval()
         try:
             args, kwargs = self._example
@@ -271,13 +281,6 @@ class TPEquivalenceCheck:
                 handle.remove()
             for module, mode in modes:  # from the outside in: each call changes what is inside as well
                 module.train(mode)
-
-    def _row_layers(self) -> dict[str, nn.Module]:
-        """Path -> row layer; the first path of a layer that is in two places."""
-        layers = {path: self._model.get_submodule(path) for path in (place.path for place in self._plan.tp_layers
-                                                                     if place.side == "row")}
-        first = {id(layer): path for path, layer in reversed(layers.items())}
-        return {path: layer for path, layer in layers.items() if first[id(layer)] == path}
 
     def _record(self, path: str, output: Tensor) -> Tensor:
         self._expected.setdefault(path, []).append(output.clone())

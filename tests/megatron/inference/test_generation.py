@@ -154,13 +154,6 @@ def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
     assert generator.free_slots == 3 and ended == {number: tokens for number, tokens in alone.items() if number != 6}
 
 
-def test_texts_and_seeds_have_random_numbers_of_their_own() -> None:
-    model = GPT2(SHAPE)
-    found = [[text.tokens for text in texts_of(Generator(Decoder(model, 4), vocabulary=61, eod=None), [[5]] * 4, 20,
-                                               Sampling(), seed)] for seed in (1, 2)]
-    assert len({tuple(tokens) for texts in found for tokens in texts}) == 8
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
         accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:

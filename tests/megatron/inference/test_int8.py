@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from data.indexed import IndexedCorpus
 from megatron.checkpoint.cli import main as checkpoint
-from megatron.checkpoint.int8_weights import BLOCK_ELEMENTS, is_quantised, quantise_matrix
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.int8_weights import BLOCK_ELEMENTS, is_quantised
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint, read_logical
 from megatron.errors import ConfigError
 from megatron.inference import int8, load as loading
 from megatron.inference.decoder import Decoder
@@ -146,10 +147,7 @@ def trained(rank: int, world: int, tp: int, folder: Path) -> None:
     train([*FLAGS.split(), "--model-parallel-size", tp, "--save", folder])
 
 
-Cells = list[dict[str, tuple[Tensor, Tensor, Any]]]
-
-
-def parts(rank: int, world: int, folders: Sequence[Path]) -> Cells:
+def parts(rank: int, world: int, folders: Sequence[Path]) -> list[dict[str, tuple[Tensor, Tensor, Any]]]:
     """Of each folder: name -> this rank's levels and scales, and how they are cut."""
     grid, found = groups.build(world), []
     for folder in folders:
@@ -160,54 +158,28 @@ def parts(rank: int, world: int, folders: Sequence[Path]) -> Cells:
     return found
 
 
-def whole(ranks: Sequence[Cells], folder: int) -> dict[str, tuple[Tensor, Tensor]]:
-    found = {}
-    for name, (_, scale, partition) in ranks[0][folder].items():
-        levels = join_local_slices([cells[folder][name][0] for cells in ranks], partition)
-        scales = [cells[folder][name][1] for cells in ranks]
-        if partition.dim == 0:
-            scale = join_local_slices(scales, partition)
-        else:
-            assert all(torch.equal(one, scale) for one in scales), name
-        if partition.size is not None:
-            assert not levels[partition.size :].any() and not scale[partition.size :].any()
-            levels, scale = levels[: partition.size], scale[: partition.size]
-        found[name] = levels, scale
-    return found
-
-
-def by_hand(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each logical matrix, read whole."""
-    found, made = open_checkpoint(folder), {}
-    for name in found.names("weight"):
-        shape = found.shape("weight", name)
-        if is_quantised(name, shape):
-            def read(start: int, out: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> None:
-                found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
-            made[name] = quantise_matrix(read, shape, name)
-    return made
-
-
-def check_cells(folder: Path, sizes: Sequence[int]) -> None:
-    folders = []
-    for tp in sizes:
-        run_ranks(trained, max(2, tp), tp, folder / f"tp{tp}")
-        assert checkpoint(["convert", str(folder / f"tp{tp}"), "--dtype", "int8", "--output",
-                           str(folder / f"int8 of tp{tp}")]) == 0
-        folders += [folder / f"tp{tp}", folder / f"int8 of tp{tp}"]
-    expected = [by_hand(one) for one in folders[::2] for _ in range(2)]
-    for tp in sizes:
-        ranks = run_ranks(parts, tp, folders)
-        for number, one in enumerate(folders):
-            found = whole(ranks, number)
-            assert found.keys() == expected[number].keys() and len(found) == 13
-            for name, (levels, scale) in found.items():
-                assert torch.equal(levels, expected[number][name][0]), (one, tp, name)
-                assert torch.equal(scale, expected[number][name][1]), (one, tp, name)
-
-
 def test_levels_and_scales_are_the_same_at_any_size_read_or_quantised(tmp_path: Path) -> None:
-    check_cells(tmp_path, [1, 2])
+    for tp in (1, 2):
+        run, converted = (tmp_path / f"{kind}{tp}" for kind in ("run", "int8"))
+        run_ranks(trained, 2, tp, run)
+        assert checkpoint(["convert", str(run), "--dtype", "int8", "--output", str(converted)]) == 0
+        ((expected, read_alone),) = run_ranks(parts, 1, [run, converted])
+        ranks, saved = run_ranks(parts, 2, [run, converted]), open_checkpoint(run)
+        assert len(expected) == 13
+        for name, (levels, scale, partition) in expected.items():
+            shape = saved.shape("weight", name)
+            numbers = read_logical(saved, "weight", name, 0, prod(shape)).view(shape)
+            real = len(numbers)  # the rest is padding
+            assert torch.equal(scale[:real], numbers.abs().amax(1) / 127), name
+            assert torch.equal(levels[:real], (numbers / scale[:real, None]).round()), name
+            assert torch.equal(read_alone[name][0], levels) and torch.equal(read_alone[name][1], scale), name
+            for number in range(2):
+                cut = [folders[number][name] for folders in ranks]
+                joined = join_local_slices([part for part, _, _ in cut], partition)
+                scales = [one for _, one, _ in cut]
+                joined_scale = join_local_slices(scales, partition) if partition.dim == 0 else scales[number]
+                assert torch.equal(joined[:real], levels[:real]) and not joined[real:].any(), (name, tp)
+                assert torch.equal(joined_scale[:real], scale[:real]) and not joined_scale[real:].any(), (name, tp)
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +252,6 @@ def test_no_step_makes_numbers_of_a_whole_matrix(folder: Path) -> None:
                 decoder.decode_step([4] * rows)
 
 
-# ---- bytes --------------------------------------------------------------------------------------------------------
-
 def resident(model: nn.Module, activations: int) -> int:
     """Bytes, by the shapes: one a number and one scale a row of a matrix, and `activations` a number of the rest."""
     return sum(parameter.numel() + activations * len(parameter) if is_quantised(name, parameter.shape) else
@@ -303,8 +273,6 @@ def test_a_rank_holds_its_part_and_a_block_at_any_moment(tmp_path: Path, tp: int
         assert held == expected
         assert held <= peak < 1.01 * held + 3 * 4 * BLOCK_ELEMENTS, (held, peak)
 
-
-# ---- what goes wrong ----------------------------------------------------------------------------------------------
 
 def test_int8_cannot_be_made_wide_again(folder: Path, tmp_path: Path) -> None:
     assert checkpoint(["convert", str(folder), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0

@@ -17,7 +17,7 @@ from tests.megatron.inference.gpt2s import CLOSE
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES: dict[str, dict[str, Any]] = {
     "Bert/ForMaskedLM": dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64),
     "T5/ForConditionalGeneration": dict(d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4,
@@ -38,7 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def made(name: str) -> Any:
     family, _, task = name.partition("/")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(vocab_size=100, **TOKENS, **SIZES[name])
+    config = getattr(transformers, f"{family}Config")(vocab_size=100, **SPECIAL_TOKENS, **SIZES[name])
     model = getattr(transformers, family + task)(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -81,22 +81,3 @@ def bloom(rank: int, world: int) -> str:
 def test_one_that_counts_heads_outside_of_its_layers_is_refused() -> None:
     for said in run_ranks(bloom, 2):
         assert "cut by the policy for BloomBlock, the model fails" in said
-
-
-def test_pipelines_run_over_an_engine() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{n}" for n in range(97))])}
-    table = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    table.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=table, pad_token="<pad>", eos_token="</s>")
-
-    def said(model: Any) -> str:
-        pipe = transformers.pipeline("text-generation", model=made("GPT2/LMHeadModel"), tokenizer=tokenizer)
-        pipe.model = model
-        return str(pipe("w5 w6 w7", max_new_tokens=6, do_sample=False)[0]["generated_text"])
-
-    expected = said(made("GPT2/LMHeadModel"))
-    assert len(expected.split()) > 3
-    for fast in (False, True):
-        engine = init_inference(made("GPT2/LMHeadModel"), replace_with_kernel_inject=fast)
-        assert said(engine) == said(engine.module) == expected
