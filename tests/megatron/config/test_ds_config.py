@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +111,23 @@ GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
 STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
+
+def rows(*kinds: type) -> list[str]:
+    return [path for path, row in DS_KEYS.items() if isinstance(row, kinds)]
+
+
 # path -> (value in, fields out, what must be beside it)
-CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+SPECIAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_batch_size": (32, {"global_batch_size": 32, "batch_size": 32}, {}),
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
     "gradient_accumulation_steps": (3, {"global_batch_size": 12}, {}),
-    "steps_per_print": (7, {"log_interval": 7}, {}),
-    "gradient_clipping": (0.5, {"clip_grad": 0.5}, {}),
-    "communication_data_type": ("bf16", {"communication_data_type": "bf16"}, {}),
     "fp32_allreduce": (True, {"communication_data_type": "fp32"}, {}),
-    "prescale_gradients": (True, {"prescale_gradients": True}, {}),
-    "gradient_predivide_factor": (8, {"gradient_predivide_factor": 8.0}, {}),
     "allgather_size": (5e5, {"allgather_bucket_size": 500_000}, {}),
-    "fp16.enabled": (True, {"fp16": True}, {}),
     "fp16.loss_scale": (128, {"fp16": True, "loss_scale": 128}, FP16),
     "fp16.initial_scale_power": (10, {"fp16": True, "initial_loss_scale": 1024.0}, FP16),
     "fp16.loss_scale_window": (50, {"fp16": True, "loss_scale_window": 50}, FP16),
     "fp16.hysteresis": (3, {"fp16": True, "hysteresis": 3}, FP16),
     "fp16.min_loss_scale": (4, {"fp16": True, "min_scale": 4}, FP16),
-    "bf16.enabled": (True, {"bf16": True}, {}),
     "bfloat16.enabled": (True, {"bf16": True}, {}),
     "optimizer.type": ("deepspeedcpulion", {"optimizer": "lion"}, {}),
     "optimizer.params.adam_w_mode": (False, {"adam_w_mode": False}, ADAM),
@@ -168,14 +167,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "scheduler.params.cos_min_ratio": (
         0.1, {"lr_decay_iters": 100, "lr_warmup_iters": 10, "min_lr": pytest.approx(1.5e-5)}, COSINE),
     "zero_optimization": (True, {"zero_stage": 1}, {}),
-    ZERO + "stage": (3, {"zero_stage": 3}, {}),
-    ZERO + "overlap_comm": (False, {"overlap_comm": False}, {}),
-    **{ZERO + name: (not getattr(ZeroConfig, name), {name: not getattr(ZeroConfig, name)}, {}) for name in (
-        "contiguous_gradients", "reduce_scatter", "allgather_partitions", "load_from_fp32_weights",
-        "ignore_unused_parameters", "round_robin_gradients", "stage3_gather_16bit_weights_on_model_save")},
-    **{ZERO + name: (12e5, {name: 1_200_000}, {}) for name in (
-        "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")},
     ZERO + "stage3_gather_fp16_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
     ZERO + "gather_16bit_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
     **{ZERO + name: (12e5, {f"stage3_{name}": 1_200_000}, {}) for name in (
@@ -189,87 +180,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ZERO + "cpu_offload_use_pin_memory": (
         False, {"offload_optimizer_pin_memory": False, "offload_param_pin_memory": False}, {}),
     HOME + "device": ("cpu", {"zero_stage": 2, "offload_optimizer_device": "cpu"}, STAGE_2),
-    HOME + "nvme_path": ("/nvme", {"offload_optimizer_nvme_path": "/nvme"}, {}),
-    HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
-    HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
-    HOME + "update": ("host", {"offload_update": "host"}, {}),
-    HOME + "delayed_param_update": (True, {"delayed_param_update": True}, {}),
-    HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
-    HOME + "ratio": (0.5, {"offload_optimizer_ratio": 0.5}, {}),
-    HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
     PARAM + "device": (
         "nvme", {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
         merged(STAGE_3, nested(PARAM + "nvme_path", "/nvme"))),
-    PARAM + "nvme_path": ("/nvme", {"offload_param_nvme_path": "/nvme"}, {}),
-    PARAM + "buffer_count": (6, {"offload_param_buffer_count": 6}, {}),
-    PARAM + "buffer_size": (1e6, {"offload_param_buffer_size": 1_000_000}, {}),
-    PARAM + "max_in_cpu": (1, {"offload_param_max_in_cpu": 1}, {}),
-    PARAM + "pin_memory": (False, {"offload_param_pin_memory": False}, {}),
-    "aio.block_size": (4096, {"aio_block_size": 4096}, {}),
-    "aio.queue_depth": (16, {"aio_queue_depth": 16}, {}),
-    "aio.intra_op_parallelism": (2, {"aio_intra_op_parallelism": 2}, {}),
     "aio.thread_count": (2, {"aio_intra_op_parallelism": 2}, {}),
-    "aio.single_submit": (True, {"aio_single_submit": True}, {}),
-    "aio.overlap_events": (False, {"aio_overlap_events": False}, {}),
-    **{KEEP + name: (True, {name: True}, {}) for name in (
-        "partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary")},
     KEEP + "contiguous_memory_optimization": (
         True, {"contiguous_memory_optimization": True, "partition_activations": True},
         nested(KEEP + "partition_activations", True)),
-    KEEP + "profile": (True, {"profile_backward": True}, {}),
-    KEEP + "number_checkpoints": (4, {"number_checkpoints": 4}, {}),
     DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
     DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
-    DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
-    TUNING + "enabled": (True, {"autotuning": True}, {}),
-    TUNING + "fast": (False, {"autotuning_fast": False}, {}),
-    TUNING + "results_dir": ("r", {"autotuning_results_dir": "r"}, {}),
-    TUNING + "exps_dir": ("e", {"autotuning_exps_dir": "e"}, {}),
-    TUNING + "overwrite": (True, {"autotuning_overwrite": True}, {}),
-    TUNING + "metric": ("flops", {"autotuning_metric": "flops"}, {}),
     TUNING + "start_profile_step": (2, {"autotuning_start_profile_step": 2}, {}),
-    TUNING + "end_profile_step": (9, {"autotuning_end_profile_step": 9}, {}),
-    TUNING + "tuner_type": ("random", {"autotuning_tuner_type": "random"}, {}),
-    TUNING + "tuner_early_stopping": (3, {"autotuning_tuner_early_stopping": 3}, {}),
-    TUNING + "tuner_num_trials": (7, {"autotuning_tuner_num_trials": 7}, {}),
-    TUNING + "num_tuning_micro_batch_sizes": (2, {"autotuning_num_tuning_micro_batch_sizes": 2}, {}),
-    TUNING + "max_train_batch_size": (64, {"autotuning_max_train_batch_size": 64}, {}),
-    TUNING + "mp_size": (2, {"autotuning_mp_size": 2}, {}),
-    FLOPS + "enabled": (True, {"flops_profiler": True}, {}),
-    FLOPS + "profile_step": (5, {"flops_profiler_step": 5}, {}),
-    FLOPS + "module_depth": (2, {"flops_profiler_module_depth": 2}, {}),
-    FLOPS + "top_modules": (3, {"flops_profiler_top_modules": 3}, {}),
-    FLOPS + "detailed": (False, {"flops_profiler_detailed": False}, {}),
-    FLOPS + "output_file": ("p.json", {"flops_profiler_output_file": "p.json"}, {}),
-    BITS + "enabled": (True, {"quantize_training": True}, {}),
     BITS + "quantize_bits.start_bits": (12, {"quantize_start_bits": 12}, {}),
     BITS + "quantize_bits.target_bits": (4, {"quantize_target_bits": 4}, {}),
     BITS + "quantize_schedule.quantize_period": (400, {"quantize_period": 400}, {}),
-    BITS + "quantize_schedule.schedule_offset": (0, {"quantize_offset": 0}, {}),
-    BITS + "quantize_groups": (8, {"quantize_groups": 8}, {}),
-    **{BITS + f"{algo}.q_type": ("asymmetric", {"quantize_type": "asymmetric"}, {})
-       for algo in ("quantize_algo", "quantize-algo")},
-    BITS + "quantize_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
-    **{BITS + f"{algo}.rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {})
-       for algo in ("quantize_algo", "quantize-algo")},
-    BITS + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
-    SHARED + "enabled": (True, {"quantize_training": True}, {}),
-    SHARED + "schedule_offset": (0, {"quantize_offset": 0}, {}),
-    SHARED + "quantize_groups": (8, {"quantize_groups": 8}, {}),
-    SHARED + "quantization_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
-    SHARED + "rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {}),
-    SHARED + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
     GROUPS: ({"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 400}, "modules": ["*"]}},
              {"quantize_start_bits": 12, "quantize_target_bits": 4, "quantize_period": 400}, {}),
-    **{place + "fp16_mixed_quantize.enabled": (True, {"quantize_mixed": True}, {}) for place in (BITS, SHARED)},
-    **{place + "fp16_mixed_quantize.quantize_change_ratio": (0.01, {"quantize_change_ratio": 0.01}, {})
-       for place in (BITS, SHARED)},
-    **{f"{place}eigenvalue.{name}": case for place in ("", BITS) for name, case in {
-        "enabled": (True, {"quantize_training": True, "quantize_eigenvalue": True}, QUANTISED),
-        "max_iter": (50, {"eigenvalue_max_iter": 50}, {}), "tol": (0.1, {"eigenvalue_tol": 0.1}, {}),
-        "stability": (0.0, {"eigenvalue_stability": 0.0}, {}), "layer_num": (12, {"eigenvalue_layer_num": 12}, {}),
-        "layer_name": ("h", {"eigenvalue_layer_name": "h"}, {}), "verbose": (True, {"eigenvalue_verbose": True}, {}),
-    }.items()},
+    **{f"{place}eigenvalue.enabled": (True, {"quantize_training": True, "quantize_eigenvalue": True}, QUANTISED)
+       for place in ("", BITS)},
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
     "tensorboard.job_name": ("mine", {"tensorboard_dir": "out/mine"}, BOARD),
@@ -282,9 +209,34 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.team": ("us", {"wandb_project": "gpt", "wandb_team": "us"}, WANDB),
 }
 
+# field -> its key, where that has another name
+OTHER_NAMES = {"log_interval": "steps_per_print", "clip_grad": "gradient_clipping", "profile_backward": "profile",
+               "quantize_offset": "schedule_offset", "quantize_type": "q_type quantization_type",
+               "flops_profiler_step": "profile_step"}
 
-def rows(*kinds: type) -> list[str]:
-    return [path for path, row in DS_KEYS.items() if isinstance(row, kinds)]
+
+IDENTITY = JsonKey.__dataclass_fields__["convert"].default
+
+
+def plain_cases() -> Iterator[tuple[str, tuple[Any, dict[str, Any], dict[str, Any]]]]:
+    """Of each other key that sets a field alone: a value that is not the default."""
+    for path in rows(JsonKey):
+        row, name = DS_KEYS[path], path.rpartition(".")[2]
+        if path not in SPECIAL and row.is_independent and row.convert is IDENTITY:
+            assert name == "enabled" or row.field.endswith(name) or name in OTHER_NAMES.get(row.field, ""), path
+            default, kind = flat(Config())[row.field], row.json_type
+            if kind.choices:
+                value: Any = next(word for word in kind.choices if word != default)
+            elif isinstance(default, bool):
+                value = not default
+            elif isinstance(default, (int, float)):
+                value = default / 2 if isinstance(default, float) and default else 2 * abs(default) or 3
+            else:
+                value = "mine" if "text" in kind.expected else 7
+            yield path, (value, {row.field: value}, {})
+
+
+CASES = {**dict(plain_cases()), **SPECIAL}
 
 
 def test_every_key_with_an_effect_has_a_case():

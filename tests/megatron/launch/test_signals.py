@@ -18,7 +18,6 @@ from megatron.checkpoint.cli import main as checkpoint
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import begin
-from tests.megatron.serve.server import trained
 from tests.terminal import AtTerminal
 
 LIMIT = 5.0
@@ -348,56 +347,6 @@ def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
         (tmp_path / f"{name}-enough").touch()
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_generate_leaves_no_temporary_file(number, ranks, tmp_path):
-    trained(tmp_path / "model")
-    (tmp_path / "out").mkdir()
-    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    layout = ["--model-parallel-size", str(ranks)]
-    process = subprocess.Popen(  # prompts come from a pipe, and it waits for more
-        [sys.executable, *launch, "-m", "megatron.generate", "--load", str(tmp_path / "model"), "--output",
-         str(tmp_path / "out" / "answers"), *layout], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for(lambda: [*(tmp_path / "out").iterdir()], PATIENCE)
-        asked = time.monotonic()
-        process.send_signal(number)
-        assert process.stderr is not None
-        err = process.stderr.read()
-        assert process.wait(LIMIT) == 130 and time.monotonic() - asked < LIMIT
-        assert [line for line in err.splitlines() if line.startswith("error:")] == [
-            f"error: interrupted by {number.name}"]
-        assert not [*(tmp_path / "out").iterdir()]
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("target", ["program", "group"])
-def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, target, tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "one two three four five six seven eight nine ten"}\n' * 400_000)
-    command = [sys.executable, "-m", "data.preprocess", "--input", "text.jsonl", "--output-prefix", "made",
-               "--tokenizer-type", "ByteLevelTokenizer", "--workers", str(workers)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
-    wait_for(lambda: [*tmp_path.glob(".made*bin*")])
-    time.sleep(0.3)
-    (os.killpg if target == "group" else os.kill)(process.pid, number)
-    _, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130, err
-    assert [line for line in err.splitlines() if "error" in line or "Traceback" in line] == [
-        f"error: interrupted by {number.name}"]
-    assert not [path for path in tmp_path.iterdir() if path.name not in ("text.jsonl", ".made.mark.tmp")
-                and not path.name.startswith((".made.bin", ".made.idx", ".made.json"))]
-    assert not (tmp_path / "made.idx").exists()
 
 
 def test_a_launcher_that_is_killed_leaves_no_files(tmp_path):
