@@ -32,10 +32,8 @@ from megatron.inference.model_args import flags_to_compare, model_parser
 from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
-from tests.megatron.launch.processes import begin
+from tests.megatron.launch.processes import ROOT, begin, environment
 
-ROOT = Path(__file__).resolve().parents[3]
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FACTS = {"--lr": 0.001, "--zero-stage": 1, "torch": "2.13.0", "code": "abc"}
 
 
@@ -281,11 +279,9 @@ def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int
     """Exit codes, everything on standard error, and the seconds it took."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(wrapper), *TINY, "--save", str(folder / "run"), extra]
     began = time.monotonic()
-    running = [begin(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    running = [begin(line, env=environment(), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                for line in STARTERS[starter](command, port)]
     said = [process.communicate(timeout=90)[1] for process in running]
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
@@ -302,11 +298,9 @@ def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int
 def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
         sizes: Mapping[int, int], address: str, limit: int, code: int, words: str, port: int) -> None:
     """One line a node, and no stack of torch's."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
-    environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     running = [begin(
         [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", str(limit)], cwd=ROOT,
-        env=environment | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=subprocess.DEVNULL,
+        env=environment(MASTER_ADDR=address, MASTER_PORT=port, RANK=rank, WORLD_SIZE=size), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True) for rank, size in sizes.items()]
     said = "".join(process.communicate(timeout=90)[1] for process in running)
     assert [process.returncode for process in running] == [code] * len(sizes), said
@@ -419,8 +413,7 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), *flags, "--train-data",
          str(tmp_path / "corpus0.jsonl"), "--data-cache-path", str(tmp_path / "cache"),
          f"--train-data {tmp_path}/corpus1.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
-        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        env=environment())
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1 and "the training corpus is " in errors[0], done.stderr
 
@@ -435,9 +428,7 @@ def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: 
                        f"runpy.run_module('megatron.{module}', run_name='__main__', alter_sys=True)\n")
     done = subprocess.run(
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path), *rest,
-         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
-        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90, env=environment())
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert "--batch-size is 8 on rank 0, 3 on rank 1" in errors[0]

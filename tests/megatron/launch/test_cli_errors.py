@@ -22,6 +22,7 @@ from data.writer import CorpusWriter
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
 from megatron.distributed import exit_codes
 from tests.megatron.helpers import ROOT, TINY, own_signals, steps, train, write_corpus
+from tests.megatron.launch.processes import environment
 
 Cli = Callable[[Sequence[object]], tuple[int, str]]
 
@@ -46,7 +47,7 @@ def command(argv: Sequence[object], ranks: int = 1) -> tuple[int, str]:
     launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run([sys.executable, *launch, "pretrain_gpt2.py", *map(str, argv)], cwd=ROOT,
                           capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          timeout=120, env=environment())
     return done.returncode, done.stderr
 
 
@@ -64,17 +65,9 @@ def check(result: tuple[int, str], code: int, *words: object) -> None:
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    (["--num-layer", 2], ["--num-layer", "--num-layers"]),
-    (["--lr", "nan"], ["--lr", "nan"]),
-    (["--hidden-size", 30], ["--hidden-size 30", "--num-attention-heads 4"]),
-    (["--seq-length", 17], ["--seq-length 17", "--max-position-embeddings 16"]),
-    (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
-    (["--finetune"], ["--finetune", "--load"]),
     (["--model-parallel-size", 2], ["1 ranks", "--model-parallel-size 2"]),
     (["--batch-size", 4, "--global-batch-size", 6], ["--global-batch-size 6", "--batch-size 4"]),
     (["--vocab-size", 200], ["--vocab-size 200", "257"]),
-    (["--override-lr-scheduler", "--use-checkpoint-lr-scheduler"],
-     ["--override-lr-scheduler", "--use-checkpoint-lr-scheduler"]),
     (["--distributed-backend", "mpi"], ["--distributed-backend", "mpi"]),
     (["--distributed-backend", "nccl"], ["nccl", "GPU"]),
 ], ids=lambda value: " ".join(map(str, value)))

@@ -24,9 +24,8 @@ from megatron.errors import ConfigError, PeerError
 from megatron.launch import node_monitor, rendezvous
 from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
-from tests.megatron.launch.processes import MEET, PATIENCE, begin, catches, wait_until
+from tests.megatron.launch.processes import MEET, PATIENCE, ROOT, begin, catches, environment, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 HOST = socket.gethostname()
 LIMIT = 5.0
 """Seconds within which nobody may be left after a failure (docs/launch.md)."""
@@ -41,8 +40,7 @@ class Node:
         script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{MEET}{body}")
         command = [*prefix, sys.executable, "-m", "megatron.launch", "--nnodes", nodes, "--node-rank", node,
                    "--master-addr", address, "--master-port", port, *options, script]
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self.process = begin([*map(str, command)], env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+        self.process = begin([*map(str, command)], env=environment(), text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def end(self, limit: float = PATIENCE) -> tuple[int, str, list[str]]:
@@ -589,11 +587,9 @@ def training(port: int, iterations: int) -> list[subprocess.Popen[str]]:
     """A run on two nodes of one rank each."""
     flags = (f"--preset tiny --mock-data --train-iters {iterations} --log-interval 1 --eval-interval 0 --num-layers 1 "
              "--hidden-size 16 --num-attention-heads 2").split()
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return [begin([sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
                    "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags], cwd=ROOT,
-                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                  env=environment | {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) for node in range(2)]
 
 
 def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(port: int) -> None:
