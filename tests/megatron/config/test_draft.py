@@ -43,7 +43,13 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False, "eps": -1}}}, {},
         ["optimizer.params.eps is -1", "optimizer.params.adam_w_mode false contradicts optimizer.type adamw"]),
     "flags and a file": (
-        {"zero_optimization": {"stage": 9}}, {"lr": -1.0}, ["--lr is -1.0", "zero_optimization.stage is 9"]),
+        {"zero_optimization": {"stage": 9, "reduce_bucket_size": 0}, "gradient_clipping": "x"}, {"lr": -1.0},
+        ['gradient_clipping is "x"', "--lr is -1.0", "zero_optimization.reduce_bucket_size is 0",
+         "zero_optimization.stage is 9"]),
+    "keys that only together are wrong, of a file and of flags": (
+        {"fp16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {"bf16": True},
+        ["fp16.enabled and --bf16 exclude each other",
+         "zero_optimization.offload_optimizer.device nvme needs zero_optimization.offload_optimizer.nvme_path"]),
     "two batch sizes": (
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, {"batch_size": 4, "global_batch_size": 16},
         ["--global-batch-size is 16, but train_batch_size", "--batch-size is 4, but train_micro_batch_size_per_gpu"]),

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +111,23 @@ GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
 STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
+
+def rows(*kinds: type) -> list[str]:
+    return [path for path, row in DS_KEYS.items() if isinstance(row, kinds)]
+
+
 # path -> (value in, fields out, what must be beside it)
-CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+SPECIAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_batch_size": (32, {"global_batch_size": 32, "batch_size": 32}, {}),
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
     "gradient_accumulation_steps": (3, {"global_batch_size": 12}, {}),
-    "steps_per_print": (7, {"log_interval": 7}, {}),
-    "gradient_clipping": (0.5, {"clip_grad": 0.5}, {}),
-    "communication_data_type": ("bf16", {"communication_data_type": "bf16"}, {}),
     "fp32_allreduce": (True, {"communication_data_type": "fp32"}, {}),
-    "prescale_gradients": (True, {"prescale_gradients": True}, {}),
-    "gradient_predivide_factor": (8, {"gradient_predivide_factor": 8.0}, {}),
     "allgather_size": (5e5, {"allgather_bucket_size": 500_000}, {}),
-    "fp16.enabled": (True, {"fp16": True}, {}),
     "fp16.loss_scale": (128, {"fp16": True, "loss_scale": 128}, FP16),
     "fp16.initial_scale_power": (10, {"fp16": True, "initial_loss_scale": 1024.0}, FP16),
     "fp16.loss_scale_window": (50, {"fp16": True, "loss_scale_window": 50}, FP16),
     "fp16.hysteresis": (3, {"fp16": True, "hysteresis": 3}, FP16),
     "fp16.min_loss_scale": (4, {"fp16": True, "min_scale": 4}, FP16),
-    "bf16.enabled": (True, {"bf16": True}, {}),
     "bfloat16.enabled": (True, {"bf16": True}, {}),
     "optimizer.type": ("deepspeedcpulion", {"optimizer": "lion"}, {}),
     "optimizer.params.adam_w_mode": (False, {"adam_w_mode": False}, ADAM),
@@ -168,14 +167,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "scheduler.params.cos_min_ratio": (
         0.1, {"lr_decay_iters": 100, "lr_warmup_iters": 10, "min_lr": pytest.approx(1.5e-5)}, COSINE),
     "zero_optimization": (True, {"zero_stage": 1}, {}),
-    ZERO + "stage": (3, {"zero_stage": 3}, {}),
-    ZERO + "overlap_comm": (False, {"overlap_comm": False}, {}),
-    **{ZERO + name: (not getattr(ZeroConfig, name), {name: not getattr(ZeroConfig, name)}, {}) for name in (
-        "contiguous_gradients", "reduce_scatter", "allgather_partitions", "load_from_fp32_weights",
-        "ignore_unused_parameters", "round_robin_gradients", "stage3_gather_16bit_weights_on_model_save")},
-    **{ZERO + name: (12e5, {name: 1_200_000}, {}) for name in (
-        "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")},
     ZERO + "stage3_gather_fp16_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
     ZERO + "gather_16bit_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
     **{ZERO + name: (12e5, {f"stage3_{name}": 1_200_000}, {}) for name in (
@@ -189,87 +180,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ZERO + "cpu_offload_use_pin_memory": (
         False, {"offload_optimizer_pin_memory": False, "offload_param_pin_memory": False}, {}),
     HOME + "device": ("cpu", {"zero_stage": 2, "offload_optimizer_device": "cpu"}, STAGE_2),
-    HOME + "nvme_path": ("/nvme", {"offload_optimizer_nvme_path": "/nvme"}, {}),
-    HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
-    HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
-    HOME + "update": ("host", {"offload_update": "host"}, {}),
-    HOME + "delayed_param_update": (True, {"delayed_param_update": True}, {}),
-    HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
-    HOME + "ratio": (0.5, {"offload_optimizer_ratio": 0.5}, {}),
-    HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
     PARAM + "device": (
         "nvme", {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
         merged(STAGE_3, nested(PARAM + "nvme_path", "/nvme"))),
-    PARAM + "nvme_path": ("/nvme", {"offload_param_nvme_path": "/nvme"}, {}),
-    PARAM + "buffer_count": (6, {"offload_param_buffer_count": 6}, {}),
-    PARAM + "buffer_size": (1e6, {"offload_param_buffer_size": 1_000_000}, {}),
-    PARAM + "max_in_cpu": (1, {"offload_param_max_in_cpu": 1}, {}),
-    PARAM + "pin_memory": (False, {"offload_param_pin_memory": False}, {}),
-    "aio.block_size": (4096, {"aio_block_size": 4096}, {}),
-    "aio.queue_depth": (16, {"aio_queue_depth": 16}, {}),
-    "aio.intra_op_parallelism": (2, {"aio_intra_op_parallelism": 2}, {}),
     "aio.thread_count": (2, {"aio_intra_op_parallelism": 2}, {}),
-    "aio.single_submit": (True, {"aio_single_submit": True}, {}),
-    "aio.overlap_events": (False, {"aio_overlap_events": False}, {}),
-    **{KEEP + name: (True, {name: True}, {}) for name in (
-        "partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary")},
     KEEP + "contiguous_memory_optimization": (
         True, {"contiguous_memory_optimization": True, "partition_activations": True},
         nested(KEEP + "partition_activations", True)),
-    KEEP + "profile": (True, {"profile_backward": True}, {}),
-    KEEP + "number_checkpoints": (4, {"number_checkpoints": 4}, {}),
     DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
     DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
-    DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
-    TUNING + "enabled": (True, {"autotuning": True}, {}),
-    TUNING + "fast": (False, {"autotuning_fast": False}, {}),
-    TUNING + "results_dir": ("r", {"autotuning_results_dir": "r"}, {}),
-    TUNING + "exps_dir": ("e", {"autotuning_exps_dir": "e"}, {}),
-    TUNING + "overwrite": (True, {"autotuning_overwrite": True}, {}),
-    TUNING + "metric": ("flops", {"autotuning_metric": "flops"}, {}),
     TUNING + "start_profile_step": (2, {"autotuning_start_profile_step": 2}, {}),
-    TUNING + "end_profile_step": (9, {"autotuning_end_profile_step": 9}, {}),
-    TUNING + "tuner_type": ("random", {"autotuning_tuner_type": "random"}, {}),
-    TUNING + "tuner_early_stopping": (3, {"autotuning_tuner_early_stopping": 3}, {}),
-    TUNING + "tuner_num_trials": (7, {"autotuning_tuner_num_trials": 7}, {}),
-    TUNING + "num_tuning_micro_batch_sizes": (2, {"autotuning_num_tuning_micro_batch_sizes": 2}, {}),
-    TUNING + "max_train_batch_size": (64, {"autotuning_max_train_batch_size": 64}, {}),
-    TUNING + "mp_size": (2, {"autotuning_mp_size": 2}, {}),
-    FLOPS + "enabled": (True, {"flops_profiler": True}, {}),
-    FLOPS + "profile_step": (5, {"flops_profiler_step": 5}, {}),
-    FLOPS + "module_depth": (2, {"flops_profiler_module_depth": 2}, {}),
-    FLOPS + "top_modules": (3, {"flops_profiler_top_modules": 3}, {}),
-    FLOPS + "detailed": (False, {"flops_profiler_detailed": False}, {}),
-    FLOPS + "output_file": ("p.json", {"flops_profiler_output_file": "p.json"}, {}),
-    BITS + "enabled": (True, {"quantize_training": True}, {}),
     BITS + "quantize_bits.start_bits": (12, {"quantize_start_bits": 12}, {}),
     BITS + "quantize_bits.target_bits": (4, {"quantize_target_bits": 4}, {}),
     BITS + "quantize_schedule.quantize_period": (400, {"quantize_period": 400}, {}),
-    BITS + "quantize_schedule.schedule_offset": (0, {"quantize_offset": 0}, {}),
-    BITS + "quantize_groups": (8, {"quantize_groups": 8}, {}),
-    **{BITS + f"{algo}.q_type": ("asymmetric", {"quantize_type": "asymmetric"}, {})
-       for algo in ("quantize_algo", "quantize-algo")},
-    BITS + "quantize_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
-    **{BITS + f"{algo}.rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {})
-       for algo in ("quantize_algo", "quantize-algo")},
-    BITS + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
-    SHARED + "enabled": (True, {"quantize_training": True}, {}),
-    SHARED + "schedule_offset": (0, {"quantize_offset": 0}, {}),
-    SHARED + "quantize_groups": (8, {"quantize_groups": 8}, {}),
-    SHARED + "quantization_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
-    SHARED + "rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {}),
-    SHARED + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
     GROUPS: ({"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 400}, "modules": ["*"]}},
              {"quantize_start_bits": 12, "quantize_target_bits": 4, "quantize_period": 400}, {}),
-    **{place + "fp16_mixed_quantize.enabled": (True, {"quantize_mixed": True}, {}) for place in (BITS, SHARED)},
-    **{place + "fp16_mixed_quantize.quantize_change_ratio": (0.01, {"quantize_change_ratio": 0.01}, {})
-       for place in (BITS, SHARED)},
-    **{f"{place}eigenvalue.{name}": case for place in ("", BITS) for name, case in {
-        "enabled": (True, {"quantize_training": True, "quantize_eigenvalue": True}, QUANTISED),
-        "max_iter": (50, {"eigenvalue_max_iter": 50}, {}), "tol": (0.1, {"eigenvalue_tol": 0.1}, {}),
-        "stability": (0.0, {"eigenvalue_stability": 0.0}, {}), "layer_num": (12, {"eigenvalue_layer_num": 12}, {}),
-        "layer_name": ("h", {"eigenvalue_layer_name": "h"}, {}), "verbose": (True, {"eigenvalue_verbose": True}, {}),
-    }.items()},
+    **{f"{place}eigenvalue.enabled": (True, {"quantize_training": True, "quantize_eigenvalue": True}, QUANTISED)
+       for place in ("", BITS)},
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
     "tensorboard.job_name": ("mine", {"tensorboard_dir": "out/mine"}, BOARD),
@@ -282,9 +209,34 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.team": ("us", {"wandb_project": "gpt", "wandb_team": "us"}, WANDB),
 }
 
+# field -> its key, where that has another name
+OTHER_NAMES = {"log_interval": "steps_per_print", "clip_grad": "gradient_clipping", "profile_backward": "profile",
+               "quantize_offset": "schedule_offset", "quantize_type": "q_type quantization_type",
+               "flops_profiler_step": "profile_step"}
 
-def rows(*kinds: type) -> list[str]:
-    return [path for path, row in DS_KEYS.items() if isinstance(row, kinds)]
+
+IDENTITY = JsonKey.__dataclass_fields__["convert"].default
+
+
+def plain_cases() -> Iterator[tuple[str, tuple[Any, dict[str, Any], dict[str, Any]]]]:
+    """Of each other key that sets a field alone: a value that is not the default."""
+    for path in rows(JsonKey):
+        row, name = DS_KEYS[path], path.rpartition(".")[2]
+        if path not in SPECIAL and row.is_independent and row.convert is IDENTITY:
+            assert name == "enabled" or row.field.endswith(name) or name in OTHER_NAMES.get(row.field, ""), path
+            default, kind = flat(Config())[row.field], row.json_type
+            if kind.choices:
+                value: Any = next(word for word in kind.choices if word != default)
+            elif isinstance(default, bool):
+                value = not default
+            elif isinstance(default, (int, float)):
+                value = default / 2 if isinstance(default, float) and default else 2 * abs(default) or 3
+            else:
+                value = "mine" if "text" in kind.expected else 7
+            yield path, (value, {row.field: value}, {})
+
+
+CASES = {**dict(plain_cases()), **SPECIAL}
 
 
 def test_every_key_with_an_effect_has_a_case():
@@ -340,12 +292,6 @@ def test_a_section_that_does_not_exist_here_is_accepted_only_switched_off(path):
     for on in ({"enabled": True}, {"other": 1}, True, "auto", [], 0):
         told = refusal(nested(path, on))
         assert path in told and DS_KEYS[path].reason in told
-
-
-def test_tensor_parallelism_of_one_rank_is_none():
-    assert build_ds_config({"tensor_parallel": {"autotp_size": 1}}) == build_ds_config(
-        {"tensor_parallel": {"autotp_size": 0}}) == Config()
-    assert "tensor parallelism is set up by" in refusal({"tensor_parallel": {"autotp_size": 2}})
 
 
 WRONG = {"true or false": ["true ", 2, -1, 0.5, None, [], "false"],
@@ -436,13 +382,6 @@ def test_a_sentence_about_a_key_names_no_flag_that_was_not_given(flags, said):
     assert config.translate("--offload-optimizer-device needs --offload-optimizer-nvme-path") == (
         f"{HOME}device needs {said}")
     assert config.translate("--offload-optimizer-nvme-path") == "--offload-optimizer-nvme-path", "of no key"
-
-
-def test_each_of_several_errors_is_in_its_own_words():
-    tree = merged(nested("fp16.enabled", True), nested(HOME + "device", "nvme"))
-    told = refusal(tree, flags={"bf16": True, "aio_queue_depth": 0})
-    assert "fp16.enabled and --bf16 exclude each other" in told and "--aio-queue-depth is 0: expected" in told
-    assert f"{HOME}device nvme needs {HOME}nvme_path" in told
 
 
 def test_an_error_of_another_room_is_in_these_words_as_well():
@@ -612,31 +551,11 @@ def test_a_section_in_the_wrong_place_is_sent_to_the_right_one(name):
         assert all(f"into {home}" if home else "to the top level" in told for home in homes)
 
 
-def test_values_out_of_range_are_in_the_one_list_of_errors():
-    tree = {"zero_optimization": {"stage": 9, "reduce_bucket_size": 0}, "gradient_clipping": "x",
-            "optimizer": {"type": "Adam", "params": {"lr": -1, "eps": -1}}}
-    ranges = ("zero_optimization.stage is 9: expected 0, 1, 2 or 3", "optimizer.params.lr is -1.0: expected",
-              "zero_optimization.reduce_bucket_size is 0: expected",
-              "optimizer.params.eps is -1.0: expected a number > 0")
-    told = refusal(tree)
-    assert told.startswith("config: 5 errors:\n") and all(sentence in told for sentence in ranges)
-    told = refusal({**tree, "gradient_clipping": 1.0})
-    assert told.startswith("config: 4 errors:\n") and all(sentence in told for sentence in ranges)
-    flags = refusal({}, flags={"zero_stage": 9, "lr": -1.0, "weight_decay": -1.0, "adam_eps": 0.0})
-    assert flags.startswith("4 errors:\n") and "--zero-stage is 9" in flags
-    assert "--lr is -1.0" in flags and "--adam-eps" in flags
-
-
 def test_a_range_that_a_flag_mends_is_not_an_error_of_the_file():
     params = {"contiguous_memory_optimization": True}
     told = refusal({"activation_checkpointing": params, "key": 1}, flags={"partition_activations": True})
     assert told.startswith("config: unknown key key; ")
     assert "loss_scale" not in refusal({"fp16": {"min_loss_scale": -1}, "key": 1})
-
-
-def test_a_scheduler_of_an_unknown_type_is_one_error():
-    told = refusal({"scheduler": {"type": "Foo", "params": {"warmup_num_steps": 3}}})
-    assert told.startswith('config: scheduler.type is "Foo": expected "WarmupLR"')
 
 
 def test_a_buffer_has_room_for_the_chunks_of_a_forward():
@@ -917,7 +836,6 @@ STAGE3 = {"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_dista
           "reduce_bucket_size": 90000000, "sub_group_size": 4e8}
 STAGE3_FIELDS = {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000, "reduce_bucket_size": 90_000_000,
                  "sub_group_size": 400_000_000}
-MISSPELT = "unknown key zero_optimization.stage3_param_persitance_threshold; did you mean"
 
 # What the published examples' files say, flags, the ranks, and either the effect or the words of the refusal.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
@@ -937,33 +855,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
          "zero_allow_untested_optimizer": True}, {}, 4,
         {"zero_stage": 2, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
          "fp16": True, "log_interval": 1, "global_batch_size": 16}),
-    "zero2 with the script's own batch": (
-        {"train_batch_size": 16, "gradient_accumulation_steps": 1}, {"batch_size": 8}, 4, "size 16 != micro_batch 8"),
-    "zero stage 2": ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": 1,
-                      "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True,
-                                            "allgather_bucket_size": 500000000, "reduce_bucket_size": 500000000},
-                      "optimizer": {"type": "Adam", "legacy_fusion": False,
-                                    "params": {"lr": 0.00015, "max_grad_norm": 1.0}},
-                      "fp16": {**SCALING, "initial_scale_power": 17}, "wall_clock_breakdown": True}, {}, 2,
-                     {"zero_stage": 2, "batch_size": 1, "global_batch_size": 2, "fp16": True, "log_interval": 1,
-                      "initial_loss_scale": 131072.0}),
-    "offload 10B": ({"train_batch_size": 30, "gradient_accumulation_steps": 3, "steps_per_print": 1,
-                     "zero_optimization": {"stage": 2, "cpu_offload": True, "comm_overlap": True,
-                                           "contiguous_gradients": True, "reduce_bucket_size": 50000000},
-                     "fp16": {**SCALING, "loss_scale": 4096}}, {}, 1, "did you mean zero_optimization.overlap_comm?"),
-    "offload": ({"train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5, "steps_per_print": 100,
-                 "optimizer": {"type": "DeepSpeed_Adam", "params": {"lr": 0.00015, "weight_decay": 1e-2}},
-                 "zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000},
-                 "gradient_clipping": 1.0, "fp16": SCALING}, {}, 1,
-                {"batch_size": 12, "global_batch_size": 60, "log_interval": 100, "zero_stage": 2,
-                 "offload_optimizer_device": "cpu", "reduce_bucket_size": 50_000_000, "fp16": True}),
-    "no zero": ({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "steps_per_print": 10,
-                 "gradient_clipping": 1.0, "fp16": {**SCALING, "initial_scale_power": 10},
-                 "wall_clock_breakdown": True}, {}, 1,
-                {"batch_size": 8, "global_batch_size": 8, "log_interval": 10, "fp16": True,
-                 "initial_loss_scale": 1024.0}),
-    "stage 3": ({"train_micro_batch_size_per_gpu": 8, "zero_optimization": {
-        **STAGE3, "stage3_param_persitance_threshold": 1e5}, "fp16": SCALING}, {}, 1, MISSPELT),
     "stage 3, spelt right": ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
                               "zero_optimization": {**STAGE3, "stage3_param_persistence_threshold": 8.192e4},
                               "fp16": {**SCALING, "loss_scale": 1024}, "zero_allow_untested_optimizer": False}, {}, 1,

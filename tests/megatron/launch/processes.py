@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 30.0
 """Seconds for what takes less than one on a machine with nothing else to do."""
 MEET = """
@@ -20,6 +22,16 @@ def meet(folder):
         time.sleep(0.01)
 """
 """For programs of ranks: all begin what follows at the same time, however long each took to start."""
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                      "MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
+
+
+def environment(**more: object) -> dict[str, str]:
+    """Of a program that no launcher has started yet and that finds our packages from any folder."""
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in more.items()}
+
 
 _BEGUN: list[subprocess.Popen[Any]] = []
 

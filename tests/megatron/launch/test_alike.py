@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.schema import flag_name, setting_of
-from megatron.config.tree import SECTIONS, Config, DataConfig
+from megatron.config.tree import SECTIONS, Config
 from megatron.distributed import preflight
 from megatron.distributed.preflight import _modules, check_ranks_match, code_digest, mismatch_message
 from megatron.distributed.rank_text import describe_differences, format_ranks
@@ -32,10 +32,8 @@ from megatron.inference.model_args import flags_to_compare, model_parser
 from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
-from tests.megatron.launch.processes import begin
+from tests.megatron.launch.processes import ROOT, begin, environment
 
-ROOT = Path(__file__).resolve().parents[3]
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FACTS = {"--lr": 0.001, "--zero-stage": 1, "torch": "2.13.0", "code": "abc"}
 
 
@@ -71,13 +69,6 @@ def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank
     assert "--lr is 0.001 on ranks 0, 2-4, 0.002 on rank 1;" in found[0]
     assert "torch is 2.13.0 on ranks 0-3, 2.11.0 on rank 4;" in found[0]
     assert "--new is not there on ranks 0-3, null on rank 4." in found[0] and "zero-stage" not in found[0]
-
-
-def test_many_differences_are_cut_short() -> None:
-    text = mismatch_message([({f"--flag-{k}": 0
-                               for k in range(40)}, [0]), ({f"--flag-{k}": 1
-                                                            for k in range(40)}, [1])])
-    assert text.count(" is 0 on rank 0") == 12 and "and 28 more" in text
 
 
 def made_up(rank: int) -> dict[str, Any]:
@@ -288,11 +279,9 @@ def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int
     """Exit codes, everything on standard error, and the seconds it took."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(wrapper), *TINY, "--save", str(folder / "run"), extra]
     began = time.monotonic()
-    running = [begin(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    running = [begin(line, env=environment(), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                for line in STARTERS[starter](command, port)]
     said = [process.communicate(timeout=90)[1] for process in running]
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
@@ -309,11 +298,9 @@ def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int
 def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
         sizes: Mapping[int, int], address: str, limit: int, code: int, words: str, port: int) -> None:
     """One line a node, and no stack of torch's."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
-    environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     running = [begin(
         [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", str(limit)], cwd=ROOT,
-        env=environment | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=subprocess.DEVNULL,
+        env=environment(MASTER_ADDR=address, MASTER_PORT=port, RANK=rank, WORLD_SIZE=size), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True) for rank, size in sizes.items()]
     said = "".join(process.communicate(timeout=90)[1] for process in running)
     assert [process.returncode for process in running] == [code] * len(sizes), said
@@ -333,39 +320,9 @@ def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path, port: in
     assert not [*(tmp_path / "run").glob("global_step*")]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("extra", ["--model-parallel-size 2", "--batch-size 1", "--hidden-size 32", "--bf16",
-                                   "--train-iters 4", "--distributed-timeout-seconds 99"])
-def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_path: Path, port: int) -> None:
-    codes, said, _ = started("launcher", tmp_path, extra, port)
-    errors = [line for line in said.splitlines() if line.startswith("error:")]
-    assert codes == [2] and len(errors) == 1, said
-    assert f"{extra.split()[0]} is " in errors[0] and "on rank 1" in errors[0]
-
-
 def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
     codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1", port)
     assert codes == [2] and "--no-such-flag" in said and seconds < 30
-
-
-ONE_RANK_ONLY = ("--valid-data corpus.jsonl", "--test-data corpus.jsonl", "--vocab-file v",
-                 "--merge-file m", "--tokenizer-path t", "--data-cache-path cache",
-                 "--load run", "--load-hf hf", "--metrics-file log.jsonl", "--tensorboard-dir board")
-"""What names files and folders; of some the whole is compared. (Drives are given with a device, which is compared.)"""
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--vocab-file", "--metrics-file") else
-                                   pytest.param(flags, marks=pytest.mark.slow) for flags in ONE_RANK_ONLY])
-def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path, port: int) -> None:
-    (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({
-        "model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16}))
-    codes, said, seconds = started("by hand", tmp_path, extra, port)
-    errors = [line for line in said.splitlines() if line.startswith("error:")]
-    assert set(codes) == {2} and len(errors) == 1 and seconds < 60, said
-    assert f"{extra.split()[0]} is " in errors[0] and " on rank 0, " in errors[0]
 
 
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
@@ -374,16 +331,6 @@ def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> N
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-path"):
         one, two = (flags_to_compare(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
         assert one == two and one[flag] == "given" and plain[flag] == "not given"
-
-
-@pytest.mark.slow  # one run for each setting of its kind
-@pytest.mark.parametrize("extra", [
-    "--lr 1", "--global-batch-size 8", "--weight-decay 0.5", "--zero-stage 2", "--fp16 --loss-scale 64", "--seed 5",
-    "--clip-grad 3", "--adam-beta1 0.5", "--seq-length 8", "--lr-decay-style linear", "--warmup 0.5",
-    "--attention-dropout 0.3"])
-def test_pairs_of_flags_that_change_numbers_do_not_train(extra: str, tmp_path: Path, port: int) -> None:
-    codes, said, _ = started("torchrun" if len(extra) % 2 else "launcher", tmp_path, extra, port)
-    assert 0 not in codes and "the ranks were started differently" in said, said
 
 
 def other_numbers(rank: int, world_size: int, kind: str) -> str:
@@ -466,23 +413,9 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), *flags, "--train-data",
          str(tmp_path / "corpus0.jsonl"), "--data-cache-path", str(tmp_path / "cache"),
          f"--train-data {tmp_path}/corpus1.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
-        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        env=environment())
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1 and "the training corpus is " in errors[0], done.stderr
-
-
-def test_what_is_told_does_not_hold_places_apart() -> None:
-    config = Config(data=DataConfig(data_cache_path="/scratch/7"))
-    assert config.rank_invariant_settings() == replace(config, data=replace(
-        config.data, data_cache_path="/scratch/8")).rank_invariant_settings()
-
-
-def test_the_error_is_one_of_configuration() -> None:
-    store = dist.HashStore()
-    store.set("result", '{"error": "x", "code": 2}')
-    with pytest.raises(ConfigError, match="x"):
-        check_ranks_match(store, 1, 2, FACTS, timedelta(seconds=1))
 
 
 @pytest.mark.few(2)
@@ -495,9 +428,7 @@ def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: 
                        f"runpy.run_module('megatron.{module}', run_name='__main__', alter_sys=True)\n")
     done = subprocess.run(
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path), *rest,
-         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
-        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90, env=environment())
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert "--batch-size is 8 on rank 0, 3 on rank 1" in errors[0]

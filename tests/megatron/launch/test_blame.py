@@ -19,9 +19,9 @@ from megatron.errors import ConfigError
 from megatron.launch.stragglers import Straggler, StragglerMonitor
 from tests.covering import cells
 from tests.megatron.launch import faulty
+from tests.megatron.launch.processes import environment
 from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
 
-ROOT = Path(__file__).resolve().parents[3]
 HOST = socket.gethostname()
 
 # ---- with ranks that are small programs without torch -------------------------------------------------------------
@@ -228,16 +228,14 @@ def train(kind: str, phase: str, rank: int, stage: int, folder: Path, ranks: int
     """The fault, and all that is promised of it."""
     kind = kind or IN_C[faulty.PHASES.index(phase) % 2]
     hangs = kind in IN_C or kind in ("spinning", "sleeping")
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment.update(PYTHONPATH=str(ROOT), MEGATRON_FAULT=f"{kind}|{phase}|{rank}", FAULT_AT=str(folder / "at"),
-                       TMPDIR=str(folder))
     job = subprocess.run(
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), faulty.__file__, "--preset", "tiny",
          "--mock-data", "--train-iters", "6", "--zero-stage", str(stage),
          "--stage3-param-persistence-threshold", "0", "--save", folder / "save",
          "--save-interval", "3", "--eval-interval", "3", "--eval-iters", "1",
          "--distributed-timeout-seconds", str(SECONDS), "--startup-timeout-seconds", str(START_UP_SECONDS)],
-        capture_output=True, text=True, env=environment, timeout=180)
+        capture_output=True, text=True, timeout=180, env=environment(
+            MEGATRON_FAULT=f"{kind}|{phase}|{rank}", FAULT_AT=folder / "at", TMPDIR=folder))
     ended = time.monotonic()
     lines = [line for line in job.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, job.stderr

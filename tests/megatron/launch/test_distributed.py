@@ -20,6 +20,7 @@ from megatron.distributed.process_group import Environment, device_for
 from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.errors import ConfigError, PeerError
 from tests.megatron.helpers import ROOT, TINY
+from tests.megatron.launch.processes import environment
 
 LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 
@@ -104,15 +105,15 @@ def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_port_in_use_ends_the_real_command_with_exit_2(nodes: int, busy_port: int, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
+    variables = environment()
     program = ["pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "1"]
     if nodes == 1:  # the variables by hand
-        environment |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)}
+        variables |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)}
         command = program
     else:
         command = ["-m", "megatron.launch", "--nnodes", "2", "--node-rank", "0", "--master-addr", socket.gethostname(),
                    "--master-port", str(busy_port), *program]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=variables, capture_output=True, text=True,
                           timeout=120)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1 and f"port {busy_port}" in errors[0], done.stderr
@@ -213,7 +214,7 @@ def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_
     script = tmp_path / "script.py"
     script.write_text(ENGINE_THAT_LIVES_ON)
     done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(script)], text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+                          env=environment(), capture_output=True, timeout=120)
     names = done.stdout.split()
     assert done.returncode == 0 and len(names) >= 2, done.stderr
     assert not [name for name in names if "gloo" in name]
@@ -248,7 +249,7 @@ def test_a_script_that_raises_waits_for_the_thread_that_watches(tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(RAISES)
     done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(script)], text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+                          env=environment(), capture_output=True, timeout=120)
     assert "ValueError: of the script" in done.stderr and "terminate called" not in done.stderr
 
 
@@ -269,6 +270,5 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ["TORCH_GLOO_LAZY
 
 
 def test_a_rank_connects_on_demand_and_may_open_all_it_is_allowed():
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    program = subprocess.run([sys.executable, "-c", MEETS], cwd=ROOT, env=environ, capture_output=True, text=True)
+    program = subprocess.run([sys.executable, "-c", MEETS], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert program.stdout.split() == ["256", "1"], program.stderr

@@ -24,9 +24,8 @@ from megatron.errors import ConfigError, PeerError
 from megatron.launch import node_monitor, rendezvous
 from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
-from tests.megatron.launch.processes import MEET, PATIENCE, begin, catches, wait_until
+from tests.megatron.launch.processes import MEET, PATIENCE, ROOT, begin, catches, environment, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 HOST = socket.gethostname()
 LIMIT = 5.0
 """Seconds within which nobody may be left after a failure (docs/launch.md)."""
@@ -41,8 +40,7 @@ class Node:
         script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{MEET}{body}")
         command = [*prefix, sys.executable, "-m", "megatron.launch", "--nnodes", nodes, "--node-rank", node,
                    "--master-addr", address, "--master-port", port, *options, script]
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self.process = begin([*map(str, command)], env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+        self.process = begin([*map(str, command)], env=environment(), text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def end(self, limit: float = PATIENCE) -> tuple[int, str, list[str]]:
@@ -163,14 +161,14 @@ def test_what_node_0_says_to_thousands_of_nodes_arrives() -> None:
     assert received == [said]
 
 
-@pytest.mark.parametrize("character", ["x", "\x01", "\N{GRINNING FACE}"])
-def test_an_error_that_is_longer_than_a_message_arrives_in_part(character: str) -> None:
+def test_an_error_that_is_longer_than_a_message_arrives_in_part() -> None:
     """Its beginning and its end; a message that is refused would end the connection, and the node would seem lost."""
     places = [NodeInfo(node, 2, 1, "here") for node in range(2)]
     ours, theirs = _connected()
     nodes, other = NodeMonitor(places[0],
                                {1: JsonConnection(ours)}), NodeMonitor(places[1], {0: JsonConnection(theirs)},
                                                                        {0: places[0]})
+    character = "\N{GRINNING FACE}"
     said = f"error: the beginning {character * 2_000_000} the end"
     teller = threading.Thread(target=nodes.announce_exit, args=(2, said))
     teller.start()
@@ -508,30 +506,16 @@ def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_sil
         one.close()
 
 
-STANDS_STILL = """
-from megatron.errors import PeerError
-from megatron.distributed import exit_codes
-from megatron.distributed.process_group import publish_status
-from megatron.distributed.rank_status import STATUS
-def main():
-    publish_status()
-    STATUS.set_activity("training")
-    STATUS.set_step(7)
-    STATUS.set_phase("backward", "blocks.1")
-    STATUS.collective_counters[0] = 2
-    open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
-    time.sleep({seconds})
-    raise PeerError('waited in vain')
-sys.exit(exit_codes.run(main))
-"""
+STANDS_STILL = ("STATUS.collective_counters[0] = 2; open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid())); "
+                "time.sleep({seconds}); raise PeerError('waited in vain')")
 
 
 @pytest.mark.parametrize("away", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_it(tmp_path: Path, port: int, away: int
                                                                                   ) -> None:
     """As a machine that is suspended, or swaps: its connections stay, and no rank says a word."""
-    launchers = [Node(tmp_path, port, node, STANDS_STILL.format(folder=tmp_path, seconds=60 if node == away else 8),
-                      nodes=3) for node in range(3)]
+    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(folder=tmp_path, then=STANDS_STILL.format(
+        folder=tmp_path, seconds=60 if node == away else 8)), nodes=3) for node in range(3)]
     wait_until(are_ready(tmp_path, 3))
     wait_until((tmp_path / f"ready{away}").read_text)
     stopped = [launchers[away].process.pid, int((tmp_path / f"ready{away}").read_text())]
@@ -599,33 +583,27 @@ def test_a_machine_that_loses_its_network_is_named(tmp_path: Path, two_machines:
 # ---- real ranks --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(tmp_path: Path, port: int) -> None:
+def training(port: int, iterations: int) -> list[subprocess.Popen[str]]:
+    """A run on two nodes of one rank each."""
+    flags = (f"--preset tiny --mock-data --train-iters {iterations} --log-interval 1 --eval-interval 0 --num-layers 1 "
+             "--hidden-size 16 --num-attention-heads 2").split()
+    return [begin([sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
+                   "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags], cwd=ROOT,
+                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) for node in range(2)]
+
+
+def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(port: int) -> None:
     """Rank 0 keeps the store in which ranks leave notes for each other, and leaves last."""
-    flags = ("--preset tiny --mock-data --train-iters 2 --eval-interval 0 --num-layers 1 --hidden-size 16 "
-             "--num-attention-heads 2").split()
-    launchers = [begin(
-        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
-         "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} |
-        {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+    launchers = training(port, 2)
     said = [launcher.communicate(timeout=120) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], said
     assert "iteration        2/       2" in said[0][0] and said[1] == ("", ""), said
     assert "TCPStore" not in said[0][1]
 
 
-FOR_LONG = ("--preset tiny --mock-data --train-iters 1000000 --log-interval 1 --eval-interval 0 --num-layers 1 "
-            "--hidden-size 16 --num-attention-heads 2").split()
-
-
-def test_a_lost_node_0_leaves_one_line_and_no_stack_of_torchs(tmp_path: Path, port: int) -> None:
+def test_a_lost_node_0_leaves_one_line_and_no_stack_of_torchs(port: int) -> None:
     """It keeps the store, and each connection to it that breaks is a warning of torch's with a stack in C++."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    launchers = [begin(
-        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
-         "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *FOR_LONG], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+    launchers = training(port, 1_000_000)
     assert launchers[0].stdout is not None
     assert any("iteration  " in line for line in launchers[0].stdout)
     launchers[0].kill()

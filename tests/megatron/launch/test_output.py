@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.helpers import ROOT
+from tests.megatron.launch.processes import environment
 
 LINES = """
 import sys
@@ -103,7 +104,7 @@ def test_closed_streams_change_no_exit_code(name: str, closed: str) -> None:
     argv, code = COMMANDS[name]
     line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(*argv)]
     ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120,
-                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+                           env=environment())
     assert ended.returncode == code, ended.stderr
     if "2>&-" not in closed:
         assert ended.stderr.count("error:") == (code != 0) and "Traceback" not in ended.stderr, ended.stderr
@@ -112,7 +113,7 @@ def test_closed_streams_change_no_exit_code(name: str, closed: str) -> None:
 def test_a_file_that_a_command_opens_is_not_taken_for_a_closed_stream(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(*TRAINING), "--metrics-file", str(metrics)]
-    subprocess.run(line, check=True, cwd=ROOT, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(line, check=True, cwd=ROOT, timeout=120, env=environment())
     assert [json.loads(record).get("iteration") for record in metrics.read_text().splitlines()] == [None, 1, 2]
 
 
@@ -122,7 +123,7 @@ def test_a_reader_that_leaves_costs_no_training(ranks: int, tmp_path: Path) -> N
                    "--mock-data", "--train-iters", "100000", "--eval-interval", "0", "--log-interval", "1",
                    "--save", str(tmp_path / "s"))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}) as job:
+                          env=environment()) as job:
         assert job.stdout is not None and job.stderr is not None
         for line in job.stdout:
             if " iteration " in line:

@@ -3,7 +3,6 @@ the ranks before them left in torchrun's store is not taken for theirs."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,6 +15,7 @@ from megatron.distributed import process_group
 from megatron.distributed.preflight import check_ranks_match
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, records, total_digest, train_all
+from tests.megatron.launch.processes import environment
 
 DIES = """
 import os, pathlib, signal, sys
@@ -57,12 +57,11 @@ def test_a_job_under_torchrun_goes_on_after_a_rank_dies(how: str, times: int, tm
     flags = [*TINY, "--mock-data", "--batch-size", 2, "--zero-stage", 2, "--train-iters", 8, "--save-interval", 2]
     run_ranks(train_all, 2, [[*flags, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
     (tmp_path / "dies.py").write_text(DIES)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
          "--monitor-interval", "0.1", tmp_path / "dies.py", how, tmp_path / "mark", str(times),
          *map(str, [*flags, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"])],
-        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240)
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert "given twice" not in ended.stderr and "started differently" not in ended.stderr, ended.stderr
     if times > 2:
         assert ended.returncode != 0 and max(step["iteration"] for step in records(tmp_path / "m")) == 4

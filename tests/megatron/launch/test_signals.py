@@ -17,8 +17,7 @@ import pytest
 from megatron.checkpoint.cli import main as checkpoint
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
-from tests.megatron.launch.processes import begin
-from tests.megatron.serve.server import trained
+from tests.megatron.launch.processes import begin, environment
 from tests.terminal import AtTerminal
 
 LIMIT = 5.0
@@ -50,11 +49,9 @@ class Run:
         launch = ["-m", "megatron.launch", "--nproc-per-node", ranks] if ranks > 1 else []
         program = [Path(__file__).with_name("phased.py"), phase, folder / "marks"]
         flags = [*TINY, "--mock-data", "--batch-size", 1, *saving, *FLAGS[phase], *more]
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment.update(PYTHONPATH=str(ROOT), TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen([sys.executable, *map(str, [*launch, *program, *flags])], env=environment,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        start_new_session=True)
+        self.process = subprocess.Popen([sys.executable, *map(str, [*launch, *program, *flags])],
+                                        env=environment(TMPDIR=folder / "tmp"), stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def __enter__(self) -> Run:
         return self
@@ -227,7 +224,7 @@ def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
                        f"while not stop and not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.01)\n"
                        "raise SystemExit(3 if stop else 0)\n")
     ignoring = f"trap '' HUP; exec {sys.executable} -m megatron.launch --nproc-per-node 2 {program}"
-    process = subprocess.Popen(["sh", "-c", ignoring], env={**os.environ, "PYTHONPATH": str(ROOT)},
+    process = subprocess.Popen(["sh", "-c", ignoring], env=environment(),
                                stderr=subprocess.PIPE, start_new_session=True)
     try:
         ranks = [tmp_path / f"pid{rank}" for rank in range(2)]
@@ -253,8 +250,8 @@ def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(ranks, tmp_path
     program = [str(Path(__file__).with_name("phased.py")), "step", str(marks)]
     flags = [*TINY, "--mock-data", "--batch-size", "1", "--save", str(save), "--train-iters", LONG, "--log-interval",
              "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    with AtTerminal([sys.executable, *launch, *program, *flags], environment, limit=PATIENCE) as program_there:
+    command = [sys.executable, *launch, *program, *flags]
+    with AtTerminal(command, environment(TMPDIR=tmp_path), limit=PATIENCE) as program_there:
         program_there.sees("iteration        3/")
         program_there.hangs_up()
         assert program_there.process.wait(LIMIT) == 0
@@ -301,8 +298,7 @@ sys.exit(run(main))
 @pytest.mark.parametrize("home, runner", [("megatron.distributed.exit_codes", "run"), ("data.cli", "run_command")])
 @pytest.mark.parametrize("number", ENDING)
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment,
+    process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment(),
                     stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "begun").exists)
     assert [*tmp_path.glob(".made.txt.*")]
@@ -336,7 +332,7 @@ sys.exit(run(main))
 def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     """While the interpreter waits for a thread, and in a callback of atexit."""
     process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     text=True)
     assert process.stdout.readline() == "done\n"
     time.sleep(0.3)  # for `run` to return
@@ -350,61 +346,10 @@ def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     assert (process.returncode, err) == (0, "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_generate_leaves_no_temporary_file(number, ranks, tmp_path):
-    trained(tmp_path / "model")
-    (tmp_path / "out").mkdir()
-    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    layout = ["--model-parallel-size", str(ranks)]
-    process = subprocess.Popen(  # prompts come from a pipe, and it waits for more
-        [sys.executable, *launch, "-m", "megatron.generate", "--load", str(tmp_path / "model"), "--output",
-         str(tmp_path / "out" / "answers"), *layout], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for(lambda: [*(tmp_path / "out").iterdir()], PATIENCE)
-        asked = time.monotonic()
-        process.send_signal(number)
-        assert process.stderr is not None
-        err = process.stderr.read()
-        assert process.wait(LIMIT) == 130 and time.monotonic() - asked < LIMIT
-        assert [line for line in err.splitlines() if line.startswith("error:")] == [
-            f"error: interrupted by {number.name}"]
-        assert not [*(tmp_path / "out").iterdir()]
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("target", ["program", "group"])
-def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, target, tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "one two three four five six seven eight nine ten"}\n' * 400_000)
-    command = [sys.executable, "-m", "data.preprocess", "--input", "text.jsonl", "--output-prefix", "made",
-               "--tokenizer-type", "ByteLevelTokenizer", "--workers", str(workers)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
-    wait_for(lambda: [*tmp_path.glob(".made*bin*")])
-    time.sleep(0.3)
-    (os.killpg if target == "group" else os.kill)(process.pid, number)
-    _, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130, err
-    assert [line for line in err.splitlines() if "error" in line or "Traceback" in line] == [
-        f"error: interrupted by {number.name}"]
-    assert not [path for path in tmp_path.iterdir() if path.name not in ("text.jsonl", ".made.mark.tmp")
-                and not path.name.startswith((".made.bin", ".made.idx", ".made.json"))]
-    assert not (tmp_path / "made.idx").exists()
-
-
 def test_a_launcher_that_is_killed_leaves_no_files(tmp_path):
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "program.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     (tmp_path / "program.py").write_text("import os, time\nopen('there', 'w').close()\ntime.sleep(60)")
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(TMPDIR=tmp_path))
     wait_for((tmp_path / "there").exists)
     process.send_signal(SIGKILL)
     process.wait()
@@ -448,7 +393,7 @@ for wrong, last in (["--plan"], metrics), (["--load", "missing"], metrics), ([],
         print("caught", error)
     assert former == [signal.getsignal(number) for number in signal.valid_signals()], wrong
 print("ends well")
-"""], capture_output=True, text=True, timeout=60, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+"""], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment())
     assert job.returncode == 0 and job.stdout.endswith("ends well\n"), job.stdout + job.stderr
 
 
@@ -466,6 +411,6 @@ except Exception as error:
 """)
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")]
     job = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path,
-                         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+                         env=environment())
     assert job.returncode == 5 and "caught" in job.stdout, job.stderr
     assert "error: rank 1 " in job.stderr and "left with exit code 0 at start-up, without the others" in job.stderr
