@@ -215,7 +215,7 @@ def test_on_a_cpu_every_row_has_the_state_on_the_device_but_for_what_is_asked(
     (["--offload-optimizer-device", "nvme", "--zero-stage", "1"], "nvme needs --offload-optimizer-nvme-path"),
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),
     (["--ranks-per-node", "0"], "--ranks-per-node is 0"), (["--tflops", "-1"], "--tflops is -1"),
-    (["--card-gb", "x"], "argument --card-gb: invalid float value: 'x'"),
+    (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"),
 ])
 def test_what_cannot_be_planned_is_refused_in_one_line(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
