@@ -7,10 +7,10 @@ are rough published percentages of a step: good enough to order choices, no fore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,29 +20,12 @@ from megatron.errors import ConfigError
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import PhaseMemory, peak_memory
 
-PLACEHOLDER_FOLDER = "DIR"
-
-
-def with_changes(run: PlannedRun, placement: StatePlacement | None = None, **sections: Any) -> PlannedRun:
-    """The run with these sections of its configuration and this placement; ConfigError if that is not allowed."""
-    changed = replace(run, config=replace(run.config, **sections), placement=placement or run.placement)
-    offload, placement = changed.config.offload, changed.placement
-    # checks the placement too, which a plan keeps apart from the configuration (footprint.py)
-    replace(changed.config, offload=replace(
-        offload, offload_optimizer_device=placement.optimizer, offload_param_device=placement.params,
-        offload_optimizer_nvme_path=offload.offload_optimizer_nvme_path or PLACEHOLDER_FOLDER,
-        offload_param_nvme_path=offload.offload_param_nvme_path or PLACEHOLDER_FOLDER))
-    return changed
-
 
 def with_stage(run: PlannedRun, stage: int, placement: StatePlacement | None = None) -> PlannedRun:
-    return with_changes(run, placement, zero=replace(run.config.zero, zero_stage=stage))
-
-
-def if_legal(make_run: Callable[[], PlannedRun]) -> Iterator[PlannedRun]:
-    """`make_run()`, or nothing if that raises a ConfigError."""
-    with suppress(ConfigError):
-        yield make_run()
+    """ConfigError if that is not allowed."""
+    config, offload = run.config, run.config.offload
+    return replace(run, config=replace(config, zero=replace(config.zero, zero_stage=stage),
+                                       offload=offload if placement is None else placement.apply_to(offload)))
 
 
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
@@ -77,40 +60,35 @@ class PlanChoice:
         return " ".join([*words, self.run.placement.flags(self.run.config.offload)]).rstrip()
 
 
-def plan_rows(requested: PlannedRun) -> list[PlannedRun]:
-    """The run at every stage with every placement that is useful there, and as requested."""
-    rows = [run for stage, placement in _stage_placements(requested)
-            for run in if_legal(partial(with_stage, requested, stage, placement))]
-    return rows if requested in rows else sorted([*rows, requested], key=lambda run: run.config.zero.zero_stage)
-
-
-def forbidden_rows(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement, str]]:
-    """(stage, placement, why) of the rows that the configuration does not allow."""
-    for stage, placement in _stage_placements(requested):
-        try:
-            with_stage(requested, stage, placement)
-        except ConfigError as error:
-            yield stage, placement, requested.config.translate(error_sentences(error)[0]).partition(": ")[0]
-
-
-def _stage_placements(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement]]:
+def plan_rows(requested: PlannedRun) -> tuple[list[PlannedRun], list[tuple[int, StatePlacement, str]]]:
+    """The run at every stage with every placement that is useful there, and as requested; and (stage, placement, why)
+    of the rows that the configuration does not allow."""
+    rows, left_out = list[PlannedRun](), list[tuple[int, StatePlacement, str]]()
     for stage, placement in product(range(4), PLACEMENTS):
         if stage >= placement.min_stage and (stage == 3 or placement not in STAGE_3_PLACEMENTS) and \
                 (placement == ALL_ON_DEVICE or requested.device == "cuda"):
-            yield stage, placement
+            try:
+                rows.append(with_stage(requested, stage, placement))
+            except ConfigError as error:
+                why = requested.config.translate(error_sentences(error)[0]).partition(": ")[0]
+                left_out.append((stage, placement, why))
+    if requested not in rows:
+        rows = sorted([*rows, requested], key=lambda run: run.config.zero.zero_stage)
+    return rows, left_out
 
 
 def all_choices(requested: PlannedRun) -> list[PlanChoice]:
     """Every combination, the cheapest first; among equals the smallest."""
     choices = []
-    for run, (on, split, on_host) in product(plan_rows(requested), (
+    for run, (on, split, on_host) in product(plan_rows(requested)[0], (
             (False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True))):
         if (run.tp > 1 or not split) and (run.device == "cuda" or not on_host):  # the others change nothing
             recompute = RecomputeConfig(checkpoint_activations=on, partition_activations=split,
                                         cpu_checkpointing=on_host,
                                         checkpoint_num_layers=run.config.recompute.checkpoint_num_layers)
-            choices += [PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed))
-                        for changed in if_legal(partial(with_changes, run, recompute=recompute))]
+            with suppress(ConfigError):
+                changed = replace(run, config=replace(run.config, recompute=recompute))
+                choices.append(PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed)))
     return sorted(choices, key=lambda choice: (choice.slowdown_percent, choice.device_bytes))
 
 
@@ -141,51 +119,49 @@ class PlanSuggestion:
     saved_bytes: int
     """Bytes of the device."""
 
-    def __str__(self) -> str:
-        return f"{self.flags} (saves {format_bytes(self.saved_bytes)})"
-
 
 def suggest_changes(run: PlannedRun) -> list[PlanSuggestion]:
     """The changes that help this run, the cheapest first."""
-    now = peak_memory(run).total
-    changes = [PlanSuggestion(flags, now - peak_memory(changed).total) for flags, changed in _candidate_changes(run)]
-    return [change for change in changes if change.saved_bytes >= MIN_SAVED_SHARE * now]
+    suggestions, now = list[PlanSuggestion](), peak_memory(run).total
+    for flags, sections in _candidate_changes(run):
+        with suppress(ConfigError):
+            changed = replace(run, config=replace(run.config, **sections))
+            changed.config.check_world(run.ranks)
+            saved = now - peak_memory(changed).total
+            if saved >= MIN_SAVED_SHARE * now:
+                suggestions.append(PlanSuggestion(flags, saved))
+    return suggestions
 
 
 def describe_suggestions(run: PlannedRun) -> str:
     """The two cheapest changes that help, as text; "" if there are none."""
-    return " or ".join(map(str, suggest_changes(run)[:MAX_SUGGESTIONS]))
+    return " or ".join(f"{change.flags} (saves {format_bytes(change.saved_bytes)})"
+                       for change in suggest_changes(run)[:MAX_SUGGESTIONS])
 
 
-def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(flags, changed sections of the configuration)"""
     config, batch = run.config, run.config.train.batch_size
     total = config.global_batch_size(run.dp)
     if batch > 1:
         smaller = max(size for size in range(1, batch) if batch % size == 0)
-        yield (f"--batch-size {smaller} --global-batch-size {total}",
-               replace(run, config=with_batch(config, smaller, total)))
+        train = replace(config.train, batch_size=smaller, global_batch_size=total)
+        yield f"--batch-size {smaller} --global-batch-size {total}", {"train": train}
     switches = ["checkpoint_activations"]
     if config.recompute.checkpoint_activations:
         switches = ["partition_activations"] * (run.tp > 1) + ["cpu_checkpointing"] * (run.device == "cuda")
     for switch in switches:
         if not getattr(config.recompute, switch):
-            recompute = replace(config.recompute, **{switch: True})
-            yield from ((flag_name(switch), changed)
-                        for changed in if_legal(partial(with_changes, run, recompute=recompute)))
+            yield flag_name(switch), {"recompute": replace(config.recompute, **{switch: True})}
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
-        yield from ((f"--zero-stage {stage}", changed) for changed in if_legal(partial(with_stage, run, stage)))
-    placement = StatePlacement(optimizer="cpu")
-    if run.device == "cuda" and run.placement == ALL_ON_DEVICE and config.zero.zero_stage >= placement.min_stage:
-        yield from ((placement.flags(), changed) for changed in if_legal(partial(with_changes, run, placement)))
+        yield f"--zero-stage {stage}", {"zero": replace(config.zero, zero_stage=stage)}
+    on_host = StatePlacement(optimizer="cpu")
+    if run.device == "cuda" and run.placement == ALL_ON_DEVICE and config.zero.zero_stage >= on_host.min_stage:
+        yield on_host.flags(), {"offload": on_host.apply_to(config.offload)}
     tp = 2 * run.tp
     if run.ranks % tp == 0:
-        try:
-            wider = replace(config, parallel=replace(config.parallel, model_parallel_size=tp))
-            changed = replace(run, config=with_batch(wider, batch, total))
-            changed.config.check_world(run.ranks)
-        except ConfigError:  # heads, widths or batches that do not divide by it
-            return
-        yield f"--model-parallel-size {tp}", changed
+        yield f"--model-parallel-size {tp}", {"parallel": replace(config.parallel, model_parallel_size=tp),
+                                              "train": replace(config.train, global_batch_size=total)}
 
 
 def with_batch(config: Config, batch: int, total: int) -> Config:

@@ -16,7 +16,7 @@ from data.cli import StrictArgumentParser, normalize_flag_names
 from megatron.config.cli import parse_args
 from megatron.config.cli_help import command_parser
 from megatron.config.tree import Config, require
-from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.plan_report import TargetMachine, build_report, describe_requirements, format_forecast, format_table
 from megatron.plan.roofline import KNOWN_GPUS, known_rates, measured_rates
 
@@ -71,12 +71,7 @@ def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Plan
         options.device = "cpu" if options.time == THIS_MACHINE and not num_visible_gpus() else "cuda"
     require(options.time in (None, THIS_MACHINE) or options.device == "cuda",
             f"--time {options.time} is a GPU, and --device is cpu: give --time alone, which measures this machine")
-    placement = configured_placement(config)
-    require(config.zero.zero_stage >= placement.min_stage,
-            f"{placement.flags()} needs --zero-stage {placement.min_stage} or higher, not {config.zero.zero_stage}")
-    offload = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # in `placement`
-    return options, PlannedRun(replace(with_vocabulary(config), offload=offload), options.ranks, options.device,
-                               placement)
+    return options, PlannedRun(with_vocabulary(config), options.ranks, options.device)
 
 
 def _parser(ranks: int) -> StrictArgumentParser:

@@ -50,21 +50,25 @@ class StatePlacement:
         """The lowest ZeRO stage that allows this placement."""
         return 3 if self.params != "none" else 1 if self.optimizer != "none" else 0
 
+    def apply_to(self, offload: OffloadConfig) -> OffloadConfig:
+        """A kind of state on NVMe without a configured folder uses the other's, or a placeholder."""
+        own, params = offload.offload_optimizer_nvme_path, offload.offload_param_nvme_path
+        default = own or params or "DIR"
+        return replace(offload, offload_optimizer_device=self.optimizer, offload_param_device=self.params,
+                       offload_optimizer_nvme_path=own or (default if self.optimizer == "nvme" else None),
+                       offload_param_nvme_path=params or (default if self.params == "nvme" else None))
+
     def flags(self, offload: OffloadConfig = OffloadConfig()) -> str:
-        """With the configured NVMe folders; a kind of state without one uses the other's."""
-        folders = offload.offload_optimizer_nvme_path, offload.offload_param_nvme_path
-        default = folders[0] or folders[1] or "DIR"
-        kinds = [("optimizer", self.optimizer, folders[0]), ("param", self.params, folders[1])]
+        """With the NVMe folders of `apply_to`."""
+        placed = self.apply_to(offload)
+        kinds = (("optimizer", self.optimizer, placed.offload_optimizer_nvme_path),
+                 ("param", self.params, placed.offload_param_nvme_path))
         return " ".join(f"--offload-{kind}-device {place}"
-                        + f" --offload-{kind}-nvme-path {quote(folder or default)}" * (place == "nvme")
+                        + f" --offload-{kind}-nvme-path {quote(folder or '')}" * (place == "nvme")
                         for kind, place, folder in kinds if place != "none")
 
 
 ALL_ON_DEVICE = StatePlacement()
-
-
-def configured_placement(config: Config) -> StatePlacement:
-    return StatePlacement(config.offload.offload_optimizer_device, config.offload.offload_param_device)
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,10 @@ class PlannedRun:
     config: Config
     ranks: int = 1
     device: Device = "cuda"
-    placement: StatePlacement = ALL_ON_DEVICE
-    """Replaces the devices in config.offload, so that one configuration can be planned with every placement."""
+
+    @cached_property
+    def placement(self) -> StatePlacement:
+        return StatePlacement(self.config.offload.offload_optimizer_device, self.config.offload.offload_param_device)
 
     @cached_property
     def offload_placement(self) -> StatePlacement:

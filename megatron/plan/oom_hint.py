@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
     """Turn an out-of-memory error inside into an ExplainedMemoryError; `config` has its vocab_size."""
     from megatron.plan.alternatives import describe_suggestions, format_breakdown  # now: importing takes memory too
-    from megatron.plan.footprint import PlannedRun, configured_placement
+    from megatron.plan.footprint import PlannedRun
     from megatron.plan.memory import peak_memory
 
     try:
@@ -30,7 +30,7 @@ def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) or isinstance(error, ExplainedMemoryError):
             raise
-        run = PlannedRun(config, ranks, device, configured_placement(config))
+        run = PlannedRun(config, ranks, device)
         print(f" rank {rank} needs {format_breakdown(peak_memory(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
         suggestions = describe_suggestions(run)

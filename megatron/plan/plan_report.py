@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron import host_memory
 from megatron.config.tree import flag_name
 from megatron.config.zero_config import unused_offload_settings
-from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, forbidden_rows,
+from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions,
                                         format_bytes, largest_micro_batches, plan_rows)
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import peak_memory, persistent_memory
@@ -45,25 +45,17 @@ class TargetMachine:
 
 def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
     """Everything the table says, in bytes."""
-    choices = all_choices(requested)
+    choices, (rows, left_out) = all_choices(requested), plan_rows(requested)
     return {"ranks": requested.ranks, "ranks_per_node": machine.ranks_per_node,
             "tensor_parallel": requested.tp, "data_parallel": requested.dp,
             "accumulation": requested.accumulation, "parameters": requested.config.model.parameters(),
-            "rows": [_row_record(run, requested, machine) for run in plan_rows(requested)],
+            "rows": [_row_record(run, requested, machine) for run in rows],
             "left_out": [{"stage": stage, "offload": str(placement), "why": why}
-                         for stage, placement, why in forbidden_rows(requested)],
+                         for stage, placement, why in left_out],
             "cheapest": {f"{card:g}": _choice_record(cheapest_fit(choices, capacity))
                          for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)},
             "smallest": _choice_record(min(choices, key=lambda choice: choice.device_bytes)),
-            "time": _time_record(requested, machine.tflops), "config": settings_by_section(requested)}
-
-
-def settings_by_section(requested: PlannedRun) -> dict[str, Any]:
-    """The configuration by section, with the placement that a plan keeps apart from it."""
-    tree = requested.config.as_dict()
-    tree["offload"] |= {"offload_optimizer_device": requested.placement.optimizer,
-                        "offload_param_device": requested.placement.params}
-    return tree
+            "time": _time_record(requested, machine.tflops), "config": requested.config.as_dict()}
 
 
 def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
@@ -238,10 +230,8 @@ def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iter
     if not machine.tflops:
         yield "with --tflops X: the time of a step and of the run"
     yield from (f"problem: {sentence}" for sentence in find_problems(requested, machine, host, nvme))
-    offload = replace(requested.config.offload, offload_optimizer_device=requested.placement.optimizer,
-                      offload_param_device=requested.placement.params)
-    yield from (requested.config.translate(f"note: {sentence}")
-                for sentence in unused_offload_settings(offload, requested.config.key_names.keys_of_given))
+    yield from (requested.config.translate(f"note: {sentence}") for sentence in
+                unused_offload_settings(requested.config.offload, requested.config.key_names.keys_of_given))
     yield ""
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from data.cli import StrictArgumentParser
-from data.cli import normalize_flag_names
+from data.cli import StrictArgumentParser, format_count, normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
 from megatron.plan.cli import num_visible_gpus, refuse_retired, with_vocabulary
-from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import peak_memory
+from megatron.plan.plan_report import align_columns
 from megatron.plan.roofline import MachineRates, measured_rates, step_time
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (TrialOption, candidate_families, common_error, fastest_choice, next_repeat,
                                   next_trial)
-from megatron.tune.space import MemoryBudget, available_memory, legal_choices, samples_per_step
+from megatron.tune.space import MemoryBudget, TuningChoice, available_memory, legal_choices, samples_per_step
 from megatron.tune.trial import TRIALS_FOLDER_FLAG as EXPS_FLAG, TrialRunner
-from megatron.tune.trial_records import TrialRecords, open_trial_records, trial_key
-from megatron.tune.tune_report import counted, format_metric, summarize_best, trials_table, tuning_page
+from megatron.tune.trial_records import RESULTS_FLAG, TrialRecords, open_trial_records, trial_key
+from megatron.tune.tune_report import COLUMNS, format_metric, summarize_best, trial_rows, tuning_page
 
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
 """Errors of trials that every choice would have, by exit code."""
@@ -49,7 +49,7 @@ def plan_choices(requested: PlannedRun, rates: MachineRates) -> list[TrialOption
 
 def describe_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> str:
     families = candidate_families(options, capacity, {}, requested.config.autotuning)
-    return (f"{counted(len(options), 'choice')}, {sum(map(len, families))} to try; a rank has {capacity}")
+    return f"{format_count(len(options), 'choice')}, {sum(map(len, families))} to try; a rank has {capacity}"
 
 
 def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> None:
@@ -62,28 +62,27 @@ def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacit
               f"{' '.join(option.choice.flags(requested, samples_per_step(requested)))}")
 
 
-def run_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget, trials: TrialRunner,
-               results: TrialRecords) -> None:
+def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
+               trials: TrialRunner, results: TrialRecords) -> None:
     """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
     samples, failed = samples_per_step(requested), 0
-    by_choice = {option.choice: option for option in options}
-    print(describe_search(requested, options, capacity)
-          + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
+    print(describe_search(requested, [*options.values()], capacity)
+          + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
-        known = {choice: result for choice, result in results.trials.items() if choice in by_choice}
+        known = {choice: result for choice, result in results.trials.items() if choice in options}
         if error := common_error(known):
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
                                             f"this; what they wrote is in {trials.folder})")
-        following = next_trial(options, capacity, known, requested.config.autotuning)
+        following = next_trial([*options.values()], capacity, known, requested.config.autotuning)
         choice = next_repeat(known) if isinstance(following, str) else following.choice
         if choice is None:
             print(f"over: {following}", flush=True)
             return
-        predicted, before = by_choice[choice].predicted, results.trials.get(choice)
+        predicted, before = options[choice].predicted, results.trials.get(choice)
         trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
         result = trials.run(trial, choice.apply_to(requested, samples), predicted)
-        results.add(choice, result if before is None else before.merge_repeat(result), predicted)
+        results.add(choice, result if before is None else before.merge_repeat(result))
         failed = failed + 1 if before and result.seconds is None else 0
         result_text = (f"{result.state}: {result.words}" if result.seconds is None
                        else f"measured {format_metric(requested, result.seconds)}")
@@ -135,7 +134,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
     with config.key_names.translate_errors():
         check_inputs(config.data)  # what no trial could run without, as training checks it
         config = with_vocabulary(config)
-    return options, PlannedRun(config, options.ranks, options.device, configured_placement(config))
+    return options, PlannedRun(config, options.ranks, options.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,34 +157,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                              args.trial_seconds)
-        options = plan_choices(requested, measured_rates(requested))
+        options = {option.choice: option for option in plan_choices(requested, measured_rates(requested))}
         capacity = available_memory(requested, args.card_gb)
         try:
             run_search(requested, options, capacity, trials, results)
         except (KeyboardInterrupt, SystemExit):
-            done = counted(len(results.trials), "trial")
+            done = format_count(len(results.trials), "trial")
             print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
             raise
         return _report_results(requested, options, results, capacity)
 
 
-def _report_results(requested: PlannedRun, options: Sequence[TrialOption], results: TrialRecords,
+def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], results: TrialRecords,
                     capacity: MemoryBudget) -> int:
-    by_choice = {option.choice: option for option in options}
-    trials = {choice: outcome for choice, outcome in results.trials.items() if choice in by_choice}
+    trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
     if not trials:
-        least = min((option.memory_needed for option in options), key=lambda need: need.usage_of(capacity))
+        least = min((option.memory_needed for option in options.values()), key=lambda need: need.usage_of(capacity))
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
-    print("", *trials_table(trials, by_choice), "", sep="\n", flush=True)
+    rows = [COLUMNS, *trial_rows(trials, options)]
+    print("", *align_columns(rows, left=(3, 11)), "", sep="\n", flush=True)
     fastest = fastest_choice(trials)
     if fastest is None:
-        raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
-                        f"what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
-    summary = summarize_best(requested, trials, by_choice, fastest)
+        raise PeerError(f"no choice of {len(options)} ran: {format_count(len(trials), 'trial')} failed, as the table "
+                        f"says; what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
+    summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
-    with prefix_storage_errors("--autotuning-results-dir"):
-        for name, text in ((PAGE_FILE, tuning_page(requested, trials, by_choice, summary)),
+    with prefix_storage_errors(RESULTS_FLAG):
+        for name, text in ((PAGE_FILE, tuning_page(requested, rows, summary)),
                            (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)

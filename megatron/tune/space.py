@@ -107,15 +107,15 @@ class TuningChoice:
     def apply_to(self, requested: PlannedRun, samples: int) -> PlannedRun:
         """The requested run with this choice; ConfigError if that is not allowed."""
         config = requested.config
-        offload = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")
         zero = replace(config.zero, zero_stage=self.stage)
         if self.bucket != zero.reduce_bucket_size:
             zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
-        changed = replace(config, parallel=replace(config.parallel, model_parallel_size=self.tp), zero=zero,
-                          recompute=replace(config.recompute, checkpoint_activations=self.recomputes), train=replace(
-                              config.train, batch_size=self.batch, global_batch_size=samples), offload=offload)
+        changed = replace(config, zero=zero, parallel=replace(config.parallel, model_parallel_size=self.tp),
+                          recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
+                          train=replace(config.train, batch_size=self.batch, global_batch_size=samples),
+                          offload=self.placement.apply_to(config.offload))
         changed.check_world(requested.ranks)
-        return PlannedRun(changed, requested.ranks, requested.device, self.placement)
+        return replace(requested, config=changed)
 
     def flags(self, requested: PlannedRun, samples: int) -> list[str]:
         """To append to the requested flags."""

@@ -146,9 +146,7 @@ def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
     """
     config = run.config
     scale = min(config.precision.initial_loss_scale, max(SCALE, config.precision.min_scale))
-    return replace(config, offload=replace(config.offload, offload_optimizer_device=run.placement.optimizer,
-                                           offload_param_device=run.placement.params),
-                   precision=replace(config.precision, initial_loss_scale=scale),
+    return replace(config, precision=replace(config.precision, initial_loss_scale=scale),
                    train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
                                  exit_interval=steps, exit_duration_in_mins=0.0), save=SaveConfig(),
                    log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0), profile=ProfileConfig(),

@@ -67,10 +67,9 @@ MAX_DIFFERENCES = 8
 @contextmanager
 def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) -> Iterator[TrialRecords]:
     """Holds a lock: a second search with this folder fails."""
-    with prefix_storage_errors(RESULTS_FLAG):
-        make_folder(folder)
     with ExitStack() as stack:
         with prefix_storage_errors(RESULTS_FLAG):
+            make_folder(folder)
             stack.enter_context(hold_writer_lock(Path(folder) / TRIALS_FILE))
         yield TrialRecords(folder, key, overwrite=overwrite)
 
@@ -82,14 +81,13 @@ class TrialRecords:
         self.folder, self._path, self._key = Path(folder), Path(folder) / TRIALS_FILE, dict(key)
         self.trials: dict[TuningChoice, TrialResult] = {}
         """In order of the first measurement."""
-        self._predicted = dict[TuningChoice, float]()
         if not overwrite and self._path.exists():
             self._read()
         self._write()
 
-    def add(self, choice: TuningChoice, result: TrialResult, predicted: float) -> None:
+    def add(self, choice: TuningChoice, result: TrialResult) -> None:
         """Add the result, or replace an earlier one of the choice."""
-        self.trials[choice], self._predicted[choice] = result, predicted
+        self.trials[choice] = result
         self._write()
 
     def remove(self, choices: Sequence[TuningChoice]) -> None:
@@ -104,7 +102,6 @@ class TrialRecords:
             for record in records:
                 choice, result = TuningChoice(**record["choice"]), TrialResult(**record["outcome"])
                 self.trials[choice] = replace(result, times=tuple(result.times))
-                self._predicted[choice] = record["predicted"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._path} holds a line that is no record of a trial: start again with "
                               "--autotuning-overwrite") from error
@@ -116,8 +113,8 @@ class TrialRecords:
 
     def _write(self) -> None:
         records: list[dict[str, Any]] = [{"subject": self._key}]
-        records += [{"trial": number, "choice": asdict(choice), "predicted": self._predicted[choice],
-                     "outcome": asdict(result)} for number, (choice, result) in enumerate(self.trials.items(), 1)]
+        records += [{"trial": number, "choice": asdict(choice), "outcome": asdict(result)}
+                    for number, (choice, result) in enumerate(self.trials.items(), 1)]
         with prefix_storage_errors(RESULTS_FLAG), staged_file(self._path, "w") as file:
             file.write("".join(f"{json.dumps(record)}\n" for record in records))
 

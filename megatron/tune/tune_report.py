@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
+from data.cli import format_count
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.plan.alternatives import format_bytes
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.plan_report import align_columns
 from megatron.report.page import UNKNOWN, html_document, html_notes, html_table
 from megatron.train.flops import flops_per_token
 from megatron.tune.search import TrialOption, TrialResult
@@ -47,11 +47,6 @@ def trial_rows(trials: Mapping[TuningChoice, TrialResult],
                "" if result.state == "done" else f"{result.state}: {result.words}")
 
 
-def trials_table(trials: Mapping[TuningChoice, TrialResult],
-                 options: Mapping[TuningChoice, TrialOption]) -> Iterator[str]:
-    yield from align_columns([COLUMNS, *trial_rows(trials, options)], left=(3, 11))
-
-
 def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
     """The flags to append, and the keys to change in a DeepSpeed file that has the same settings."""
     names, samples, keys, flags = requested.config.key_names, samples_per_step(requested), list[str](), list[str]()
@@ -72,30 +67,25 @@ def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
     return [*([f"in {names.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
 
 
-def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult],
-                   options: Mapping[TuningChoice, TrialOption], best: TuningChoice) -> list[str]:
+def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult], num_choices: int,
+                   best: TuningChoice) -> list[str]:
     seconds, times = trials[best].seconds, [seconds for seconds in trials[best].times if isfinite(seconds)]
     assert seconds is not None, "the best one was measured"
     metrics = dict.fromkeys((format_metric(requested, seconds), f"{1e3 * seconds:.4g} {METRIC_UNITS['latency']}"))
     all_times = f" (the least of {', '.join(f'{1e3 * one:.4g}' for one in times)})" if len(times) > 1 else ""
-    lines = [f"fastest: {', '.join(metrics)}{all_times}, after {counted(len(trials), 'trial')} of "
-             f"{counted(len(options), 'choice')}"]
+    lines = [f"fastest: {', '.join(metrics)}{all_times}, after {format_count(len(trials), 'trial')} of "
+             f"{format_count(num_choices, 'choice')}"]
     # repeated choices whose least time is within the range of the fastest one
     ties = sum(len(trial.times) > 1 and trial.seconds is not None and trial.seconds <= max(times, default=0.0)
                for choice, trial in trials.items() if choice != best)
     if ties:
-        lines.append(f"note: {counted(ties, 'other choice')} cannot be told apart from it by these times; where they "
-                     "are far apart, tune while the machine is idle")
+        lines.append(f"note: {format_count(ties, 'other choice')} cannot be told apart from it by these times; where "
+                     "they are far apart, tune while the machine is idle")
     return lines + recommended_flags(requested, best)
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def tuning_page(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult],
-                options: Mapping[TuningChoice, TrialOption], summary: Sequence[str]) -> str:
-    table = html_table(COLUMNS, trial_rows(trials, options))
+def tuning_page(requested: PlannedRun, rows: Sequence[Sequence[str]], summary: Sequence[str]) -> str:
+    """`rows`: COLUMNS, and trial_rows."""
     return html_document(
-        f"Tuning {requested.config.model.parameters():,} parameters on {counted(requested.ranks, 'rank')}",
-        f"{html_notes(summary)}<section><h2>Trials</h2>\n{table}</section>\n")
+        f"Tuning {requested.config.model.parameters():,} parameters on {format_count(requested.ranks, 'rank')}",
+        f"{html_notes(summary)}<section><h2>Trials</h2>\n{html_table(rows[0], rows[1:])}</section>\n")

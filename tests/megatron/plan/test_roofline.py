@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError, PeerError
 from megatron.plan import cli
-from megatron.plan.footprint import PlannedRun, StatePlacement
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import KNOWN_GPUS, MachineRates, StepTime, known_rates, measured_rates, step_time
 from megatron.train import build
 from mpu.groups import Groups
@@ -26,9 +26,8 @@ RATES = MachineRates("made up", "cpu", 2, flops=1e11, memory=2e10, exchange=1e9,
                      collective_seconds=1e-4)
 
 
-def predicted(ranks: int = 1, device: Any = "cpu", placement: StatePlacement = StatePlacement(), rates: Any = RATES,
-              **values: Any) -> StepTime:
-    return step_time(PlannedRun(build_config({**SHAPE, **values}), ranks, device, placement), rates)
+def predicted(ranks: int = 1, device: Any = "cpu", rates: Any = RATES, **values: Any) -> StepTime:
+    return step_time(PlannedRun(build_config({**SHAPE, **values}), ranks, device), rates)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
@@ -84,9 +83,9 @@ def test_on_gpus_exchange_hides_behind_the_backward_unless_it_may_not_overlap() 
 
 
 def test_state_on_the_host_takes_longer_and_none_is_lost() -> None:
-    on_host = StatePlacement("cpu")
+    on_host = {"offload_optimizer_device": "cpu"}
     here, host, device = (predicted(device="cuda", zero_stage=1, **more) for more in (
-        {}, {"placement": on_host}, {"placement": on_host, "offload_update": "device"}))
+        {}, on_host, {**on_host, "offload_update": "device"}))
     assert here.optimizer < min(host.optimizer, device.optimizer)
 
 

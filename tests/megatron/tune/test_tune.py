@@ -21,7 +21,7 @@ from data.storage import DataError, StorageFault
 from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
-from megatron.plan.footprint import PlannedRun, StatePlacement, configured_placement
+from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.plan.plan_report import USABLE_FRACTION
 from megatron.tune import cli, space, trial, trial_records
 from megatron.tune.search import TrialResult, common_error, next_repeat
@@ -238,7 +238,7 @@ def test_the_flags_of_a_choice_make_it_beside_those_that_were_given(flags: list[
     found = legal_choices(run)
     for choice, chosen in found.items():
         config = parse_args([*flags, *choice.flags(run, 8)], 2)
-        assert configured_placement(config) == choice.placement and config.zero == chosen.config.zero
+        assert PlannedRun(config).placement == choice.placement and config.zero == chosen.config.zero
     assert {choice.placement for choice in found} >= {StatePlacement(), run.placement}
 
 
@@ -269,7 +269,7 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
         assert (config.train, config.zero, config.recompute) == (
             replace(chosen.config.train, global_batch_size=config.train.global_batch_size), chosen.config.zero,
             chosen.config.recompute)
-        assert config.global_batch_size(1) == samples_per_step(run) and configured_placement(config) == choice.placement
+        assert config.global_batch_size(1) == samples_per_step(run) and PlannedRun(config).placement == choice.placement
 
 
 def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,8 +542,8 @@ def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: li
 def test_results_hold_what_was_added(tmp_path: Path) -> None:
     choices = [TuningChoice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
     results = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
-    results.add(choices[0], TrialResult("done", 0.1 + 0.2), 1.0)
-    results.add(choices[1], TrialResult("hang", words="late"), 1.0)
+    results.add(choices[0], TrialResult("done", 0.1 + 0.2))
+    results.add(choices[1], TrialResult("hang", words="late"))
     again = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
     expected = [TrialResult("done", 0.1 + 0.2), TrialResult("hang", words="late")]
     assert list(again.trials.items()) == list(zip(choices, expected, strict=True))

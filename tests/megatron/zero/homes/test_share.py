@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import PlannedRun, StatePlacement
+from megatron.plan.footprint import PlannedRun
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.offload.chunk_sizes import OffloadRatio
 from megatron.zero.offload.storage import Location
@@ -60,7 +60,7 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
         core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
         away = [bucket for bucket in core.buckets
                 if bucket.storage is core.engine_storage.optimizer and bucket.storage.location is not Location.DEVICE]
-        run = PlannedRun(config, 1, "cuda", StatePlacement(optimizer=home))
+        run = PlannedRun(config, 1, "cuda")
         assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
         assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
         core.detach()
