@@ -33,8 +33,8 @@ from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_fr
 from megatron.fsdp.root import clip_grad_norm_
 from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
                                     resolve_group, shard_module, sharded_modules)
-from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
-                                      local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
+from megatron.fsdp.state_dict import (LocalStateDicts, buckets_of, full_state_dict, prepare_all_ranks,
+                                      summon_full_params)
 from megatron.recompute import Recomputation
 from megatron.zero.partitioned_param import full_shape
 
@@ -120,7 +120,7 @@ def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
     return FairScaleArguments(**given)
 
 
-class FullyShardedDataParallel(NotCopyable, nn.Module):
+class FullyShardedDataParallel(LocalStateDicts, NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
         """`given` are FairScale's arguments (`FairScaleArguments`). Collective over the group."""
         super().__init__()
@@ -134,7 +134,7 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
             print(line, flush=True)
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> nn.Module:  # type: ignore[override]
         """The wrapped module."""
         return cast(nn.Module, self.__dict__[WRAPPED_ATTRIBUTE])
 
@@ -180,20 +180,6 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
     def _load_from_state_dict(self, *given: Any) -> None:
         """Called when an outer module loads; torch then recurses into the children."""
         self.module._load_from_state_dict(*given)
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's flat segments, and the buffers. Not collective."""
-        return local_state_dict(self.module)
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
-        load_local_state_dict(self.module, state_dict, strict)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """The metadata of a local state dict for `consolidate_shard_weights`."""
-        return local_metadata_dict(self.module)
-
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
         """Inside, parameters are full. Edits, equal on every rank, are kept unless `volatile`. Collective."""

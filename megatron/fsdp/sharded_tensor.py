@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, ref
 
 import torch
@@ -34,35 +34,26 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-class TensorBox(NamedTuple):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    """Index of the box's first element in the segment; its elements are consecutive there."""
-
-    def view_of(self, segment: Tensor) -> Tensor:
-        return segment[self.start : self.start + prod(self.sizes)].view(self.sizes)
+TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a part of a tensor."""
 
 
 def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[TensorBox]:
     """Split elements [start, start + count) of a flattened tensor of `shape` into axis-aligned boxes, in order."""
-    if not count:
+    if len(shape) <= 1 and count:
+        yield ((start,), (count,)) if shape else ((), ())
         return
-    if len(shape) <= 1:
-        yield TensorBox((start,), (count,), 0) if shape else TensorBox((), (), 0)
-        return
-    row, done = prod(shape[1:]), 0
-    while done < count:
-        number, within = divmod(start + done, row)
-        rows = (count - done) // row if not within else 0
-        if rows:
-            yield TensorBox((number, *(0 for _ in shape[1:])), (rows, *shape[1:]), done)
-            done += rows * row
+    row, end = prod(shape[1:]), start + count
+    while start < end:
+        number, within = divmod(start, row)
+        if not within and (rows := (end - start) // row):
+            yield (number, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row
         else:
-            part = min(count - done, row - within)
-            for inner in split_into_boxes(shape[1:], within, part):
-                yield TensorBox((number, *inner.offsets), (1, *inner.sizes), done + inner.start)
-            done += part
+            part = min(end - start, row - within)
+            for offsets, sizes in split_into_boxes(shape[1:], within, part):
+                yield (number, *offsets), (1, *sizes)
+            start += part
 
 
 _TENSOR: Any = Tensor
@@ -97,11 +88,12 @@ class PartialTensor(Tensor):
         """(this rank's elements, their boxes in the full tensor, its size)."""
         values, (full_size, _, offset) = local_tensor(self), segment_location(self)
         boxes = list(split_into_boxes(full_size, offset, values.numel()))
-        return values, boxes if full_size.numel() else [TensorBox((0,) * len(full_size), full_size, 0)], full_size
+        return values, boxes if full_size.numel() else [((0,) * len(full_size), full_size)], full_size
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint import ChunkStorageMetadata
-        return [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in self._local_boxes()[1]]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                for offsets, sizes in self._local_boxes()[1]]
 
     def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -112,7 +104,10 @@ class PartialTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         values, boxes, _ = self._local_boxes()
-        return next(one.view_of(values) for one in boxes if one.offsets == tuple(index.offset or ()))
+        # the elements of a box are consecutive
+        parts: Sequence[Tensor] = values.split([prod(sizes) for _, sizes in boxes])
+        return next(part.view(sizes) for part, (offsets, sizes) in zip(parts, boxes, strict=True)
+                    if offsets == tuple(index.offset or ()))
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),

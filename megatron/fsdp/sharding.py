@@ -193,12 +193,11 @@ def byte_checksum(values: Tensor) -> str:
     data = values.contiguous().view(-1).view(torch.uint8)
     if not on_accelerator(data):
         return f"{crc32(data.numpy()):08x}"
-    total = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for number, chunk in enumerate(data.split(CHECKSUM_CHUNK)):
-        wide = chunk.to(torch.int64)
-        place = torch.arange(1, len(chunk) + 1, device=data.device)
-        total += torch.stack([wide.sum(), (wide * place).sum() * (2 * number + 1)])
-    return "/".join(f"{one & (1 << 64) - 1:016x}" for one in total.tolist())
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, len(data), CHECKSUM_CHUNK):
+        chunk = data[start : start + CHECKSUM_CHUNK].to(torch.int64)
+        total += (chunk * torch.arange(start + 1, start + 1 + len(chunk), device=data.device)).sum()
+    return f"{int(total)}"
 
 
 def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,

@@ -144,82 +144,81 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
             child.set_extra_state(extra[name])
 
 
-def _split_tensors(module: nn.Module, what: str) -> OrderedDict[str, Any]:
-    """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
-    for root in _roots(module):
-        root.check_idle(what)
-    return named_tensors(module)
+class LocalStateDicts:
+    """FairScale's methods for state dicts of this rank's flat segments. Not collective."""
 
+    module: nn.Module
 
-def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
-    """This rank's flat segments, and full buffers. Not collective."""
-    with buffers_in_own_dtype(module):
-        state = _split_tensors(module, "local_state_dict()")
-    for name, tensor in state.items():
-        if isinstance(tensor, Tensor):
-            state[name] = (local_tensor(tensor) if isinstance(tensor, ShardedParam) else tensor.detach()).clone()
-    return state
+    def _split_tensors(self, what: str) -> OrderedDict[str, Any]:
+        """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
+        for root in _roots(self.module):
+            root.check_idle(what)
+        return named_tensors(self.module)
 
+    def local_state_dict(self) -> OrderedDict[str, Any]:
+        """This rank's segments, and full buffers."""
+        with buffers_in_own_dtype(self.module):
+            state = self._split_tensors("local_state_dict()")
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor):
+                state[name] = (local_tensor(tensor) if isinstance(tensor, ShardedParam) else tensor.detach()).clone()
+        return state
 
-def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
-    """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
-    group = _roots(module)[0].dp
-    params = {}
-    for name, tensor in _split_tensors(module, "local_metadata_dict()").items():
-        if isinstance(tensor, ShardedParam):
-            shape, _, offset = segment_location(tensor)
-            params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
-    return {"rank": group.rank, "ranks": group.size, "params": params}
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
+        group, params = _roots(self.module)[0].dp, {}
+        for name, tensor in self._split_tensors("local_metadata_dict()").items():
+            if isinstance(tensor, ShardedParam):
+                shape, _, offset = segment_location(tensor)
+                params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
+        return {"rank": group.rank, "ranks": group.size, "params": params}
 
-
-def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Load this rank's `local_state_dict`, saved with the same number of ranks. Not collective."""
-    tensors = _split_tensors(module, "load_local_state_dict()")
-    for what, names in (("missing", tensors.keys() - state.keys()), ("not the model's", state.keys() - tensors.keys())):
-        if names and strict:
-            raise ConfigError(f"load_local_state_dict: {len(names)} names are {what}, {min(names)} first")
-    for name in tensors.keys() & state.keys():
-        tensor, value = tensors[name], state[name]
-        if not isinstance(tensor, Tensor):
-            continue
-        target = local_tensor(tensor)
-        if value.shape != target.shape:
-            raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {target.numel()} elements, "
-                              f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; make "
-                              "one of all ranks' with consolidate_shard_weights, and load that with load_state_dict")
-        with torch.no_grad():
-            tensor.copy_(value)
-
-
-def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
-                              with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
-    """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
-    if len(shard_weights) != len(shard_metadata) or not shard_weights:
-        raise ConfigError(f"consolidate_shard_weights: {len(shard_weights)} state dicts and {len(shard_metadata)} "
-                          "metadata: give one of each for every rank")
-    ranks = sorted(metadata["rank"] for metadata in shard_metadata)
-    expected = list(range(shard_metadata[0]["ranks"]))
-    if ranks != expected:
-        raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
-    whole: OrderedDict[str, Any] = OrderedDict()
-    vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
-    filled: dict[str, int] = {}
-    for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
-        for name, value in weights.items():
-            location = metadata["params"].get(name)
-            if location is None:
-                if with_module_buffers and (name not in whole or metadata["rank"] == 0):
-                    whole[name] = value
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
+        tensors = self._split_tensors("load_local_state_dict()")
+        if strict and (differing := tensors.keys() ^ state_dict.keys()):
+            raise ConfigError(f"load_local_state_dict: {len(differing)} names are missing, or not the model's, "
+                              f"{min(differing)} first")
+        for name in tensors.keys() & state_dict.keys():
+            tensor, value = tensors[name], state_dict[name]
+            if not isinstance(tensor, Tensor):
                 continue
-            if name not in whole:
-                whole[name] = torch.empty(location["shape"], dtype=value.dtype)
-            whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
-            filled[name] = filled.get(name, 0) + location["numel"]
-    short = [name for name, count in filled.items() if count != whole[name].numel()]
-    if short and strict:
-        raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of {whole[short[0]].numel()} "
-                          "elements: the state dicts are not of one model at one time")
-    return whole
+            if value.shape != (own := local_tensor(tensor)).shape:
+                raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {own.numel()} elements, "
+                                  f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; "
+                                  "make one of all ranks' with consolidate_shard_weights, and load that with "
+                                  "load_state_dict")
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    @staticmethod
+    def consolidate_shard_weights(
+            shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
+            with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
+        """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
+        ranks = sorted(metadata["rank"] for metadata in shard_metadata)
+        expected = list(range(shard_metadata[0]["ranks"])) if shard_metadata else [0]
+        if ranks != expected:
+            raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
+        whole: OrderedDict[str, Any] = OrderedDict()
+        vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
+        filled: dict[str, int] = {}
+        for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
+            for name, value in weights.items():
+                location = metadata["params"].get(name)
+                if location is None:
+                    if with_module_buffers and (name not in whole or metadata["rank"] == 0):
+                        whole[name] = value
+                    continue
+                if name not in whole:
+                    whole[name] = torch.empty(location["shape"], dtype=value.dtype)
+                whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
+                filled[name] = filled.get(name, 0) + location["numel"]
+        short = [name for name, count in filled.items() if count != whole[name].numel()]
+        if short and strict:
+            raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of "
+                              f"{whole[short[0]].numel()} elements: the state dicts are not of one model at one time")
+        return whole
 
 
 # ---- full parameters for a while ------------------------------------------------------------------------------------

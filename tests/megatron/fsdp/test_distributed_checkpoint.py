@@ -27,14 +27,12 @@ def test_rectangles_are_the_run(shape: tuple[int, ...]) -> None:
     flat = whole.flatten()
     for start in range(len(flat) + 1):
         for count in range(len(flat) + 1 - start):
-            run, seen = flat[start : start + count], 0
             found = list(split_into_boxes(shape, start, count))
             assert len(found) <= max(1, 2 * len(shape) - 1)
-            for one in found:
-                place = tuple(slice(offset, offset + size) for offset, size in zip(one.offsets, one.sizes, strict=True))
-                assert one.start == seen and torch.equal(one.view_of(run), whole[place])
-                seen += one.view_of(run).numel()
-            assert seen == count
+            parts = [whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))].flatten()
+                     for box in found]
+            assert torch.equal(torch.cat([*parts, flat[:0]]), flat[start : start + count])
+            assert all(part.numel() == torch.Size(sizes).numel() for part, (_, sizes) in zip(parts, found))
 
 
 def rated(number: int) -> float:

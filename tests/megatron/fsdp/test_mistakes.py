@@ -425,63 +425,48 @@ def test_ranks_that_start_from_different_weights_take_the_first_ones_on_request(
 STEPS = 6
 
 
-def same_as_ddp(rank: int, world: int, way: Callable[[int], dict[str, torch.Tensor]]) -> float:
-    weights = by_ddp(Net, rank, STEPS)[1]
-    found = way(rank)
-    return max(float((weights[name] - found[name]).abs().max()) for name in weights)
+def trained(rank: int, model: Any = None, learn: Callable[..., Any] | None = None,
+            before_clip: Callable[..., Any] | None = None, optimizer: Any = None) -> dict[str, torch.Tensor]:
+    """`learn(model, rank, number)` makes the gradients of a step."""
+    model = sharded() if model is None else model
+
+    def clip() -> None:
+        if before_clip is not None:
+            before_clip(model, rank)
+        clip_grad_norm_(model.parameters(), CLIP)
+
+    train(model, clip, rank, STEPS, optimizer=optimizer,
+          learn=None if learn is None else lambda number: learn(model, rank, number))
+    return whole(model)
 
 
 def optimizer_before_wrapping(rank: int) -> dict[str, torch.Tensor]:
     model = Net()
     optimizer = adamw(model)
-    sharded = around(model, "torch")
-    train(sharded, lambda: clip_grad_norm_(sharded.parameters(), CLIP), rank, STEPS, optimizer=optimizer)
-    return whole(sharded)
-
-
-def evaluations_in_between(rank: int) -> dict[str, torch.Tensor]:
-    model = around(Net(), "nested")
-
-    def evaluate_and_clip() -> None:
-        model.eval()
-        with torch.no_grad():
-            model(batch(rank, 99))
-        model.train()
-        model.clip_grad_norm_(CLIP)
-
-    train(model, evaluate_and_clip, rank, STEPS)
-    return whole(model)
+    return trained(rank, around(model, "torch"), optimizer=optimizer)
 
 
 def zeroed_gradients(rank: int) -> dict[str, torch.Tensor]:
-    """zero_grad(set_to_none=False), and before the backward."""
-    model = around(Net(), "torch")
+    """zero_grad(set_to_none=False)."""
+    model = sharded()
     optimizer = adamw(model)
-    zero = optimizer.zero_grad
-    optimizer.zero_grad = lambda: zero(set_to_none=False)  # type: ignore[method-assign]
-    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS, optimizer=optimizer)
-    return whole(model)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+    return trained(rank, model, optimizer=optimizer)
 
 
 def zeroed_between_forward_and_backward(rank: int) -> dict[str, torch.Tensor]:
-    model = around(Net(), "torch")
+    model = sharded()
     optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
+
+    def learn(model: nn.Module, rank: int, number: int) -> None:
         for micro in range(2):
             loss = model(batch(rank, 2 * number + micro)) / 2
             if micro == 0:
-                optimizer.zero_grad()
+                zero()
             loss.backward()
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-    return whole(model)
 
-
-def trained(model: nn.Module, rank: int, learn: Callable[[int], None]) -> dict[str, torch.Tensor]:
-    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS, learn=learn)
-    return whole(model)
+    zero, optimizer.zero_grad = optimizer.zero_grad, lambda: None  # type: ignore[method-assign]
+    return trained(rank, model, learn, optimizer=optimizer)
 
 
 def halves(model: nn.Module, rank: int, number: int) -> list[torch.Tensor]:
@@ -489,59 +474,38 @@ def halves(model: nn.Module, rank: int, number: int) -> list[torch.Tensor]:
     return [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]
 
 
-def forwards_together(rank: int) -> dict[str, torch.Tensor]:
+def one_backward(model: nn.Module, rank: int, number: int) -> None:
     """Both forwards first, one backward of their sum."""
-    model = around(Net(), "nested")
-    return trained(model, rank, lambda number: sum(halves(model, rank, number)).backward())  # type: ignore[union-attr]
+    sum(halves(model, rank, number)).backward()  # type: ignore[union-attr]
 
 
-def forwards_first(rank: int) -> dict[str, torch.Tensor]:
+def forwards_first(model: nn.Module, rank: int, number: int) -> None:
     """Both forwards first, then both backwards."""
-    model = around(Net(), "torch")
-
-    def learn(number: int) -> None:
-        for loss in halves(model, rank, number):
-            loss.backward()
-
-    return trained(model, rank, learn)
+    for loss in halves(model, rank, number):
+        loss.backward()
 
 
-def no_sync(rank: int) -> dict[str, torch.Tensor]:
-    model = around(Net(), "nested")
-
-    def learn(number: int) -> None:
-        with model.no_sync():
-            (model(batch(rank, 2 * number)) / 2).backward()
-        (model(batch(rank, 2 * number + 1)) / 2).backward()
-
-    return trained(model, rank, learn)
+def no_sync(model: Any, rank: int, number: int) -> None:
+    with model.no_sync():
+        (model(batch(rank, 2 * number)) / 2).backward()
+    (model(batch(rank, 2 * number + 1)) / 2).backward()
 
 
-def without_sync_by_torchs_name(rank: int) -> dict[str, torch.Tensor]:
-    model: Any = around(Net(), "torch")
-
-    def learn(number: int) -> None:
-        for micro in range(2):
-            model.set_requires_gradient_sync(micro == 1)
-            (model(batch(rank, 2 * number + micro)) / 2).backward()
-
-    return trained(model, rank, learn)
+def without_sync_by_torchs_name(model: Any, rank: int, number: int) -> None:
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        (model(batch(rank, 2 * number + micro)) / 2).backward()
 
 
-def gradients_halved_by_hand(rank: int) -> dict[str, torch.Tensor]:
+def gradients_halved_by_hand(model: Any, rank: int, number: int) -> None:
     """`p.grad = p.grad / 2`, and in place, count."""
-    model = around(Net(), "torch")
-
-    def learn(number: int) -> None:
-        for micro in range(2):
-            model(batch(rank, 2 * number + micro)).backward()
-        for index, parameter in enumerate(model.parameters()):
-            if index % 2:
-                parameter.grad = parameter.grad / 2  # type: ignore[operator]
-            else:
-                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
-
-    return trained(model, rank, learn)
+    for micro in range(2):
+        model(batch(rank, 2 * number + micro)).backward()
+    for index, parameter in enumerate(model.parameters()):
+        if index % 2:
+            parameter.grad = parameter.grad / 2
+        else:
+            parameter.grad.mul_(0.5)
 
 
 class Fails(torch.autograd.Function):
@@ -556,24 +520,19 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("on purpose")
 
 
-def failed_backwards_of_other_forwards(at_the_end: bool, rank: int) -> dict[str, torch.Tensor]:
+def a_failed_backward(at_the_end: bool, model: Any, rank: int, number: int) -> None:
     """The backward that follows has no forward of its own in between; what the failed one had is dropped."""
-    model = around(Net(), "torch")
-
-    def learn(number: int) -> None:
-        if at_the_end:
-            wrong = model(Fails.apply(batch(rank, 77).requires_grad_()))
-        else:
-            handle = model.blocks[0].register_forward_hook(lambda block, args, out: Fails.apply(out))
-            wrong = model(batch(rank, 77))
-            handle.remove()
-        first, second = halves(model, rank, number)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            wrong.backward()
-        first.backward()
-        second.backward()
-
-    return trained(model, rank, learn)
+    if at_the_end:
+        wrong = model(Fails.apply(batch(rank, 77).requires_grad_()))
+    else:
+        handle = model.blocks[0].register_forward_hook(lambda block, args, out: Fails.apply(out))
+        wrong = model(batch(rank, 77))
+        handle.remove()
+    losses = halves(model, rank, number)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        wrong.backward()
+    for loss in losses:
+        loss.backward()
 
 
 class Skips(Net):
@@ -585,38 +544,34 @@ class Skips(Net):
         return x
 
 
-def an_evaluation_that_skips(rank: int) -> dict[str, torch.Tensor]:
-    model: Any = around(Skips(), "torch")
+def evaluate(model: Any, rank: int) -> None:
+    with torch.no_grad():
+        model.eval()(batch(rank, 99))
+    model.train()
+    assert isinstance(model.blocks[1].wide.weight, ShardedParam), "it is at rest"
 
-    def evaluate_and_clip() -> None:
-        with torch.no_grad():
-            model.eval()(batch(rank, 99))
-        model.train()
-        assert isinstance(model.blocks[1].wide.weight, ShardedParam), "it is at rest"
-        clip_grad_norm_(model.parameters(), CLIP)
 
-    train(model, evaluate_and_clip, rank, STEPS)
-    return whole(model)
+def a_failed_forward(model: Any, rank: int) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
 
 
 def a_forward_without_a_backward(rank: int) -> dict[str, torch.Tensor]:
     """Before a clip, before a step, and before states are taken and loaded."""
-    model: Any = around(Net(), "torch")
+    model = sharded()
     optimizer = adamw(model)
 
     def step(self: torch.optim.Optimizer) -> None:
         model(batch(rank, 98))
         type(self).step(self)
 
-    def look_and_clip() -> None:
+    def look(model: Any, rank: int) -> None:
         model(batch(rank, 99))
         model.load_state_dict(model.state_dict())
         model(batch(rank, 99))
-        clip_grad_norm_(model.parameters(), CLIP)
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    train(model, look_and_clip, rank, STEPS, optimizer=optimizer)
-    return whole(model)
+    return trained(rank, model, before_clip=look, optimizer=optimizer)
 
 
 def frozen_and_thawed_before_the_outer_one(rank: int) -> dict[str, torch.Tensor]:
@@ -626,49 +581,43 @@ def frozen_and_thawed_before_the_outer_one(rank: int) -> dict[str, torch.Tensor]
         block.requires_grad_(False)
     fully_shard(model)
     model.requires_grad_(True)
-    return trained(model, rank, lambda number: sum(halves(model, rank, number)).backward())  # type: ignore[union-attr]
+    return trained(rank, model, one_backward)
 
 
-def a_failed_forward_in_between(rank: int) -> dict[str, torch.Tensor]:
-    model = around(Net(), "torch")
-
-    def fail_and_clip() -> None:
-        with pytest.raises(RuntimeError):
-            model(torch.ones(2, 5))
-        clip_grad_norm_(model.parameters(), CLIP)
-
-    train(model, fail_and_clip, rank, STEPS)
-    return whole(model)
-
-
-def recomputed(rank: int) -> dict[str, torch.Tensor]:
+def recomputed(wrap: Callable[[nn.Module], Any], rank: int) -> dict[str, torch.Tensor]:
     model = Net()
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = FSDP(checkpoint_wrapper(block))
-    model = FSDP(model)  # type: ignore[assignment]
-    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS)
-    return whole(model)
+        model.blocks[number] = wrap(block)
+    return trained(rank, FSDP(model))
 
 
-def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
-    """The wrapper is inside of what runs again."""
-    model = Net()
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = checkpoint_wrapper(FSDP(block))
-    model = FSDP(model)  # type: ignore[assignment]
-    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS)
-    return whole(model)
+ORDERS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
+    "optimizer before wrapping": optimizer_before_wrapping, "zeroed gradients": zeroed_gradients,
+    "zeroed between forward and backward": zeroed_between_forward_and_backward,
+    "one backward": lambda rank: trained(rank, around(Net(), "nested"), one_backward),
+    "forwards first": lambda rank: trained(rank, learn=forwards_first),
+    "no_sync": lambda rank: trained(rank, around(Net(), "nested"), no_sync),
+    "no sync by torch's name": lambda rank: trained(rank, learn=without_sync_by_torchs_name),
+    "halved by hand": lambda rank: trained(rank, learn=gradients_halved_by_hand),
+    "an evaluation": lambda rank: trained(rank, around(Net(), "nested"), before_clip=evaluate),
+    "an evaluation that skips": lambda rank: trained(rank, around(Skips(), "torch"), before_clip=evaluate),
+    "a forward alone": a_forward_without_a_backward, "thawed": frozen_and_thawed_before_the_outer_one,
+    "a failed forward": lambda rank: trained(rank, before_clip=a_failed_forward),
+    "a failed backward": lambda rank: trained(rank, learn=partial(a_failed_backward, False)),
+    "a backward that fails at its end": lambda rank: trained(rank, learn=partial(a_failed_backward, True)),
+    "recomputed": partial(recomputed, lambda block: FSDP(checkpoint_wrapper(block))),
+    "recomputed outside": partial(recomputed, lambda block: checkpoint_wrapper(FSDP(block)))}
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("way", [
-    optimizer_before_wrapping, evaluations_in_between, zeroed_gradients, zeroed_between_forward_and_backward,
-    forwards_together, forwards_first, no_sync, without_sync_by_torchs_name, gradients_halved_by_hand,
-    an_evaluation_that_skips, a_forward_without_a_backward, frozen_and_thawed_before_the_outer_one,
-    a_failed_forward_in_between, partial(failed_backwards_of_other_forwards, False),
-    partial(failed_backwards_of_other_forwards, True), recomputed, recomputed_outside])
-def test_other_orders_of_calls_give_the_same_weights(way: Callable[[int], dict[str, torch.Tensor]]) -> None:
-    assert max(run_ranks(same_as_ddp, 2, way)) <= 1e-6
+def differences_from_ddp(rank: int, world: int) -> dict[str, float]:
+    weights = by_ddp(Net, rank, STEPS)[1]
+    found = {name: order(rank) for name, order in ORDERS.items()}
+    return {name: max(float((weights[one] - each[one]).abs().max()) for one in weights) for name, each in found.items()}
+
+
+def test_other_orders_of_calls_give_the_same_weights() -> None:
+    for found in run_ranks(differences_from_ddp, 2, timeout=120):
+        assert max(found.values()) <= 1e-6, found
 
 
 class TwoWays(nn.Module):

@@ -16,7 +16,7 @@ from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimize
                            set_optimizer_state_dict, set_state_dict)
 from megatron.fsdp.full_params import gather_masters
 from megatron.fsdp.sharded_tensor import ShardedParam
-from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict, summon_full_params
+from megatron.fsdp.state_dict import full_state_dict, summon_full_params
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
 from tests.megatron.zero.models import Buffers, Net, OddSizes, Words
@@ -125,17 +125,6 @@ def test_state_goes_from_two_ranks_to_three_to_one_to_four_to_the_bit(tmp_path: 
         assert equal_state(torch.load(tmp_path / str(new), weights_only=True), before)
 
 
-def test_the_full_state_is_that_of_a_plain_optimizer(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path / "2"), None, 3)
-    state = torch.load(tmp_path / "2", weights_only=True)
-    model = Everything()
-    model.load_state_dict(state["model"])
-    optimizer = adamw(model)
-    optimizer.load_state_dict(state["optimizer"])
-    assert {tuple(value["exp_avg"].shape) for value in optimizer.state.values()} == {
-        tuple(p.shape) for p in model.parameters() if p.requires_grad}
-
-
 def loaded(rank: int, world: int, way: str) -> bool:
     model, optimizer = trained(way, rank, 3)
     state = {"model": model.state_dict(), "optimizer": model.gather_full_optim_state_dict(optimizer, None)}
@@ -170,43 +159,14 @@ def local(rank: int, world: int, way: str) -> Any:
 def test_local_state_dicts_load_again_and_make_a_full_one(way: str, world: int) -> None:
     weights, about, again = zip(*run_ranks(local, world, way), strict=True)
     assert all(again)
-    whole = consolidate_shard_weights(list(reversed(weights)), list(reversed(about)))
+    whole = FSDP.consolidate_shard_weights(list(reversed(weights)), list(reversed(about)))
     expected = Everything().state_dict()
     assert whole.keys() == expected.keys() and all(equal_state(whole[name], expected[name]) for name in expected)
     if world > 1:
         with pytest.raises(ConfigError, match="ranks"):
-            consolidate_shard_weights(weights[:1], about[:1])
+            FSDP.consolidate_shard_weights(weights[:1], about[:1])
         with pytest.raises(ConfigError, match="ranks"):
-            consolidate_shard_weights([weights[0]] * world, [about[0]] * world)
-
-
-def sharded_dict(rank: int, world: int) -> bool:
-    """torch's own way: `state_dict()` of a module under fully_shard has this rank's runs, and loads again."""
-    model = around(Everything(), "torch")
-    state = {name: value.clone() if isinstance(value, torch.Tensor) else value
-             for name, value in model.state_dict().items()}
-    with summon_full_params(model), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(state)
-    return same(full_state_dict(model), Everything().state_dict())
-
-
-def test_a_sharded_state_dict_loads_again() -> None:
-    assert all(run_ranks(sharded_dict, 2))
-
-
-def loads_a_full_one(rank: int, world: int, way: str) -> bool:
-    wanted = {name: value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-              for name, value in Everything().state_dict().items()}
-    model = around(Everything(), way)
-    model.load_state_dict(wanted)
-    return same(full_state_dict(getattr(model, "module", model)), wanted)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_full_state_dict_loads_on_every_rank(way: str) -> None:
-    assert all(run_ranks(loads_a_full_one, 2, way))
+            FSDP.consolidate_shard_weights([weights[0]] * world, [about[0]] * world)
 
 
 # ---- summon_full_params ------------------------------------------------------------------------------------------
@@ -269,16 +229,6 @@ def broken_off(rank: int, world: int) -> bool:
 
 def test_what_breaks_off_leaves_every_parameter_as_it_was() -> None:
     assert run_ranks(broken_off, 1) == [True]
-
-
-def one_module_alone(rank: int, world: int) -> tuple[bool, bool]:
-    model = around(Net(), "nested")
-    with model.summon_full_params(recurse=False):
-        return type(model.first.weight) is nn.Parameter, type(model.blocks[0].wide.weight) is nn.Parameter
-
-
-def test_recurse_false_is_for_one_module() -> None:
-    assert run_ranks(one_module_alone, 2) == [(True, False)] * 2
 
 
 def plus_one(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from megatron.errors import CheckpointError
 from megatron.train import build
 from megatron.train.batches import MicroBatchSampler
 from megatron.train.evaluation import evaluate
+from megatron.zero.api.engine import Engine
 from mpu.groups import build as build_groups
 from mpu.random import capture_rng
 from tests.distributed import run_ranks
@@ -92,14 +93,18 @@ class Limited:
         return self._all[index]
 
 
-def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_batches: int,
-                distinct: int | None) -> tuple[float, float, set[int]]:
-    """(evaluate, the plain mean over the same samples, the samples this rank read)."""
+def tiny_engine() -> Engine:
     config = parse_args([*TINY, "--mock-data"])
     config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
     build.seed_everything(config.train, groups, torch.device("cpu"))
-    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    return build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+
+
+def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_batches: int,
+                distinct: int | None) -> tuple[float, float, set[int]]:
+    """(evaluate, the plain mean over the same samples, the samples this rank read)."""
+    engine = tiny_engine()
     samples = Limited(distinct)
     streams = capture_rng()
     found = evaluate(engine, samples, MicroBatchSampler(micro, accumulation, rank, world, 256), global_batches,
@@ -135,10 +140,7 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
         def __getitem__(self, index: int):
             return self._all[index % 3]
 
-    config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocab_size(config, build.tokenizer(config))
-    groups = build_groups(1)
-    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    engine = tiny_engine()
     assert math.isfinite(evaluate(engine, Small(3), MicroBatchSampler(8, 1, 0, 1, 256), 10, torch.device("cpu")).loss)
 
 
@@ -147,10 +149,7 @@ def test_an_evaluation_that_fails_leaves_the_model_training() -> None:
         def __getitem__(self, index: int):
             raise KeyboardInterrupt
 
-    config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocab_size(config, build.tokenizer(config))
-    groups = build_groups(1)
-    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    engine = tiny_engine()
     with pytest.raises(KeyboardInterrupt):
         evaluate(engine, Broken(3), MicroBatchSampler(1, 1, 0, 1, 256), 1, torch.device("cpu"))
     assert engine.training
@@ -168,11 +167,7 @@ def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(t
 
 def bits_of(rank: int, world: int, masks: bool) -> tuple[float | None, float]:
     """(bits per byte of the evaluation, by hand from each target by itself)."""
-    config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocab_size(config, build.tokenizer(config))
-    groups = build_groups(1)
-    build.seed_everything(config.train, groups, torch.device("cpu"))
-    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    engine = tiny_engine()
     lengths = torch.arange(257) % 4  # of made-up tokens; some stand for nothing
     rule = MicroBatchSampler(2, 1, rank, world, 7, eod_mask_loss=masks)
     score = evaluate(engine, Limited(12, ids=23), rule, 3, torch.device("cpu"), lengths)

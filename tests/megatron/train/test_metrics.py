@@ -24,9 +24,9 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
 from megatron.errors import format_bytes
-from megatron.metrics.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
+from megatron.metrics.console import MIN_LINES, Console, console_line, default_interval
 from megatron.metrics.sinks import TensorboardSink
-from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics, Throughput
+from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics
 from megatron.train.evaluation import printable
 from megatron.train.run_log import RunLog
 from megatron.zero.offload.direct_io import DirectIoFile
@@ -93,11 +93,6 @@ def test_a_step_tells_how_long_it_waited_for_a_drive(tmp_path: Path, monkeypatch
         assert match[3] == format_bytes(pair[0]["drive_written_bytes"])
     curve = events_of(tmp_path / "board").Scalars("train/drive_wait_ms")
     assert [event.value for event in curve] == pytest.approx([line["drive_wait_ms"] for line in found])
-
-
-def test_mfu_is_null_where_the_peak_is_not_known(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"])
-    assert strict((tmp_path / "m").read_text().splitlines()[-1])["mfu"] is None
 
 
 def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
@@ -263,11 +258,6 @@ def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> Non
     assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
 
 
-def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
-    tokens, tflops, mfu = Throughput(1000, 2e9, 4, 10.0).of_step(0.5)
-    assert (tokens, tflops) == (2000.0, pytest.approx(1.0)) and mfu == pytest.approx(0.1)
-
-
 def events_of(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -374,17 +364,6 @@ def test_the_bar_leaves_nothing_behind_also_after_ctrl_c(echoes: int, monkeypatc
     assert screen.lines() == ["first", "second", ""]
 
 
-def test_a_console_line_of_a_step_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(Screen.WIDTH))
-    screen = Screen()
-    with redirect_stdout(screen):
-        console = Console(1, 2, 0, writes=True)
-        console.log_step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
-        assert screen.getvalue().count(ERASE_LINE) and "iteration" in screen.lines()[0] and "2" in screen.lines()[-1]
-        console.close()
-    assert screen.lines()[-1] == "" and "step" not in "".join(screen.lines())
-
-
 # ---- intervals ---------------------------------------------------------------------------------------------------
 
 
@@ -430,10 +409,6 @@ def test_eval_interval_0_never_evaluates_and_train_iters_0_only_evaluates(tmp_pa
     train([*TINY, "--mock-data", "--train-iters", 0, "--eval-interval", 1, "--eval-iters", 1, "--metrics-file",
            tmp_path / "only"])
     assert [r["iteration"] for r in records(tmp_path / "only")] == [0, 0]
-
-
-def test_log_interval_0_writes_no_console_line(tmp_path: Path) -> None:
-    assert "iteration  " not in train([*TINY, "--mock-data", "--train-iters", 3])
 
 
 def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_size(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,87 @@ def test_the_scripts_ask_this_module_and_nobody_else() -> None:
     assert "torch" not in done.stderr, "they ask before every run"
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.sh"))
     assert "megatron.train.processor" in scripts and "cpuinfo" not in scripts
+
+
+# ---- what is freed is kept, and found again: a block taken again and again costs no fresh pages --------------------
+
+FRESH_PAGES = """
+import resource, sys, torch
+from megatron.train.processor import keep_freed_memory
+
+assert sys.argv[1] == "as it comes" or keep_freed_memory()
+for round in range(12):
+    if round == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(32 << 20, dtype=torch.uint8)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+LIKE_A_STEP = """
+import ctypes, resource, sys, torch
+from megatron.train import processor
+
+if sys.argv[1] == "no stock":
+    processor.PREALLOCATED_BLOCKS = 0
+assert processor.keep_freed_memory()
+libc = ctypes.CDLL(None)
+activations = []
+for layer in range(64):
+    activations.append(torch.ones(3 << 20, dtype=torch.uint8))
+    nodes = [libc.malloc(size) for size in (24, 40, 200, 400) * 8]
+activations.clear()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+gradients = [torch.ones(14 << 20, dtype=torch.uint8) for _ in range(12)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+HELD = """
+import sys, torch
+from megatron.train.processor import keep_freed_memory
+
+def held():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) >> 10
+
+for kind in sys.argv[1].split(", then "):
+    assert keep_freed_memory(return_large_blocks=kind == "but large ones")
+before, last = held(), []
+for size in (40, 30, 20):
+    block = torch.ones(size << 20, dtype=torch.uint8)
+    last.append(torch.ones(2 << 20, dtype=torch.uint8))
+    del block
+print(held() - before)
+"""
+
+
+def fresh_pages(program: str, setting: str, tunables: str) -> int:
+    """What blocks cost that are taken when others of the same size, or of the same size together, have been freed."""
+    result = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True, check=True,
+                            env={**os.environ, "GLIBC_TUNABLES": tunables}, cwd=ROOT)
+    return int(result.stdout)
+
+
+def shipped_tunables() -> str:
+    shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
+    assert shipped
+    return shipped.group()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+def test_a_block_that_was_freed_is_taken_again_without_fresh_pages():
+    assert fresh_pages(FRESH_PAGES, "as it comes", "") > 11 * 16, "11 blocks, at the least a fresh page for each 2 MB"
+    assert fresh_pages(FRESH_PAGES, "kept", shipped_tunables()) < 100
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+def test_gradients_find_room_where_activations_were_between_nodes_that_stay():
+    """12 blocks of 14 MB (3,584 pages each), after 64 of 3 MB."""
+    assert fresh_pages(LIKE_A_STEP, "no stock", shipped_tunables()) > 12 * 1000
+    assert fresh_pages(LIKE_A_STEP, "stock", shipped_tunables()) < 3584
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+def test_where_memory_is_short_large_blocks_go_back():
+    """Megabytes held when blocks of 40, 30 and 20 have been freed, and three of 2 have not; also where a run of the
+    other kind came before in the process."""
+    assert fresh_pages(HELD, "but large ones, then all", shipped_tunables()) > 40
+    assert fresh_pages(HELD, "all, then but large ones", shipped_tunables()) < 12

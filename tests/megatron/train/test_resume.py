@@ -6,8 +6,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +18,8 @@ from megatron.distributed.signals import StopListener
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.train.loop import Trainer
 from megatron.train.resume import RunCheckpoints
-from megatron.train.run_log import RunLog
 from tests.distributed import run_ranks
-from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
-                                    write_corpus)
+from tests.megatron.helpers import TINY, lines, steps, total_digest, train, train_all, write_corpus
 
 STEPS = 6
 
@@ -108,33 +104,6 @@ def test_a_killed_run_repeats_the_steps_since_its_last_checkpoint(step: int, tmp
     train([*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "rest"])
     assert lines(tmp_path / "rest") == lines(tmp_path / "whole")[step:]
     assert total_digest(tmp_path / "s") == final
-
-
-class Killed(BaseException):
-    """Stands for a signal that nobody can catch."""
-
-
-def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 2]
-    train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
-    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
-    written = RunLog.step
-
-    def dies_at_5(log: RunLog, metrics: object) -> None:
-        written(log, metrics)  # type: ignore[arg-type]
-        if metrics.iteration == 5:  # type: ignore[attr-defined]
-            raise Killed
-
-    with monkeypatch.context() as patching, pytest.raises(Killed):
-        patching.setattr(RunLog, "step", dies_at_5)
-        train(again)
-    train(again)
-    seen = records(tmp_path / "m")
-    assert [record["iteration"] for record in seen] == [1, 2, 3, 4, 5, 5, 6]
-    last = {record["iteration"]: record for record in seen}  # the last line of a step counts
-    assert list(last.values()) == records(tmp_path / "whole.jsonl")
-    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 
 
 def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, number: int, at: int) -> str:
@@ -247,29 +216,6 @@ def test_all_ranks_leave_when_the_time_of_one_is_up_and_the_rest_is_the_same_tex
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 
 
-def other_layout(rank: int, world: int, tp: int, micro: int, folder: Path, corpus: str) -> None:
-    train([*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size", 8,
-           "--batch-size", micro,
-           "--model-parallel-size", tp, "--load", folder / "part", "--metrics-file", folder / f"{tp}-{world}-{micro}"])
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("tp", "world", "micro"), [(1, 1, 8), (1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 4), (2, 4, 1)])
-def test_a_run_goes_on_on_another_grid_with_another_accumulation(tp: int, world: int, micro: int,
-                                                                 tmp_path: Path) -> None:
-    """Three steps, a number that no other accumulation divides; then the same global batches, cut another way."""
-    corpus = write_corpus(tmp_path / "corpus")
-    common = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size",
-              8, "--batch-size", 8]
-    train([*common, "--metrics-file", tmp_path / "whole"])
-    train([*common, "--save", tmp_path / "part", "--exit-interval", 3])
-    run_ranks(other_layout, world, tp, micro, tmp_path, corpus)
-    expected, found = steps(tmp_path / "whole")[3:], steps(tmp_path / f"{tp}-{world}-{micro}")
-    assert [s["samples_digest"] for s in found] == [s["samples_digest"] for s in expected]
-    for key in ("lm_loss", "grad_norm", "learning_rate"):  # the sums are the same in another order
-        assert [s[key] for s in found] == pytest.approx([s[key] for s in expected], abs=1e-5)
-
-
 def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path: Path) -> None:
     again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s", "--load", tmp_path / "s",
              "--metrics-file", tmp_path / "m", "--eval-interval", 1, "--eval-iters", 1]
@@ -277,30 +223,6 @@ def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path:
     before = lines(tmp_path / "m"), total_digest(tmp_path / "s")
     assert "nothing to do" in train(again)
     assert (lines(tmp_path / "m"), total_digest(tmp_path / "s")) == before
-
-
-@pytest.mark.parametrize("launch", [
-    pytest.param([], marks=pytest.mark.slow, id="one-process"),
-    pytest.param(["-m", "megatron.launch", "--nproc-per-node", "2"], id="two-ranks")])
-def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    ranks = ["--model-parallel-size", "2"] if launch else []
-    common = [*TINY, *ranks, "--train-data", corpus, "--train-iters", "4"]
-
-    def run(*flags: object) -> str:
-        command = [sys.executable, *launch, "pretrain_gpt2.py", *common, *map(str, flags)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
-
-    again = ["--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "parts"]
-    run(*again, "--exit-interval", 3)
-    assert "loaded weights and optimizer of global_step3" in run(*again)
-    run_ranks(train_all, 2 if launch else 1, [[*common, "--save", tmp_path / "w", "--metrics-file",
-                                               tmp_path / "whole"]])
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "w")
 
 
 # ---- going back, and which tag a run starts from -------------------------------------------------------------------
@@ -401,3 +323,30 @@ def test_a_run_does_not_go_on_with_another_tokenizer_of_as_many_ids(tmp_path: Pa
     shutil.rmtree(tmp_path / "s" / "global_step2")
     again = [*common, "--vocab-file", tmp_path / "moved.txt", "--train-iters", 3, "--override-lr-scheduler"]
     assert "loaded weights and optimizer" in train(again)
+
+
+# ---- another training method -----------------------------------------------------------------------------------------
+
+CHANGED_FLAGS = [*TINY, "--mock-data", "--lr", 1e-3, "--batch-size", 4, "--eval-interval", 0, "--train-iters", 5]
+ROUNDED = ["--quantize-training", "--quantize-offset", 0, "--quantize-start-bits", 6, "--quantize-target-bits", 4,
+           "--quantize-period", 2]
+DROPPED = ["--progressive-layer-drop", "--pld-theta", 0.5]
+FROZEN = ["--optimizer", "onebit_adam", "--onebit-freeze-step", 2]
+
+
+@pytest.mark.parametrize("before, after, said", [
+    (ROUNDED, [], "--quantize-training on -> off"),
+    (ROUNDED, [*ROUNDED, "--quantize-target-bits", 3], "--quantize-target-bits 4 -> 3"),
+    (DROPPED, [], "--progressive-layer-drop on -> off"), ([], DROPPED, "--progressive-layer-drop off -> on"),
+    ([*DROPPED, *ROUNDED], ["--pld-theta", 0.4], "--progressive-layer-drop on -> off, --quantize-training on -> off"),
+    (FROZEN, [*FROZEN, "--onebit-freeze-step", 3],
+     "--onebit-freeze-step 2 -> 3 (no effect: the variance has been frozen since step 2)"),
+    (["--optimizer", "onebit_adam", "--onebit-freeze-step", 3], FROZEN, "--onebit-freeze-step 3 -> 2"),
+    ([*DROPPED, *ROUNDED, *FROZEN], [*DROPPED, *ROUNDED, *FROZEN], ""),
+    (["--pld-theta", 0.5], ["--pld-theta", 0.4], ""),
+])
+def test_a_run_that_goes_on_otherwise_says_so(before: list[object], after: list[object], said: str, tmp_path: Path,
+                                              ) -> None:
+    train([*CHANGED_FLAGS, *before, "--exit-interval", 4 if before == FROZEN else 2, "--save", tmp_path])
+    text = train([*CHANGED_FLAGS, *after, "--load", tmp_path])
+    assert [line for line in text.splitlines() if line.startswith(" changed: ")] == [f" changed: {said}"] * bool(said)
