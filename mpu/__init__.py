@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
                                    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
-    from mpu.data import broadcast_data as broadcast_data
     from mpu.grads import clip_grad_norm as clip_grad_norm
     from mpu.layers import (ColumnParallelLinear as ColumnParallelLinear, ParallelEmbedding as ParallelEmbedding,
                             RowParallelLinear as RowParallelLinear, VocabParallelEmbedding as VocabParallelEmbedding)
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
 
 _MODULES = {
-    "mpu.parallel_state": "VocabUtility destroy_model_parallel get_data_parallel_group "
+    "mpu.parallel_state": "VocabUtility broadcast_data destroy_model_parallel get_data_parallel_group "
     "get_data_parallel_rank get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
     "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
     "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
@@ -36,7 +35,6 @@ _MODULES = {
     "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
     "gather_from_model_parallel_region reduce_from_model_parallel_region scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
-    "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",
     "mpu.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear VocabParallelEmbedding",
     "mpu.random": "get_cuda_rng_tracker model_parallel_cuda_manual_seed",

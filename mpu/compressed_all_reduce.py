@@ -133,7 +133,6 @@ class CompressedAllReduce:
         self._work = all_gather_into(self._result_message, mine, self.group)
 
     def wait_for_result(self) -> None:
-        """Wait for the all-gather of the servers' messages."""
         self._work.wait()
 
     def copy_result_to(self, out: Tensor, chunk: int | None = None) -> None:
@@ -179,7 +178,7 @@ class CompressedAllReduce:
                                                                        device=error.device)
         for place, here in self._tiles(chunks):
             packed = signs[_divide_slice(SIGNS_PER_BYTE, here)]
-            packed.copy_(pack_signs(error[here]))
+            packed.copy_(pack_bits(error[here].signbit()))
             error[here].sub_(self._decompress(packed, scales[_divide_slice(NORM_ROW, here)], place))
         self._sign_bytes(message).copy_(signs.view(len(message), -1))
 
@@ -228,13 +227,6 @@ def _sum_by_segment(row_values: Tensor, rows: Tensor) -> Tensor:
     lengths = rows.flatten()
     sums: Tensor = torch.segment_reduce(row_values, "sum", lengths=lengths, unsafe=True)
     return sums.view(rows.shape)
-
-
-def pack_signs(values: Tensor) -> Tensor:
-    """One bit per element, 1 if the sign is negative."""
-    if not on_accelerator(values):
-        return torch.from_numpy(np.packbits(np.signbit(values.numpy())))
-    return pack_bits(values.signbit())
 
 
 def pack_bits(bits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ With m the largest logit of a row, over all ranks,
 
 needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or beyond
 `vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits. The work
-is in loss_cpu.py and loss_accelerator.py. The embedding and the data layer refuse targets outside the vocabulary.
+on a chunk is in loss_chunk.py. The embedding and the data layer refuse targets outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mpu import loss_accelerator, loss_cpu
-from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard
+from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.grads import MainGrad
 from mpu.groups import Group
+from mpu.loss_chunk import VocabShard, accumulate_weight_grad, losses_of_chunk, rows_per_chunk
 from mpu.parallel_state import tp_group_or_current
 
 
@@ -28,8 +28,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
                                  vocab_size: int | None = None) -> Tensor:
     """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
-    share = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
-    losses = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), share)  # type: ignore[no-untyped-call]
+    shard = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
+    losses = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, losses).view(target.shape)
 
 
@@ -45,41 +45,72 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
     Without it: the losses [N]. Backward computes the logits again, since the gradient of each loss is not known before.
 
     `hidden` is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
-    inputs = LossInputs(hidden, weight, target, VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size))
+    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size)
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
-            return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses
+            return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0]
         return cast(Tensor, _LinearCrossEntropyPerToken.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, target, inputs.shard, chunk_rows))
+            hidden, weight, target, shard, chunk_rows))
     normalized_weight = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
-        return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses @ normalized_weight
+        return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0] @ normalized_weight
     return cast(Tensor, _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad))
+        hidden, weight, target, normalized_weight, shard, chunk_rows, grad_scale, weight_main_grad))
 
 
-def _chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None) -> LossOutputs:
-    chunked_loss = loss_accelerator.chunked_loss if on_accelerator(inputs.hidden) else loss_cpu.chunked_loss
-    return chunked_loss(inputs, request, chunk_rows)
+@torch.no_grad()
+def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard, chunk_rows: int | None,
+                  row_scale: Tensor | None = None, wants_grads: tuple[bool, bool] = (False, False),
+                  weight_buffer: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(losses [N], gradients of sum(row_scale * losses) for hidden and weight, where wanted), one chunk of rows at a
+    time. The weight gradient is `weight_buffer` if there is one. It is accumulated in the dtype of the weight for a
+    single chunk and in fp32 for several: directly in the buffer if that has this dtype, or on an accelerator fp32."""
+    hidden, weight = hidden.detach(), weight.detach()
+    rows = max(1, min(chunk_rows or rows_per_chunk(hidden, len(weight)), len(hidden)))
+    total = None
+    if wants_grads[1]:
+        dtype, total = weight.dtype if rows >= len(hidden) else torch.float32, weight_buffer
+        if total is None or total.dtype != dtype and not (on_accelerator(hidden) and total.dtype == torch.float32):
+            total = torch.empty_like(weight, dtype=dtype)
+        if not len(hidden):  # no first chunk will overwrite it
+            total.zero_()
+    buffer = hidden.new_empty(rows, len(weight))  # with padding: a product of odd width is slower
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if wants_grads[0] else None
+    for start in range(0, len(hidden), rows):
+        chunk = slice(start, start + rows)
+        x = hidden[chunk]
+        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, V / tp]
+        losses[chunk] = losses_of_chunk(logits, target[chunk], shard, None if row_scale is None else row_scale[chunk])
+        # `logits` [rows, V / tp] now holds the gradient of the logits
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if total is not None:
+            accumulate_weight_grad(total, logits, x, start == 0)
+    d_hidden = None if d_hidden is None else all_reduce(d_hidden, shard.tp)
+    if total is None or weight_buffer is None:
+        return losses, d_hidden, None if total is None else total.to(weight.dtype)
+    if total is not weight_buffer:
+        weight_buffer.copy_(total)
+    return losses, d_hidden, weight_buffer
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the log-sum-exp (or summaries) per row; backward recomputes the probabilities from them."""
+    """Backward computes the softmax again, when the gradient of each loss is known."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
-        losses_of = loss_accelerator.compute_losses if on_accelerator(logits) else loss_cpu.compute_losses
-        losses, per_row = losses_of(logits, target, shard)
-        ctx.save_for_backward(logits, target, per_row)
-        ctx.share = shard
-        return losses
+        ctx.save_for_backward(logits, target)
+        ctx.shard = shard
+        return losses_of_chunk(logits.detach().clone(), target, shard, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, target, per_row = ctx.saved_tensors
-        gradient_of = loss_accelerator.compute_gradient if on_accelerator(logits) else loss_cpu.compute_gradient
-        return gradient_of(logits, target, ctx.share, per_row, grads[0]), None, None
+        logits, target = ctx.saved_tensors
+        gradient = logits.detach().clone()
+        losses_of_chunk(gradient, target, ctx.shard, grads[0].float().contiguous())
+        return gradient, None, None
 
 
 class _LinearCrossEntropyMean(torch.autograd.Function):
@@ -89,13 +120,12 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, normalized_weight: Tensor, shard: VocabShard,
                 chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None) -> Tensor:
         reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
-        for_hidden, for_weight = ctx.needs_input_grad[:2]
-        request = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
-                                  None if reservation is None else reservation.buffer)
-        outputs = _chunked_loss(LossInputs(hidden, weight, target, shard), request, chunk_rows)
-        ctx.grads = outputs.hidden_grad, outputs.weight_grad if reservation is None else None
+        losses, d_hidden, d_weight = _chunked_loss(
+            hidden, weight, target, shard, chunk_rows, normalized_weight * grad_scale, ctx.needs_input_grad[:2],
+            None if reservation is None else reservation.buffer)
+        ctx.grads = d_hidden, d_weight if reservation is None else None
         ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation
-        return outputs.losses @ normalized_weight
+        return losses @ normalized_weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,13 +156,12 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard,
                 chunk_rows: int | None) -> Tensor:
         ctx.save_for_backward(hidden, weight, target)
-        ctx.share, ctx.chunk_rows = shard, chunk_rows
-        return _chunked_loss(LossInputs(hidden, weight, target, shard), LossGradRequest(), chunk_rows).losses
+        ctx.shard, ctx.chunk_rows = shard, chunk_rows
+        return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target = ctx.saved_tensors
-        for_hidden, for_weight = ctx.needs_input_grad[:2]
-        request = LossGradRequest(grads[0].contiguous(), for_hidden, for_weight)
-        outputs = _chunked_loss(LossInputs(hidden, weight, target, ctx.share), request, ctx.chunk_rows)
-        return outputs.hidden_grad, outputs.weight_grad, None, None, None
+        _, d_hidden, d_weight = _chunked_loss(hidden, weight, target, ctx.shard, ctx.chunk_rows, grads[0].contiguous(),
+                                              ctx.needs_input_grad[:2])
+        return d_hidden, d_weight, None, None, None

@@ -3,15 +3,15 @@
 An accelerator needs few large kernels and no synchronization with the host; a CPU needs blocks that fit its cache. Code
 with two paths asks `on_accelerator`. MPU_ACCELERATOR_SIDE=1 makes the answer always True, to test accelerator paths on
 CPU tensors. Code that needs a real device (streams, pinned memory) asks the tensor itself. A module of Triton kernels
-is imported on first use, and has `runs_on(device)` and `try_out(device)`: Triton also needs a C compiler and a
-supported GPU.
+is imported on first use, and has `try_out(device)`: Triton also needs a C compiler and a supported GPU.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -26,20 +26,16 @@ def on_accelerator(where: Tensor | torch.device) -> bool:
     return FORCE_ACCELERATOR_PATH or (where.device if isinstance(where, Tensor) else where).type != "cpu"
 
 
-def load_kernels(load: Callable[[], ModuleType], device: torch.device, fallback_cost: str) -> ModuleType | None:
-    """The module that `load` imports, or None if its kernels do not work on the device: use torch operators then. Warns
-    on a GPU, with `fallback_cost` saying what is lost."""
-    try:
-        kernels = load()
-    except ImportError as error:
-        if device.type not in ("cpu", "meta"):
-            warnings.warn(f"{fallback_cost}: {error}", stacklevel=1)
-        return None
-    if not kernels.runs_on(device):
+@cache
+def load_kernels(module: str, device: torch.device, fallback_cost: str) -> ModuleType | None:
+    """The module of this name, or None if its kernels do not work on the device: use torch operators then. Kernels run
+    on a GPU, and on a CPU in Triton's interpreter. Warns on a GPU, with `fallback_cost` saying what is lost."""
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return None
     try:
+        kernels = import_module(module)
         kernels.try_out(device)
-    except Exception as error:  # Triton can fail in any way
+    except Exception as error:  # Triton may be missing, and can fail in any way
         warnings.warn(f"{fallback_cost}: {error}", stacklevel=1)
         return None
     return kernels

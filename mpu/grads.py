@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -52,6 +49,8 @@ _FP64_BLOCK_ELEMENTS = 1 << 23
 """Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB."""
 
 
+NORM_FALLBACK_COST = "no kernel for the norms of gradients, which are copied to fp64 without it"
+
 NORM_ROW = 128
 """Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms."""
 
@@ -72,19 +71,13 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
             if not math.isfinite(place.sum()):
                 large = place.isinf()
                 place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
-    elif (kernel := _kernel_on(flat.device)) is not None and kernel.serves(rows):
+    elif (kernel := load_kernels("mpu.norm_kernel", flat.device, NORM_FALLBACK_COST)) and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
         at_a_time = _FP64_BLOCK_ELEMENTS // NORM_ROW
         for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
             place.copy_(torch.linalg.vector_norm(block, dim=1, dtype=torch.float64))
     return out
-
-
-@cache
-def _kernel_on(device: torch.device) -> ModuleType | None:
-    return load_kernels(lambda: import_module("mpu.norm_kernel"), device,
-                        "no kernel for the norms of gradients, which are copied to fp64 without it")
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
     loss_and_gradient_kernel   both, where one rank has all columns, and the loss: reads and writes a row once
 
 Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow
-loads of 16 bytes. Measurements: decision 002. Importing this file needs Triton; loss_accelerator.py checks for it.
+loads of 16 bytes. Measurements: decision 002. Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,12 +99,6 @@ def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, lo
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
-
-
-def runs_on(device: torch.device) -> bool:
-    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(row_summary_kernel, InterpretedFunction)
-
 
 def try_out(device: torch.device) -> None:
     """Run the smallest case, to raise if the kernels do not work here."""

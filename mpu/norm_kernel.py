@@ -1,7 +1,7 @@
 """The norms of a buffer's rows as a Triton kernel: one launch, each element read once, no copy in a wider dtype.
 
 Squares are summed in units of the row's largest element, so that fp32 does not overflow and no check is needed. A row
-with a non-finite element has an infinite norm. Needs Triton, which comes with torch for CUDA; grads.py checks for it.
+with a non-finite element has an infinite norm. Needs Triton, which comes with torch for CUDA.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,12 +34,6 @@ def row_norms_kernel(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
-
-
-def runs_on(device: torch.device) -> bool:
-    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(row_norms_kernel, InterpretedFunction)
-
 
 def try_out(device: torch.device) -> None:
     """Run the smallest case, to raise if the kernel does not work here."""

@@ -1,4 +1,5 @@
-"""Megatron's global model-parallel state: `initialize_model_parallel` and the `get_..._parallel_...` functions.
+"""Megatron's global model-parallel state: `initialize_model_parallel`, the `get_..._parallel_...` functions, and what
+works on the current groups (`broadcast_data`, the regions).
 
 The current `Groups` is held here and nowhere else. The rest of `mpu` takes a `Group` as an argument; `tp=None` means
 the current tensor-parallel group (`tp_group_or_current`).
@@ -6,18 +7,23 @@ the current tensor-parallel group (`tp_group_or_current`).
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group, Groups, build, group_from_process_group, subgroup
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from mpu.split import ParallelError, split_range
 
 T = TypeVar("T")
+
+MAX_BROADCAST_DIMS = 4
 
 
 class _GlobalGroups:
@@ -148,3 +154,41 @@ class VocabUtility:
     @staticmethod
     def vocab_range_from_global_vocab_size(global_size: int, rank: int, world_size: int) -> tuple[int, int]:
         return split_range(rank, world_size, global_size)
+
+
+def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype,
+                   tp: Group | None = None) -> dict[str, Tensor]:
+    """`data[key]` of the group's first rank for every key, on every rank; other ranks may pass None. The tensors, of
+    one dtype, travel as one flat buffer and arrive on the device of the group's backend. A wrong key, dtype or shape
+    raises ParallelError on every rank."""
+    group = tp_group_or_current(tp)
+    described, problem = _describe_batch(keys, data, dtype) if group.rank == 0 else ({}, None)
+    shapes, problem = all_gather_json([described, problem], group)[0]
+    if problem is not None:
+        raise ParallelError(problem)
+    if group.is_solo:
+        assert data is not None
+        return {key: data[key] for key in keys}
+    device = torch.device("cpu" if group.own_backend_serves_cpu else f"cuda:{torch.cuda.current_device()}")
+    sizes = [math.prod(shapes[key]) for key in keys]
+    if group.rank == 0:
+        assert data is not None
+        flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
+    else:
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    broadcast_into(flat, 0, group).wait()
+    return {key: part.view(shapes[key]) for key, part in zip(keys, flat.split(sizes))}
+
+
+def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
+                    dtype: torch.dtype) -> tuple[dict[str, list[int]], str | None]:
+    """(shape by key, error text or None)."""
+    data = data or {}
+    for key in keys:
+        if key not in data:
+            return {}, f"broadcast_data: key {key!r} is not in the batch {sorted(data)}"
+        if data[key].dtype != dtype:
+            return {}, f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}: convert it"
+        if data[key].dim() > MAX_BROADCAST_DIMS:
+            return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_BROADCAST_DIMS} are sent"
+    return {key: list(data[key].shape) for key in keys}, None

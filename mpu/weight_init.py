@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,17 +131,15 @@ def fill_normal_rows(out: Tensor, key: int, start: int, stride: int, std: float 
     rows, width = out.shape
     limit = ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK
     columns = min(width, limit)
-    rows_per_block = max(1, min(rows, limit // columns))
-    # otherwise rows start at different offsets within their groups
-    by_groups = rows == 1 or stride % ELEMENTS_PER_GROUP == 0
+    # rows that start at different offsets within their groups are drawn one by one
+    rows_per_block = 1 if stride % ELEMENTS_PER_GROUP else max(1, min(rows, limit // columns))
     groups = -(-columns // ELEMENTS_PER_GROUP) + 1
-    buffers = _DrawBuffers(rows_per_block * groups * ELEMENTS_PER_GROUP, out.device) if by_groups else None
+    buffers = _DrawBuffers(rows_per_block * groups * ELEMENTS_PER_GROUP, out.device)
     for low in range(0, width, columns):
         for first in range(0, rows, rows_per_block):
             part = out[first : first + rows_per_block, low : low + columns]
             begin = start + first * stride + low
-            part.copy_(draw_normal_elementwise(part, key, begin, stride, std) if buffers is None else
-                       buffers.draw_normal(part, key, begin, stride, std))
+            part.copy_(buffers.draw_normal(part, key, begin, stride, std))
 
 
 def fill_uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
@@ -156,7 +153,7 @@ def fill_uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
         bits = (row_starts.unsqueeze(1) + column_offsets).view(-1)
         shifted = torch.empty_like(bits)
         _hash_counters(bits, key, shifted)
-        part.copy_(_shift_right_torch(bits, 40, shifted).view(part.shape)).mul_(2.0**-24)
+        part.copy_(_shift_right(bits, 40, shifted).view(part.shape)).mul_(2.0**-24)
 
 
 class _DrawBuffers:
@@ -166,7 +163,7 @@ class _DrawBuffers:
         counters = elements // 2
         self._counter_offsets = torch.arange(counters, device=device)
         self._bits, self._shifted = torch.empty_like(self._counter_offsets), torch.empty_like(self._counter_offsets)
-        self._half = torch.empty(counters, dtype=torch.int32, device=device)
+        self._words = torch.empty(counters, dtype=torch.int32, device=device)
         self._angle, self._radius, self._part = (torch.empty(counters, device=device) for _ in range(3))
         # Four fp32 values are viewed as one 16-byte element, to copy them at once.
         self._out = torch.empty(counters // 4, 2, dtype=torch.complex128, device=device)
@@ -180,9 +177,12 @@ class _DrawBuffers:
         bits, angle, radius, part = (x[:counters] for x in (self._bits, self._angle, self._radius, self._part))
         offsets = torch.arange(rows, device=like.device).unsqueeze(1) * (stride // ELEMENTS_PER_GROUP * half)
         torch.add(self._counter_offsets[: groups * half], offsets, out=bits.view(rows, -1))
-        _box_muller(bits, key + first * half * _SPLITMIX_INCREMENT, self._shifted[:counters], self._half[:counters],
-                    angle, radius)
-        radius.mul_(std)
+        shifted, words = self._shifted[:counters], self._words[:counters]
+        _hash_counters(bits, key + first * half * _SPLITMIX_INCREMENT, shifted)
+        angle.copy_(words.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
+        radius.copy_(words.copy_(_shift_right(bits, 32, shifted)))
+        radius.mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-33)  # in (0, 1]
+        radius.log_().mul_(-2.0).sqrt_().mul_(std)
         out = self._out[: rows * groups]
         for column, function in enumerate((torch.cos, torch.sin)):
             function(angle, out=part).mul_(radius)
@@ -190,61 +190,15 @@ class _DrawBuffers:
         return out.view(torch.float32).view(rows, groups * ELEMENTS_PER_GROUP)[:, skip : skip + width]
 
 
-def draw_normal_elementwise(like: Tensor, key: int, start: int, stride: int, std: float) -> Tensor:
-    """The same values, each drawn by its own position: the definition, at twice the cost."""
-    half, (rows, width) = ELEMENTS_PER_GROUP // 2, like.shape
-    positions = torch.arange(rows, device=like.device).unsqueeze(1) * stride + torch.arange(width, device=like.device)
-    positions = (positions + start).view(-1)
-    bits = torch.div(positions, ELEMENTS_PER_GROUP, rounding_mode="floor") * half + positions % half
-    angle, radius = (torch.empty(len(positions), device=like.device) for _ in range(2))
-    _box_muller(bits, key, torch.empty_like(bits), torch.empty_like(bits, dtype=torch.int32), angle, radius)
-    radius.mul_(std)
-    return torch.where(positions % ELEMENTS_PER_GROUP >= half, angle.sin().mul_(radius),
-                       angle.cos().mul_(radius)).view(rows, width)
-
-
-def _box_muller(bits: Tensor, key: int, shifted: Tensor, half: Tensor, angle: Tensor, radius: Tensor) -> None:
-    """Fill `angle` and `radius`, fp32, from the counters in `bits`; `shifted` and `half` are temporaries of the same
-    length."""
-    shift = _hash_counters(bits, key, shifted)
-    angle.copy_(half.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
-    radius.copy_(half.copy_(shift(bits, 32, shifted)))
-    radius.mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-33)  # in (0, 1]
-    radius.log_().mul_(-2.0).sqrt_()
-
-
-def _hash_counters(bits: Tensor, key: int, shifted: Tensor) -> Callable[[Tensor, int, Tensor], Tensor]:
-    """Hash each counter to 64 random bits, in place; returns the matching right-shift function."""
-    uses_numpy = not on_accelerator(bits) and type(bits) is Tensor  # numpy cannot handle fake tensors
-    (_splitmix64_numpy if uses_numpy else _splitmix64_torch)(bits, key, shifted)
-    return _shift_right_numpy if uses_numpy else _shift_right_torch
-
-
-def _splitmix64_numpy(z: Tensor, key: int, shifted: Tensor) -> None:
-    """For CPU: numpy has vectorized unsigned shifts."""
-    numbers, buffer = (x.numpy().view(np.uint64) for x in (z, shifted))
-    numbers *= np.uint64(_SPLITMIX_INCREMENT % 2**64)
-    numbers += np.uint64(key % 2**64)
-    for shift, factor in _SPLITMIX_ROUNDS:
-        numbers ^= np.right_shift(numbers, np.uint64(shift), out=buffer)
-        numbers *= np.uint64(factor % 2**64)
-    numbers ^= np.right_shift(numbers, np.uint64(31), out=buffer)
-
-
-def _shift_right_numpy(z: Tensor, by: int, out: Tensor) -> Tensor:
-    np.right_shift(z.numpy().view(np.uint64), np.uint64(by), out=out.numpy().view(np.uint64))
-    return out
-
-
-def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
-    """The same integers from torch's signed int64."""
+def _hash_counters(z: Tensor, key: int, shifted: Tensor) -> None:
+    """Hash each counter to 64 random bits, in place: splitmix64 in signed integers."""
     z.mul_(_SPLITMIX_INCREMENT).add_((key + 2**63) % 2**64 - 2**63)  # modulo 2**64, as a signed int64
     for shift, factor in _SPLITMIX_ROUNDS:
-        z.bitwise_xor_(_shift_right_torch(z, shift, shifted)).mul_(factor)
-    z.bitwise_xor_(_shift_right_torch(z, 31, shifted))
+        z.bitwise_xor_(_shift_right(z, shift, shifted)).mul_(factor)
+    z.bitwise_xor_(_shift_right(z, 31, shifted))
 
 
-def _shift_right_torch(z: Tensor, by: int, out: Tensor) -> Tensor:
+def _shift_right(z: Tensor, by: int, out: Tensor) -> Tensor:
     """Logical right shift (fills with zeros)."""
     return torch.bitwise_right_shift(z, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import repeat
 from types import ModuleType
 from typing import Any
@@ -58,7 +57,8 @@ class AdamW(UpdateRule):
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         """Use the Triton kernel only if all ranks can: the two kernels round differently."""
-        kernel = _load_kernel(device) if on_accelerator(device) else None
+        kernel = load_kernels("megatron.optim.adam_kernel", device, "no fused kernel for the update, which moves half "
+                              "as many bytes again without it") if on_accelerator(device) else None
         everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
 
@@ -140,8 +140,3 @@ class AdamW(UpdateRule):
 def _numel_to_widen(segment: UpdateSegment) -> int:
     """Gradient elements that must be cast to fp32."""
     return 0 if segment.grad.dtype == torch.float32 else len(segment.grad)
-
-
-def _load_kernel(device: torch.device) -> ModuleType | None:
-    return load_kernels(lambda: import_module("megatron.optim.adam_kernel"), device,
-                        "no fused kernel for the update, which moves half as many bytes again without it")

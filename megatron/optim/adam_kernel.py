@@ -6,7 +6,7 @@ there is one: 28 bytes per weight with 16-bit gradients and weights. The formula
 
 A program updates one *block* of one segment. Two tables on the device (`SegmentTable`) map each block to the number of
 its segment, and each segment to a *row* of addresses and lengths. Segments begin at multiples of 16 bytes, so a thread
-moves four weights at once. Importing this file needs Triton; adam.py checks whether it is installed.
+moves four weights at once. Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from megatron.optim.rule import StepScalars, UpdateSegment
 
@@ -87,12 +86,6 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
-
-
-def runs_on(device: torch.device) -> bool:
-    """True on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(update_block, InterpretedFunction)
-
 
 def try_out(device: torch.device) -> None:
     """Run the smallest case, so that a kernel that does not work on this system raises here."""

@@ -11,7 +11,7 @@ applies it, so that no temporary of the segment's size is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,21 +40,19 @@ class Lamb(UpdateRule):
         """Take a step; returns the trust ratios [slots] of the bucket's parameters, 1 for those without elements in the
         segment."""
         beta1, beta2 = hyper["betas"]
-        corrections_of_moments = bias_corrections(hyper, steps_taken + 1)
+        corrections, tiles = bias_corrections(hyper, steps_taken + 1), list(iter_tiles(segment, self.tile))
         weight_norms = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
         update_norms = torch.zeros_like(weight_norms)
-        for slot, tile in iter_tiles(segment, self.tile):
+        for slot, tile in tiles:
             grad = segment.grad[tile].to(torch.float32).mul_(factor)
             segment.states["exp_avg"][tile].mul_(beta1).add_(grad, alpha=1 - beta1)
             segment.states["exp_avg_sq"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             weight_norms[slot] += sum_of_squares(segment.master[tile])
-            update_norms[slot] += sum_of_squares(_unscaled_update(segment, tile, hyper, corrections_of_moments))
+            update_norms[slot] += sum_of_squares(unscaled_update(segment, tile, hyper, corrections))
         weights, updates = (segment.sum_over_shards(norms).sqrt() for norms in (weight_norms, update_norms))
         ratios = torch.where((weights > 0) & (updates > 0),
                              (weights / updates).clamp(hyper["min_coeff"], hyper["max_coeff"]), 1.0)
-        for slot, tile in iter_tiles(segment, self.tile):
-            segment.master[tile].sub_(
-                _unscaled_update(segment, tile, hyper, corrections_of_moments).mul_(ratios[slot] * hyper["lr"]))
+        apply_updates(segment, tiles, hyper, corrections, ratios)
         return ratios
 
 
@@ -79,9 +77,17 @@ def denominator(squares: Tensor, correction: float, hyper: Mapping[str, Any]) ->
     return corrected.sqrt_().add_(hyper["eps"])
 
 
-def _unscaled_update(segment: UpdateSegment, tile: slice, hyper: Mapping[str, Any],
-                     corrections: tuple[float, float]) -> Tensor:
-    """u of these elements, from the new moments."""
+def unscaled_update(segment: UpdateSegment, tile: slice, hyper: Mapping[str, Any], corrections: tuple[float, float],
+                    decays: bool = True) -> Tensor:
+    """u of these elements, from the new moments; without its weight decay unless `decays`."""
     size = denominator(segment.states["exp_avg_sq"][tile], corrections[1], hyper)
     update = (segment.states["exp_avg"][tile] / corrections[0]).div_(size)
-    return update.add_(segment.master[tile], alpha=hyper["weight_decay"])
+    return update.add_(segment.master[tile], alpha=hyper["weight_decay"]) if decays else update
+
+
+def apply_updates(segment: UpdateSegment, tiles: Sequence[tuple[int, slice]], hyper: Mapping[str, Any],
+                  corrections: tuple[float, float], ratios: Tensor) -> None:
+    """w <- w - lr ratio u"""
+    for slot, tile in tiles:
+        segment.master[tile].sub_(
+            unscaled_update(segment, tile, hyper, corrections).mul_(ratios[slot] * hyper["lr"]))

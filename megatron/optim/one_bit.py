@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
-from megatron.optim.lamb import Lamb, bias_corrections, denominator, iter_tiles
+from megatron.optim.lamb import Lamb, apply_updates, bias_corrections, denominator, iter_tiles, unscaled_update
 from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateRule, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
@@ -163,13 +163,16 @@ class OneBitLamb(OneBitRule):
             return
         if steps_taken == self.frozen_at:
             segment.states["exp_avg_sq_fresh"].copy_(segment.states["exp_avg_sq"])
-        update = _FrozenVarianceUpdate(segment, hyper, self.frozen_at, steps_taken, self.tile)
-        largest, share = update.measure(factor)
+        tiles = list(iter_tiles(segment, self.tile if on_accelerator(segment.master) else min(self.tile,
+                                                                                              CACHE_TILE_NUMEL)))
+        m_correction, fresh_correction = bias_corrections(hyper, steps_taken + 1)
+        corrections = m_correction, bias_corrections(hyper, self.frozen_at)[1]
+        largest, share = _update_moments(segment, tiles, hyper, factor, corrections, fresh_correction)
         blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
         low, high = (last_factor * (1 + change) for change in (-hyper["factor_threshold"], hyper["factor_threshold"]))
         new_factor = torch.where(largest > 0, blended.clamp(low, high), last_factor)
         self._trust[names] = average, new_factor
-        update.apply(torch.where(average == 0, 1.0, average) * new_factor)
+        apply_updates(segment, tiles, hyper, corrections, torch.where(average == 0, 1.0, average) * new_factor)
 
     def scalars(self) -> dict[str, Any]:
         """Of all parameters, as every rank knows them."""
@@ -183,49 +186,27 @@ class OneBitLamb(OneBitRule):
         self._trust, self._restored_trust = {}, dict(scalars.get("trust", {}))
 
 
-class _FrozenVarianceUpdate:
-    """The update of one segment after v is frozen. Two passes, so that no temporary of the segment's size is needed."""
-
-    def __init__(self, segment: UpdateSegment, hyper: Mapping[str, Any], frozen_at: int, steps_taken: int,
-                 tile: int) -> None:
-        size = tile if on_accelerator(segment.master) else min(tile, CACHE_TILE_NUMEL)
-        self._segment, self._hyper, self._tiles = segment, hyper, list(iter_tiles(segment, size))
-        self._m_correction, self._fresh_v_correction = bias_corrections(hyper, steps_taken + 1)
-        self._v_correction = bias_corrections(hyper, frozen_at)[1]
-
-    def measure(self, factor: float) -> tuple[Tensor, Tensor]:
-        """Update the moments; returns [slots] the largest ratio of denominators (0 if all v are 0), and [slots] the
-        norm of the update without decay relative to that with it."""
-        segment, states = self._segment, self._segment.states
-        beta1, beta2 = self._hyper["betas"]
-        norms_without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
-        with_decay, largest = torch.zeros_like(norms_without_decay), torch.zeros_like(norms_without_decay)
-        for slot, tile in self._tiles:
-            momentum = segment.grad[tile].to(torch.float32).mul_(factor)
-            # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
-            grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
-            fresh = states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            grad.copy_(momentum)  # the new exp_avg
-            del momentum  # a tile of memory
-            update = self._update_without_decay(tile)
-            norms_without_decay[slot] += sum_of_squares(update)
-            with_decay[slot] += sum_of_squares(update.add_(segment.master[tile], alpha=self._hyper["weight_decay"]))
-            frozen = states["exp_avg_sq"][tile]
-            ratios = denominator(frozen, self._v_correction, self._hyper).div_(
-                denominator(fresh, self._fresh_v_correction, self._hyper)).masked_fill_(frozen == 0, 0.0)
-            largest[slot] = torch.maximum(largest[slot], ratios.max())
-            del ratios
-        share = (segment.sum_over_shards(norms_without_decay) / segment.sum_over_shards(with_decay)).sqrt()
-        return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)
-
-    def _update_without_decay(self, tile: slice) -> Tensor:
-        states = self._segment.states
-        return (states["exp_avg"][tile] / self._m_correction).div_(
-            denominator(states["exp_avg_sq"][tile], self._v_correction, self._hyper))
-
-    def apply(self, coefficients: Tensor) -> None:
-        """Update the weights."""
-        for slot, tile in self._tiles:
-            weights = self._segment.master[tile]
-            update = self._update_without_decay(tile).add_(weights, alpha=self._hyper["weight_decay"])
-            weights.sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
+def _update_moments(segment: UpdateSegment, tiles: Sequence[tuple[int, slice]], hyper: Mapping[str, Any],
+                    factor: float, corrections: tuple[float, float], fresh_correction: float) -> tuple[Tensor, Tensor]:
+    """After v is frozen: [slots] the largest ratio of denominators (0 if all v are 0), and [slots] the norm of the
+    update without decay relative to that with it."""
+    states, (beta1, beta2) = segment.states, hyper["betas"]
+    without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
+    with_decay, largest = torch.zeros_like(without_decay), torch.zeros_like(without_decay)
+    for slot, tile in tiles:
+        momentum = segment.grad[tile].to(torch.float32).mul_(factor)
+        # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
+        grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
+        fresh = states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        grad.copy_(momentum)  # the new exp_avg
+        del momentum  # a tile of memory
+        update = unscaled_update(segment, tile, hyper, corrections, decays=False)
+        without_decay[slot] += sum_of_squares(update)
+        with_decay[slot] += sum_of_squares(update.add_(segment.master[tile], alpha=hyper["weight_decay"]))
+        frozen = states["exp_avg_sq"][tile]
+        ratios = denominator(frozen, corrections[1], hyper).div_(
+            denominator(fresh, fresh_correction, hyper)).masked_fill_(frozen == 0, 0.0)
+        largest[slot] = torch.maximum(largest[slot], ratios.max())
+        del ratios
+    share = (segment.sum_over_shards(without_decay) / segment.sum_over_shards(with_decay)).sqrt()
+    return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)

@@ -10,7 +10,6 @@ from -1, and is all of their state. As in DeepSpeed a warm-up has at least 2 ste
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -134,17 +133,21 @@ class HasParamGroups(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class DeepSpeedScheduler(ABC):
-    """Counts calls of `step`, and writes the rates of `get_lr` into the param groups."""
+Curve = Callable[[int], float]
+"""`last_batch_iteration` -> the rate of one group."""
 
-    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
-        self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
+
+class DeepSpeedScheduler:
+    """Counts calls of `step`, and writes the rate of each group's curve into the param groups."""
+
+    def __init__(self, optimizer: HasParamGroups, curves: Sequence[Curve], last_batch_iteration: int) -> None:
+        self.optimizer, self._curves, self.last_batch_iteration = optimizer, curves, last_batch_iteration
         if last_batch_iteration == -1:
             self._write_to_groups()
 
-    @abstractmethod
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
+        return [curve(self.last_batch_iteration) for curve in self._curves]
 
     def get_last_lr(self) -> list[float]:
         """The rates in the param groups."""
@@ -168,114 +171,69 @@ class DeepSpeedScheduler(ABC):
             group["lr"] = rate
 
 
-class _WarmupScheduler(DeepSpeedScheduler):
-    """Moves each group's rate from `lows` (fraction 0) to `highs` (fraction 1), then by `_fraction_after_warmup`."""
+def _warmup_curves(optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_steps: int, kind: str,
+                   after_warmup: Callable[[int, int], float], first: float = 0.0) -> list[Curve]:
+    """Curves from `lows` (fraction 0) to `highs` (fraction 1; None: each group's own rate): a warm-up from the fraction
+    `first` on, then the fraction after_warmup(step, number of warm-up steps)."""
+    _check_steps("warmup_num_steps", warmup_steps)
+    if kind not in ("log", "linear"):
+        raise ConfigError(f'warmup_type is {kind!r}: expected "log" or "linear"')
+    steps = max(2, warmup_steps)
 
-    def __init__(self, optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_num_steps: int,
-                 warmup_type: str, last_batch_iteration: int) -> None:
-        """`highs` None: each group's own rate."""
-        _check_steps("warmup_num_steps", warmup_num_steps)
-        if warmup_type not in ("log", "linear"):
-            raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
-        own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.lows = _one_per_group(optimizer, lows)
-        self.highs = own if highs is None else _one_per_group(optimizer, highs)
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
-        super().__init__(optimizer, last_batch_iteration)
+    def fraction(step: int) -> float:
+        if step < 0:
+            return 0.0
+        return (first + (1 - first) * warmup_fraction(kind, step, steps) if step < steps
+                else after_warmup(step, steps))
 
-    @abstractmethod
-    def _fraction_after_warmup(self, step: int) -> float:
-        """Position between `lows` (0) and `highs` (1)."""
+    def curve(low: float, high: float) -> Curve:
+        return lambda step: low + (high - low) * fraction(step)
 
-    def _fraction_in_warmup(self, step: int) -> float:
-        return warmup_fraction(self.warmup_type, step, self.warmup_num_steps)
-
-    def get_lr(self) -> list[float]:
-        step = self.last_batch_iteration
-        share = (0.0 if step < 0 else self._fraction_in_warmup(step) if step < self.warmup_num_steps
-                 else self._fraction_after_warmup(step))
-        return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
+    own = [float(group["lr"]) for group in optimizer.param_groups]
+    return list(map(curve, _one_per_group(optimizer, lows), own if highs is None else _one_per_group(optimizer, highs)))
 
 
 @final
-class WarmupLR(_WarmupScheduler):
+class WarmupLR(DeepSpeedScheduler):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
     def __init__(self, optimizer: HasParamGroups, warmup_min_lr: LRValues = 0.0, warmup_max_lr: LRValues | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-
-    def _fraction_after_warmup(self, step: int) -> float:
-        return 1.0
+        super().__init__(optimizer, _warmup_curves(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps,
+                                                   warmup_type, lambda step, warmup: 1.0), last_batch_iteration)
 
 
 @final
-class WarmupDecayLR(_WarmupScheduler):
+class WarmupDecayLR(DeepSpeedScheduler):
     """As WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
                  warmup_max_lr: LRValues | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        def decay(step: int, warmup: int) -> float:
+            return max(0.0, (total_num_steps - step) / max(1, total_num_steps - warmup))
 
-    def _fraction_after_warmup(self, step: int) -> float:
-        return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
+        super().__init__(optimizer, _warmup_curves(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps,
+                                                   warmup_type, decay), last_batch_iteration)
 
 
 @final
-class WarmupCosineLR(_WarmupScheduler):
+class WarmupCosineLR(DeepSpeedScheduler):
     """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then cosine decay to `cos_min_ratio`."""
 
     def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
                  warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
+        def decay(step: int, warmup: int) -> float:
+            progress = min(1.0, (step - warmup + 1) / max(1, total_num_steps - warmup))
+            return cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
-    def _fraction_in_warmup(self, step: int) -> float:
-        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._fraction_in_warmup(step)
-
-    def _fraction_after_warmup(self, step: int) -> float:
-        progress = (step - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
-        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-
-
-class _LRScheduleScheduler(DeepSpeedScheduler):
-    """Follows one `LRSchedule` per group; step 0 is before the first call of `step`."""
-
-    stairs = 0, 0  # stairs of the rising and the falling half of a cycle; 0: linear
-
-    def __init__(self, optimizer: HasParamGroups, schedules: Sequence[LRSchedule], last_batch_iteration: int) -> None:
-        self.schedules = schedules
-        super().__init__(optimizer, last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        return [schedule(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
-
-    def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, or None unless they are cycled."""
-        found = [schedule.betas(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
-        return None if None in found else [betas for betas in found if betas is not None]
-
-    def _schedule_step(self) -> float:
-        """The next step. With stairs: the point at which the linear cycle has the height of the stair, as a fraction of
-        a step; never exactly 0, which only the first step is."""
-        step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
-        start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
-        if not (stairs and 0 < step < end):
-            return step
-        return start + (step - start) * stairs // length * length / stairs or 1e-300
-
-    def _write_to_groups(self) -> None:
-        super()._write_to_groups()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
-            group["betas"] = betas
+        super().__init__(optimizer, _warmup_curves(optimizer, 0.0, None, warmup_num_steps, warmup_type, decay,
+                                                   warmup_min_ratio), last_batch_iteration)
 
 
 @final
-class OneCycle(_LRScheduleScheduler):
+class OneCycle(DeepSpeedScheduler):
     """Linear from `cycle_min_lr` to `cycle_max_lr` and back, then divided by 1 + `decay_lr_rate` per `decay_step_size`
     steps. If all groups have betas, beta1 moves the other way, and grows after the cycle."""
 
@@ -290,18 +248,41 @@ class OneCycle(_LRScheduleScheduler):
         _check_steps("cycle_first_step_size", first)
         _check_steps("cycle_second_step_size", second, 0)
         stairs = cycle_first_stair_count
-        self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        self._stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         limits = (_one_per_group(optimizer, limit)
                   for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
-        super().__init__(optimizer, [
+        self._schedules = [
             LRSchedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
                        least if cycles else None, most, decay_mom_rate * per_step)
-            for high, low, least, most in zip(*limits, strict=True)], last_batch_iteration)
+            for high, low, least, most in zip(*limits, strict=True)]
+        super().__init__(optimizer, (), last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        return [schedule(self._schedule_step()) for schedule in self._schedules]  # type: ignore[arg-type]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group, or None unless they are cycled."""
+        found = [schedule.betas(self._schedule_step()) for schedule in self._schedules]  # type: ignore[arg-type]
+        return None if None in found else [betas for betas in found if betas is not None]
+
+    def _schedule_step(self) -> float:
+        """The next step. With stairs: the point at which the linear cycle has the height of the stair, as a fraction of
+        a step; never exactly 0, which only the first step is."""
+        step, top, end = self.last_batch_iteration + 1, self._schedules[0].warmup_steps, self._schedules[0].decay_steps
+        start, length, stairs = (0, top, self._stairs[0]) if step <= top else (end, top - end, self._stairs[1])
+        if not (stairs and 0 < step < end):
+            return step
+        return start + (step - start) * stairs // length * length / stairs or 1e-300
+
+    def _write_to_groups(self) -> None:
+        super()._write_to_groups()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
+            group["betas"] = betas
 
 
 @final
-class LRRangeTest(_LRScheduleScheduler):
+class LRRangeTest(DeepSpeedScheduler):
     """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps,
     linearly or (staircase) at once."""
 
@@ -309,10 +290,14 @@ class LRRangeTest(_LRScheduleScheduler):
                  lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
                  lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
-        style = "range-test-stairs" if lr_range_test_staircase else "range-test"
-        lows = _one_per_group(optimizer, lr_range_test_min_lr)
-        super().__init__(optimizer, [LRSchedule(style, 0.0, low, 0, lr_range_test_step_size,
-                                                tail=lr_range_test_step_rate) for low in lows], last_batch_iteration)
+
+        def curve(low: float) -> Curve:
+            schedule = LRSchedule("range-test-stairs" if lr_range_test_staircase else "range-test", 0.0, low, 0,
+                                  lr_range_test_step_size, tail=lr_range_test_step_rate)
+            return lambda step: schedule(step + 1)
+
+        super().__init__(optimizer, list(map(curve, _one_per_group(optimizer, lr_range_test_min_lr))),
+                         last_batch_iteration)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:

@@ -2,7 +2,7 @@
 
     from_torch(optimizer) -> UpdateRule
 
-A copy of the optimizer without parameters steps one tile at a time as its only parameter. State of the parameter's
+A copy of the optimizer steps one tile at a time as its only parameter. State of the parameter's
 shape lives in flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be
 elementwise: a small random matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole
 parameters, and hooks on `step`, are not supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments;
@@ -90,9 +90,11 @@ class TorchRule(UpdateRule):
     elementwise = True
 
     def __init__(self, optimizer: Optimizer, states: Iterable[str], tile: int) -> None:
-        self.name, self.states = type(optimizer).__name__, tuple(states)
-        self._optimizer = _ParameterlessOptimizer(optimizer)
-        self._tile = tile
+        self.name, self.states, self._tile = type(optimizer).__name__, tuple(states), tile
+        self._optimizer: Optimizer = object.__new__(type(optimizer))  # a copy that steps the tensors it is given
+        no_hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
+        vars(self._optimizer).update({**vars(optimizer), **no_hooks})
+        self._initial_fills, self._initial_scalars = _initial_state(optimizer)
         self._scalars_by_group: dict[int, dict[int, ParamState]] = {}
         """Group -> steps taken -> scalars. All segments of a group start from the same ones, so the previous step's are
         kept."""
@@ -104,8 +106,8 @@ class TorchRule(UpdateRule):
         for start in range(0, segment.master.numel(), self._tile):
             tile = slice(start, start + self._tile)
             master, flat_states = segment.master[tile], {name: flat[tile] for name, flat in segment.states.items()}
-            state = {**flat_states, **_clone_scalars(before)} if steps_taken else self._optimizer.initial_state(master)
-            self._optimizer.step(master, segment.grad[tile].to(torch.float32).mul_(factor), state, hyper)
+            state = {**flat_states, **_clone_scalars(before)} if steps_taken else self.initial_state(master)
+            self.step_tensor(master, segment.grad[tile].to(torch.float32).mul_(factor), state, hyper)
             for name, state_tile in flat_states.items():
                 if state.get(name, state_tile) is not state_tile:
                     state_tile.copy_(state[name])
@@ -117,14 +119,30 @@ class TorchRule(UpdateRule):
                                       for name, value in numbers.items()}}
                 self._scalar_templates[segment.group, segment.master.device] = numbers
 
+    def initial_state(self, weights: Tensor) -> ParamState:
+        """The state before the first step; empty for most optimizers, which create it in `step`."""
+        return {**{name: torch.full_like(weights, fill) for name, fill in self._initial_fills.items()},
+                **_clone_scalars(self._initial_scalars)}
+
+    def step_tensor(self, weights: Tensor, grad: Tensor, state: ParamState, hyper: Mapping[str, Any]) -> None:
+        """Update weights and state in place; the optimizer may also replace tensors in the state."""
+        parameter = Parameter(weights)
+        parameter.grad = grad
+        self._optimizer.param_groups = [{**hyper, "params": [parameter]}]
+        self._optimizer.state = defaultdict(dict, {parameter: state})
+        type(self._optimizer).step(self._optimizer)  # torch's schedulers patch `step` on the instance
+        if parameter.data_ptr() != weights.data_ptr():  # the optimizer replaced parameter.data
+            weights.copy_(parameter.detach())
+        self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
+
     def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
         """The group's scalars after `steps_taken` steps, in the optimizer's types. Raises CheckpointError if they are
         unknown."""
         place = segment.group, segment.master.device
         if place not in self._scalar_templates:  # after a restore: run a first step to see the types
             seed = torch.zeros(1, device=segment.master.device)
-            state = self._optimizer.initial_state(seed)
-            self._optimizer.step(seed, torch.zeros_like(seed), state, hyper)
+            state = self.initial_state(seed)
+            self.step_tensor(seed, torch.zeros_like(seed), state, hyper)
             self._scalar_templates[place] = self._scalars_in(state)
         templates = self._scalar_templates[place]
         known = self._scalars_by_group.get(segment.group, {}).get(steps_taken, {})
@@ -162,33 +180,6 @@ def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
     return AdamW(tile) if type(optimizer) is torch.optim.AdamW else None
 
 
-@final
-class _ParameterlessOptimizer:
-    """A copy of an optimizer that steps parameters passed to it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer: Optimizer = object.__new__(type(optimizer))
-        no_hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
-        vars(self._optimizer).update({**vars(optimizer), **no_hooks})
-        self._initial_fills, self._initial_scalars = _initial_state(optimizer)
-
-    def initial_state(self, weights: Tensor) -> ParamState:
-        """The state before the first step; empty for most optimizers, which create it in `step`."""
-        return {**{name: torch.full_like(weights, fill) for name, fill in self._initial_fills.items()},
-                **_clone_scalars(self._initial_scalars)}
-
-    def step(self, weights: Tensor, grad: Tensor, state: ParamState, hyper: Mapping[str, Any]) -> None:
-        """Update weights and state in place; the optimizer may also replace tensors in the state."""
-        parameter = Parameter(weights)
-        parameter.grad = grad
-        self._optimizer.param_groups = [{**hyper, "params": [parameter]}]
-        self._optimizer.state = defaultdict(dict, {parameter: state})
-        type(self._optimizer).step(self._optimizer)  # torch's schedulers patch `step` on the instance
-        if parameter.data_ptr() != weights.data_ptr():  # the optimizer replaced parameter.data
-            weights.copy_(parameter.detach())
-        self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
-
-
 def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], ParamState]:
     """(fill value of each elementwise state, scalars) that the constructor creates for every parameter, as Adagrad's
     does. Raises ConfigError if parameters differ, as after a step."""
@@ -219,16 +210,24 @@ def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
     # with a nonzero learning rate: warm-ups start at 0
     groups = [{**{key: value for key, value in group.items() if key != "params"},
                "lr": float(group.get("lr", 0)) or 1e-3} for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(0)
+    start, grads = (torch.randn(shape, generator=generator) for shape in (TRIAL_SHAPE, (TRIAL_STEPS, *TRIAL_SHAPE)))
     unsplit: list[tuple[Tensor, ParamState]] = []
     for hyper in groups:
-        trial, (weights, grads) = _ParameterlessOptimizer(optimizer), _random_matrices()
+        trial, weights = TorchRule(optimizer, (), tile), start.clone()
         state = trial.initial_state(weights)
-        for grad in grads:
-            trial.step(weights, grad, state, hyper)
+        for grad in grads.clone():  # which the optimizer may overwrite
+            trial.step_tensor(weights, grad, state, hyper)
         unsplit.append((weights, state))
     states = dict.fromkeys(name for _, state in unsplit for name in _elementwise_state_names(optimizer, state))
     for hyper, (weights, state) in zip(groups, unsplit, strict=True):
-        halves = _step_in_halves(TorchRule(optimizer, states, tile), hyper)
+        rule, flat = TorchRule(optimizer, states, tile), start.flatten().clone()
+        flat_states = {name: torch.zeros(len(flat)) for name in states}
+        for steps_taken, grad in enumerate(grads.flatten(1).clone()):
+            for half in (slice(0, len(flat) // 2), slice(len(flat) // 2, None)):
+                rule.step(UpdateSegment(0, flat[half], grad[half], {name: flat_states[name][half] for name in states},
+                                        (), 1, lambda sums: sums), hyper, factor=1.0, steps_taken=steps_taken)
+        halves = {**flat_states, **rule.scalars().get(f"0/{TRIAL_STEPS}", {}), "": flat}
         # exact: an elementwise update rounds the same way in halves
         if not all(torch.allclose(torch.as_tensor(halves[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0,
                                   atol=0, equal_nan=True)
@@ -236,26 +235,6 @@ def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
             raise _unsupported(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
                                "becomes another one, and ranks hold cut parameters")
     return TorchRule(optimizer, states, tile)
-
-
-def _random_matrices() -> tuple[Tensor, Tensor]:
-    """Weights [16, 16] and gradients [TRIAL_STEPS, 16, 16]."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randn(TRIAL_SHAPE, generator=generator),
-            torch.randn((TRIAL_STEPS, *TRIAL_SHAPE), generator=generator))
-
-
-def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
-    """The trial's steps in two flat segments: states and scalars by name, and the weights under ""."""
-    weights, grads = _random_matrices()
-    flats = {"": weights.view(-1), **{name: torch.zeros(weights.numel()) for name in rule.states}}
-    middle = weights.numel() // 2
-    for steps_taken, grad in enumerate(grads):
-        for half in (slice(0, middle), slice(middle, None)):
-            segment = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
-                                    {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
-            rule.step(segment, hyper, factor=1.0, steps_taken=steps_taken)
-    return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 
 
 def _elementwise_state_names(optimizer: Optimizer, state: ParamState) -> list[str]:

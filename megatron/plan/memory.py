@@ -137,17 +137,15 @@ def _logits_bytes(run: PlannedRun, fresh: bool) -> int:
     rows = cuda_logit_rows(tokens, columns, run.param_bytes)
     if on_cpu:
         rows = min(max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.param_bytes)), tokens)
-    scratch = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # a GPU kernel works in place
-    held = rows * columns * run.param_bytes + scratch + 2 * tokens * FP32  # losses and their weights
+    block = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # a GPU kernel works in place
+    held = rows * columns * run.param_bytes + 2 * tokens * FP32  # losses and their weights
     total = run.param_bytes if rows >= tokens else FP32
     in_place = fresh and (total == run.grad_bytes or not on_cpu and run.grad_bytes == FP32)
     if not in_place:
         held += columns * width * total
-    slab = min(CPU_SLAB_COLUMNS, columns) * width * run.param_bytes if on_cpu else 0
-    if total == run.param_bytes:
-        return held + (max(scratch, slab) if run.param_bytes < FP32 else 0)
-    rounded = 0 if fresh else columns * width * run.param_bytes
-    return held + max(scratch, slab, rounded)
+    slab = min(CPU_SLAB_COLUMNS, columns) * width * run.param_bytes if on_cpu and run.param_bytes < FP32 else 0
+    rounded = 0 if fresh or total == run.param_bytes else columns * width * run.param_bytes
+    return held + max(block, slab, rounded)
 
 
 def cuda_logit_rows(tokens: int, columns: int, element: int) -> int:

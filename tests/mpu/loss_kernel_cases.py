@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu import loss_accelerator, loss_kernel
-from mpu.chunked_loss import VocabShard
-from mpu.groups import SOLO
+from mpu import loss_chunk, loss_kernel
+from mpu.groups import Group
+from mpu.loss_chunk import VocabShard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -55,24 +55,25 @@ def test_losses_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tu
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_of_a_split_vocabulary_do_what_torch_does(
+def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
     dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two ranks, one after the other: the second has the columns of the first, and the targets are the first's."""
     rows, columns, width = shape
     logits, target, scale = _logits(*shape, dtype)
-    target[-1] = columns + 5  # another rank's, or this rank's padding
-    share = VocabShard(SOLO, 0, columns)
-    both = []
-    for kernel in (loss_kernel, None):
-        monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device, kernel=kernel: kernel)
-        summaries = loss_accelerator._row_summaries(logits, target, share)
+    losses, gradient = _exact(torch.cat([logits[:, :columns]] * 2, 1), target, scale, 2 * columns)
+    summaries = [loss_kernel.summaries_of(logits, target, first, columns) for first in (0, columns)]
+    monkeypatch.setattr(loss_chunk, "load_kernels", lambda *which: loss_kernel)
+    monkeypatch.setattr(loss_chunk, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(loss_chunk, "all_gather", lambda local, tp, dim: torch.stack(summaries, 1))
+    for rank in range(2):
         place = logits.clone()
-        loss_accelerator._write_gradients(place, place, target, share, summaries, scale)
-        both.append((summaries, place))
-    (summaries, place), (expected, expected_place) = both
-    torch.testing.assert_close(summaries, expected, rtol=2e-6, atol=2e-6)  # another order of addition
-    torch.testing.assert_close(place, expected_place, rtol=ROUNDING[dtype], atol=1e-6)
-    assert not place[:, columns:].any()
+        shard = VocabShard(Group(rank, 2, (0, 1)), rank * columns, columns)
+        found = loss_chunk.losses_of_chunk(place, target, shard, scale)
+        torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
+        torch.testing.assert_close(place[:, :columns].double(), gradient[:, rank * columns:][:, :columns],
+                                   rtol=ROUNDING[dtype], atol=1e-6)
+        assert not place[:, columns:].any()
 
 
 def test_a_rank_with_nothing_but_padding_has_an_empty_summary() -> None:

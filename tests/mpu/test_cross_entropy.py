@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu import device, loss_cpu
+from mpu import device
 from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from mpu.groups import SOLO, build
+from mpu.loss_chunk import SLAB_COLUMNS
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -169,11 +170,11 @@ class LargestProduct(TorchDispatchMode):
                     reason="an accelerator has such products, and takes the gradient in one")
 def test_the_weight_gradient_of_bf16_is_no_product_of_its_own_size() -> None:
     """Processors without bf16 products make them in fp32 first: of the whole it would be twice the gradient."""
-    columns, width, tokens = 3 * loss_cpu._SLAB_COLUMNS, 32, 2
+    columns, width, tokens = 3 * SLAB_COLUMNS, 32, 2
     hidden, weight = (torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, columns))
     with LargestProduct() as seen:
         linear_cross_entropy(hidden, weight, torch.tensor([0, columns - 1]), SOLO, loss_weight=torch.ones(2)).backward()
-    assert seen.numel == loss_cpu._SLAB_COLUMNS * width
+    assert seen.numel == SLAB_COLUMNS * width
 
 
 def test_a_batch_without_weight_costs_nothing_and_teaches_nothing() -> None:

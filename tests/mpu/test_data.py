@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.data import broadcast_data
 from mpu.groups import SOLO, build
+from mpu.parallel_state import broadcast_data
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
 

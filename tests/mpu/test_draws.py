@@ -16,7 +16,7 @@ from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinea
 from mpu.partition import join_local_slices
 from mpu.split import Partition
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments,
-                             UniformInitializer, draw_normal_elementwise, fill_normal_rows, rng_key,
+                             UniformInitializer, fill_normal_rows, rng_key,
                              strided_segments_of)
 
 KEY = rng_key(1234, "blocks.0.attn.qkv.weight")
@@ -69,15 +69,6 @@ def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch
             fill_normal_rows(out, KEY, start, stride)
             rows = [expected[start + i * stride : start + i * stride + width] for i in range(20)]
             assert torch.equal(out, torch.stack(rows))
-            assert torch.equal(draw_normal_elementwise(out, KEY, start, stride, 1.0), out)
-
-
-def test_the_accelerators_integers_are_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's signed numbers and numpy's unsigned ones."""
-    expected = whole(10_000)
-    monkeypatch.setattr(weight_init, "on_accelerator", lambda tensor: True)
-    monkeypatch.setattr(weight_init, "_splitmix64_numpy", None)
-    assert torch.equal(whole(10_000), expected)
 
 
 def test_they_are_normal_and_tensors_are_independent() -> None:
@@ -98,8 +89,8 @@ def test_they_are_normal_and_tensors_are_independent() -> None:
 
 
 @pytest.mark.parametrize(("shape", "partition"), [
-    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 24), Partition(1)),
-    ((6, 24), Partition(1)), ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
+    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 20), Partition(1)),
+    ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int) -> None:
     parts = []

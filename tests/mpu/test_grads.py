@@ -56,7 +56,7 @@ def test_rows_are_told_apart_whatever_lies_beside_them() -> None:
 
 def test_an_accelerator_copies_a_bounded_part_to_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grads, "on_accelerator", lambda where: True)
-    monkeypatch.setattr(grads, "_kernel_on", lambda device: None)
+    monkeypatch.setattr(grads, "load_kernels", lambda *which: None)
     monkeypatch.setattr(grads, "_FP64_BLOCK_ELEMENTS", 4 * NORM_ROW)
     x = torch.randn(10 * NORM_ROW, generator=torch.Generator().manual_seed(0)) * 1e25
     longest: list[int] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,32 +16,37 @@ from mpu.device import load_kernels
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def missing() -> ModuleType:
-    raise ImportError("No module named 'triton'")
-
-
 def broken(device: torch.device) -> None:
     raise RuntimeError("no C compiler")
 
 
-def of(runs: bool = True, try_out: Any = lambda device: None) -> Any:
-    return SimpleNamespace(runs_on=lambda device: runs, try_out=try_out)
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Kernels that work, kernels that do not, and none."""
+    made: dict[str, Any] = {"works": SimpleNamespace(try_out=lambda device: None),
+                            "fails": SimpleNamespace(try_out=broken)}
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    load_kernels.cache_clear()
+    yield made
+    load_kernels.cache_clear()
 
 
-def test_kernels_that_work_are_used() -> None:
-    kernels = of()
-    assert load_kernels(lambda: kernels, GPU, "slow") is kernels
+def test_kernels_that_work_are_used_on_a_gpu_and_in_the_interpreter(modules: dict[str, Any],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_kernels("works", GPU, "slow") is modules["works"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert load_kernels("works", CPU, "slow") is modules["works"]
 
 
-@pytest.mark.parametrize("load", [missing, lambda: of(runs=False)])
-def test_a_cpu_needs_none(load: Any) -> None:
+@pytest.mark.parametrize("module", ["works", "fails", "missing"])
+def test_a_cpu_needs_none(module: str, modules: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_kernels(load, CPU, "slow") is None
+        assert load_kernels(module, CPU, "slow") is None
 
 
-@pytest.mark.parametrize("load, why", [(missing, "No module named 'triton'"),
-                                       (lambda: of(try_out=broken), "no C compiler")])
-def test_a_gpu_without_them_warns_of_what_is_lost_and_why(load: Any, why: str) -> None:
+@pytest.mark.parametrize("module, why", [("missing", "No module named 'missing'"), ("fails", "no C compiler")])
+def test_a_gpu_without_them_warns_of_what_is_lost_and_why(module: str, why: str, modules: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match=f"twice the bytes: {why}"):
-        assert load_kernels(load, GPU, "twice the bytes") is None
+        assert load_kernels(module, GPU, "twice the bytes") is None

@@ -13,11 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpu import loss_accelerator, loss_cpu
-from mpu.chunked_loss import LossGradRequest, LossInputs, VocabShard
+from mpu import loss_chunk
+from mpu.cross_entropy import linear_cross_entropy
 from mpu.groups import SOLO, build
+from mpu.loss_chunk import VocabShard
 from tests.distributed import run_ranks
 from tests.kernels import compiled, interpreted
+from tests.wires import accelerator_side
 
 ROWS, COLUMNS, WIDTH = 64, 4000, 4096
 
@@ -98,27 +100,18 @@ class Traffic(TorchDispatchMode):
         return name == "out" or name == "self" and func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
 
 
-def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
-    share, target = VocabShard(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
+def _traffic_of_a_chunk(logits: torch.Tensor) -> Traffic:
+    target = torch.zeros(len(logits), dtype=torch.int64)
     with Traffic() as traffic:
-        if module is loss_cpu:
-            scratch = torch.empty(len(logits), WIDTH)
-            logits[:, COLUMNS:] = -torch.inf
-            loss_cpu._block_loss(logits, target, torch.ones(len(logits)), share, scratch)
-        else:
-            loss_accelerator._chunk_loss(share, logits, target, torch.ones(len(logits)))
+        loss_chunk.losses_of_chunk(logits, target, VocabShard(SOLO, 0, COLUMNS), torch.ones(len(logits)))
     return traffic
 
 
-def test_bytes_moved_for_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's walk, which was CUDA's too, moved 28; the kernel's 4 to 6 are in the test of its compilation: a load
-    and a store of memory, and a load that finds the row or part of it in the cache."""
+def test_bytes_moved_for_each_logit() -> None:
+    """The kernel's 4 to 6 are in the test of its compilation: a load and a store of memory, and a load that finds the
+    row or part of it in the cache."""
     logits = torch.randn(ROWS, WIDTH).bfloat16()
-    walk = _softmax_of_a_chunk(logits.clone(), loss_cpu)
-    assert walk.bytes / logits.numel() == pytest.approx(28, abs=1)
-    monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device: None)
-    fallback = _softmax_of_a_chunk(logits.clone(), loss_accelerator)
-    assert fallback.bytes / logits.numel() == pytest.approx(28, abs=1)
+    assert _traffic_of_a_chunk(logits).bytes / logits.numel() == pytest.approx(28, abs=1)
 
 
 def test_one_kernel_a_chunk_and_no_other_pass_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +127,9 @@ def test_one_kernel_a_chunk_and_no_other_pass_over_the_logits(monkeypatch: pytes
             cls.calls += 1
             return torch.zeros(len(logits))
 
-    monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device: Kernel)
-    traffic = _softmax_of_a_chunk(torch.randn(ROWS, WIDTH).bfloat16(), loss_accelerator)
+    monkeypatch.setattr(loss_chunk, "load_kernels", lambda *which: Kernel)
+    with accelerator_side(True):
+        traffic = _traffic_of_a_chunk(torch.randn(ROWS, WIDTH).bfloat16())
     assert Kernel.calls == 1 and traffic.bytes < 1000  # losses and weights of the rows
 
 
@@ -143,25 +137,40 @@ def test_chunks_are_few_equal_and_fit_their_memory() -> None:
     width = 50_304
     for rows in (1, 100, 8192, 10_624, 10_625, 16_384, 65_536):
         for size in (2, 4):
-            chunk = loss_accelerator.rows_per_chunk(rows, width, size)
-            assert chunk * width * size <= loss_accelerator._CHUNK_BYTES and chunk <= rows
-            fewest = -(-rows // loss_accelerator.rows_per_chunk(10**9, width, size))
+            chunk = loss_chunk.accelerator_rows_per_chunk(rows, width, size)
+            assert chunk * width * size <= loss_chunk.ACCELERATOR_CHUNK_BYTES and chunk <= rows
+            fewest = -(-rows // loss_chunk.accelerator_rows_per_chunk(10**9, width, size))
             assert -(-rows // chunk) <= fewest + 1 and (chunk == rows or chunk % 128 == 0)
-    assert loss_accelerator.rows_per_chunk(16_384, width, 2) == 8192
+    assert loss_chunk.accelerator_rows_per_chunk(16_384, width, 2) == 8192
 
 
-def _exchanges(rank: int, world: int) -> tuple[int, int]:
-    """(collectives inside the chunks, chunks) of a loss with gradients."""
+class SummaryKernel:
+    """In place of the kernels: what they return is of the right shape."""
+
+    @staticmethod
+    def serves(logits: torch.Tensor) -> bool:
+        return True
+
+    @staticmethod
+    def summaries_of(logits: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.ones(3, len(logits))
+
+    @staticmethod
+    def gradients_into(*rest: object) -> None:
+        """None is needed."""
+
+
+def _exchanges(rank: int, world: int) -> int:
+    """Collectives inside the two chunks of a loss with gradients."""
     tp, calls = build(world).tp, []
     hidden, weight = torch.randn(4096, 16), torch.randn(64, 16, requires_grad=True)
     target = torch.zeros(4096, dtype=torch.int64)
-    share = VocabShard.of(64, tp, 100)
-    gather = loss_accelerator.all_gather
-    with mock.patch.object(loss_accelerator, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)):
-        loss_accelerator.chunked_loss(LossInputs(hidden, weight, target, share),
-                                      LossGradRequest(torch.ones(4096), True, True), 2048)
-    return len(calls), 2
+    gather = loss_chunk.all_gather
+    with mock.patch.object(loss_chunk, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)), \
+            mock.patch.object(loss_chunk, "load_kernels", lambda *which: SummaryKernel), accelerator_side(True):
+        linear_cross_entropy(hidden, weight, target, tp, vocab_size=100, loss_weight=torch.ones(4096), chunk_rows=2048)
+    return len(calls)
 
 
 def test_ranks_exchange_once_a_chunk() -> None:
-    assert run_ranks(_exchanges, 2) == [(2, 2)] * 2
+    assert run_ranks(_exchanges, 2) == [2, 2]

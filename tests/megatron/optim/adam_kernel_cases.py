@@ -198,7 +198,7 @@ def test_the_rule_takes_the_kernel_and_says_what_it_wrote(kinds: Any) -> None:
         both = []
         for kernel in (adam_kernel, None):
             flat, rule = made(kinds), AdamW()
-            with mock.patch.object(adam, "_load_kernel", lambda device, kernel=kernel: kernel):
+            with mock.patch.object(adam, "load_kernels", lambda *which, kernel=kernel: kernel):
                 rule.bind_device(DEVICE, SOLO)
                 for step in range(1, 4):
                     fresh = flat | {"grad": flat["grad"].clone()}  # torch's kernel leaves it divided
@@ -241,7 +241,7 @@ def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeyp
     with on_the_accelerator_side():
         ours = engine_of(precision, stage)
         with monkeypatch.context() as without:
-            without.setattr(adam, "_load_kernel", lambda device: None)
+            without.setattr(adam, "load_kernels", lambda *which: None)
             torchs = engine_of(precision, stage)
         for _ in range(3):
             counted = step_of(ours)

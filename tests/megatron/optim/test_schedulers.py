@@ -1,18 +1,20 @@
-"""DeepSpeed's schedulers: the published formulas at every step, and the same curves as the trainer's own Schedule."""
+"""Learning rates are the published formulas at every step: DeepSpeed's schedulers, and the trainer's LRSchedule."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
+from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.optim.schedulers import (DeepSpeedScheduler, LRRangeTest, LRSchedule, OneCycle, WarmupCosineLR,
                                        WarmupDecayLR, WarmupLR)
+from megatron.zero.api.optimizer import build_lr_schedule
 
 STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
 
@@ -99,25 +101,6 @@ def test_a_scheduler_that_starts_in_the_middle_leaves_the_rates_until_its_first_
     assert scheduler.last_batch_iteration == 100 and groups.rates == pytest.approx(published("WarmupLR", "log", 100))
 
 
-@pytest.mark.parametrize("warmup_type", ["log", "linear"])
-@pytest.mark.parametrize(("kind", "style", "floor"), [
-    ("WarmupLR", "constant", 0.0), ("WarmupDecayLR", "linear", 0.0), ("WarmupCosineLR", "cosine", FLOOR)])
-def test_the_trainers_schedule_is_the_same_curve_a_step_earlier(kind: str, style: str, floor: float,
-                                                                warmup_type: str) -> None:
-    schedule = LRSchedule(style, 2.0, 2.0 * floor, WARMUP, TOTAL, warmup_type)
-    groups = Groups([{"lr": 2.0}])
-    common: dict[str, Any] = {"warmup_num_steps": WARMUP, "warmup_type": warmup_type}
-    scheduler: DeepSpeedScheduler = (
-        WarmupLR(groups, 0.0, None, **common) if kind == "WarmupLR" else
-        WarmupDecayLR(groups, TOTAL, 0.0, 2.0, **common) if kind == "WarmupDecayLR" else
-        WarmupCosineLR(groups, TOTAL, cos_min_ratio=FLOOR, **common))
-    after = -1 if kind == "WarmupCosineLR" else 0
-    for step in range(STEPS):
-        scheduler.step(step + 1 if step < WARMUP - 1 else step + after)
-        if step not in (WARMUP - 1, WARMUP):  # the one has warmed up, the other not yet
-            assert close(schedule(step), groups.rates[0]), step
-
-
 def test_a_log_warm_up_of_one_step_or_none_is_at_the_peak_at_once() -> None:
     for warmup in (0, 1, 2):
         assert LRSchedule("constant", 1.0, 0.0, warmup, 10, "log")(0) == 1.0
@@ -132,28 +115,6 @@ def test_a_warm_up_longer_than_the_whole_ends_at_the_end() -> None:
         for it, rate in ((8, math.log(9) / math.log(10)), (9, 1.0), (10, end), (50, end)):
             scheduler.step(it)
             assert scheduler.get_last_lr() == [pytest.approx(rate)]
-
-
-def test_defaults_and_torch_optimizers() -> None:
-    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=5.0)
-    scheduler = WarmupLR(adam)
-    assert adam.param_groups[0]["lr"] == 0.0
-    scheduler.step(499)
-    assert adam.param_groups[0]["lr"] == pytest.approx(0.001 * math.log(500) / math.log(1000))
-    scheduler.step(1000)
-    assert adam.param_groups[0]["lr"] == 0.001
-
-
-@pytest.mark.parametrize(("given", "told"), [
-    ({"warmup_num_steps": 0}, "warmup_num_steps is 0: expected an integer of at least 1"),
-    ({"warmup_num_steps": 1.5}, "warmup_num_steps is 1.5"),
-    ({"warmup_type": "cosine"}, "warmup_type is 'cosine': expected \"log\" or \"linear\""),
-    ({"warmup_max_lr": [1.0]}, "1 learning rates are given: expected one, or one for each of the 2 param groups"),
-])
-def test_what_cannot_be_honoured_is_a_config_error(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        WarmupLR(Groups(), **given)
-    assert told in str(caught.value)
 
 
 CYCLE = [dict(cycle_first_step_size=4), dict(cycle_first_step_size=3, cycle_second_step_size=5, decay_lr_rate=0.5),
@@ -207,9 +168,48 @@ def test_range_test(stairs: bool) -> None:
         assert all(map(close, groups.rates, [0.1 * grown, 0.2 * grown])), it
 
 
-def test_sizes_of_a_cycle_are_checked() -> None:
-    for make, told in ((lambda: OneCycle(Groups(), 0.1, 1.0, cycle_first_step_size=0), "first_step_size is 0: exp"),
-                       (lambda: LRRangeTest(Groups(), lr_range_test_step_size=1.5), "step_size is 1.5"),  # type: ignore
-                       (lambda: OneCycle(Groups(), [0.1], 1.0), "1 learning rates are given: expected one, or")):
-        with pytest.raises(ConfigError, match=told):
-            make()
+@pytest.mark.parametrize("cls, given, told", [
+    (WarmupLR, {"warmup_num_steps": 0}, "warmup_num_steps is 0: expected an integer of at least 1"),
+    (WarmupLR, {"warmup_num_steps": 1.5}, "warmup_num_steps is 1.5"),
+    (WarmupLR, {"warmup_type": "cosine"}, "warmup_type is 'cosine': expected \"log\" or \"linear\""),
+    (WarmupLR, {"warmup_max_lr": [1.0]}, "1 learning rates are given: expected one, or one for each of the 2 param"),
+    (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0}, "first_step_size is 0: exp"),
+    (OneCycle, {"cycle_min_lr": [0.1], "cycle_max_lr": 1.0}, "1 learning rates are given: expected one, or"),
+    (LRRangeTest, {"lr_range_test_step_size": 1.5}, "step_size is 1.5")])
+def test_what_cannot_be_honoured_is_a_config_error(cls: Any, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        cls(Groups(), **given)
+
+
+# ---- LRSchedule --------------------------------------------------------------------------------------------------
+
+WSD = {"linear": lambda t: 1 - t, "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+       "exponential": lambda t: 2 / 2**t - 1, "minus_sqrt": lambda t: 1 - t**0.5}
+PEAK, WSD_STEPS = 1e-3, 4
+
+
+def closed_form(style: str, step: int, floor: float, warm: int, end: int) -> float:
+    """Of every style that warms up; "WSD-..." names the shape of its decay."""
+    if step < warm:
+        return PEAK * (step + 1) / warm
+    done = min(1.0, (step - warm) / max(1, end - warm))
+    if style.startswith("WSD"):
+        share = WSD[style.removeprefix("WSD-")](min(1.0, max(0, step - end + WSD_STEPS) / WSD_STEPS))
+        return floor + (PEAK - floor) * share
+    return {"constant": PEAK, "linear": PEAK - (PEAK - floor) * done,
+            "cosine": floor + (PEAK - floor) * (1 + math.cos(math.pi * done)) / 2,
+            "exponential": PEAK * ((floor or PEAK / 100) / PEAK) ** done,  # which never reaches 0
+            "inverse-square-root": max(floor, PEAK * math.sqrt(max(1, warm) / max(max(1, warm), step + 1)))}[style]
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-4])
+@pytest.mark.parametrize("warm, end", [(10, 100), (0, 7), (3, 10), (6, 10)])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "exponential", "inverse-square-root",
+                                   *(f"WSD-{shape}" for shape in WSD)])
+def test_every_rate_of_the_trainers_styles_is_the_closed_form(style: str, warm: int, end: int, floor: float) -> None:
+    name, _, shape = style.partition("-") if style.startswith("WSD") else (style, "", "")
+    schedule = build_lr_schedule(build_config({
+        "lr_decay_style": name, "lr": PEAK, "min_lr": floor, "lr_warmup_iters": warm, "lr_decay_iters": end,
+        "train_iters": end, **({"lr_wsd_decay_style": shape, "lr_wsd_decay_iters": WSD_STEPS} if shape else {})}))
+    for step in range(end + 30):
+        assert schedule(step) == pytest.approx(closed_form(style, step, floor, warm, end), rel=1e-12, abs=1e-18), step

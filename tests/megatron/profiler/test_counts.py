@@ -55,20 +55,16 @@ def test_the_formula_of_mfu_differs_by_what_the_guide_says(name: str) -> None:
     assert length * flops_per_token(config, length) == 2 * ran + length * 6 * no_products
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [{}, {"hidden_dropout": 0.1}, {"attention_dropout": 0.1}], ids=str)
 @pytest.mark.parametrize("chunk", [None, 1, 2])
-def test_a_causal_kernel_is_counted_for_the_scores_that_it_forms(chunk: int | None, dropout: float) -> None:
-    model = gpt2(num_layers=3, hidden_dropout=dropout)
+def test_a_causal_kernel_is_counted_for_the_scores_that_it_forms(chunk: int | None, dropout: dict[str, float]) -> None:
+    """Dropout of attention has no such kernel: it is written out in products."""
+    model = gpt2(num_layers=3, **dropout)
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk)
     x = tokens(model)
-    assert recorded(model, x, x).macs == step_macs(model.config, 2, 16, causal=True, chunk=chunk)
-
-
-def test_dropout_of_attention_writes_it_out_in_products() -> None:
-    model = gpt2(attention_dropout=0.1)
-    x = tokens(model)
-    assert recorded(model, x, x).macs == step_macs(model.config, 2, 16, causal=False)
+    assert recorded(model, x, x).macs == step_macs(model.config, 2, 16, causal="attention_dropout" not in dropout,
+                                                   chunk=chunk)
 
 
 def test_each_module_has_its_own_products_also_in_backward() -> None:
@@ -87,27 +83,10 @@ def test_each_module_has_its_own_products_also_in_backward() -> None:
 
 def test_neighbours_of_one_operation_are_told_apart_in_backward() -> None:
     """Each module makes one node of autograd's: an interval that is off by one gives it to another."""
-    class Product(nn.Module):
-        def __init__(self, rows: int, columns: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(rows, columns))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight
-
-    model = nn.Sequential(Product(3, 5), Product(5, 7), nn.Sequential(Product(7, 11)), Product(11, 2))
+    model = nn.Sequential(linear(3, 5), linear(5, 7), nn.Sequential(linear(7, 11)), linear(11, 2))
     found = recorded(model, torch.zeros(1, 3, requires_grad=True))
     assert [row(found, path).macs for path in ("0", "1", "2", "2.0", "3")] == [
         Macs(size, 2 * size) for size in (15, 35, 77, 77, 22)]
-
-
-def test_what_runs_outside_of_modules_is_told_apart() -> None:
-    model, weight = nn.Linear(4, 4), torch.zeros(4, 4, requires_grad=True)
-    recording = FlopRecording(model)
-    with recording.record():
-        (model(torch.zeros(2, 4)) @ weight).sum().backward()
-    found = build_profile(recording)
-    assert (found.root.macs, found.outside_modules) == (Macs(32, 32), Macs(32, 64))
 
 
 class Product(torch.autograd.Function):
@@ -121,19 +100,6 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] @ ctx.saved_tensors[0].T, None
-
-
-def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Product.apply(F.linear(x, self.weight), self.weight)  # type: ignore[no-untyped-call]
-            return y
-
-    assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
 
 
 def test_a_module_that_another_thread_is_in_gets_nothing_of_this_one() -> None:
@@ -165,9 +131,6 @@ def test_a_module_that_another_thread_is_in_gets_nothing_of_this_one() -> None:
     assert [row(found, path).calls for path in ("0", "1")] == [0, 1]
 
 
-# ---- backward, or recomputation ---------------------------------------------------------------------------------
-
-
 def counted(model: nn.Module, run: Callable[[], Any]) -> ModelProfile:
     recording = FlopRecording(model)
     with recording.record():
@@ -175,70 +138,81 @@ def counted(model: nn.Module, run: Callable[[], Any]) -> ModelProfile:
     return build_profile(recording)
 
 
-def two() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+# ---- inside or outside of modules, backward or recomputation ----------------------------------------------------
+
+
+def linear(rows: int = 8, columns: int = 8) -> nn.Linear:
+    return nn.Linear(rows, columns, bias=False)
+
+
+class Module(nn.Module):
+    """What a function does, with the modules that it calls."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], *inner: nn.Module) -> None:
+        super().__init__()
+        self.run, self.inner = run, nn.ModuleList(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def checkpointed(function: Callable[[Tensor], Tensor], reentrant: bool = False) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant)  # type: ignore
+
+
+def backward(model: nn.Module, **asked: bool) -> Callable[[Tensor], object]:
+    return lambda x: model(x).sum().backward(**asked)
+
+
+WEIGHT = torch.ones(8, 8, requires_grad=True)
+A = linear()
+TWO = nn.Sequential(linear(), linear())
+OWN = Module(lambda x: Product.apply(F.linear(x, WEIGHT), WEIGHT))  # type: ignore[no-untyped-call]
+AGAIN = Module(lambda x: Product.apply(x, WEIGHT).sin())  # type: ignore[no-untyped-call]
+MLP = nn.Sequential(linear(), nn.GELU())
+
+
+def slope_of_a_slope(x: Tensor) -> None:
+    slope, = torch.autograd.grad(A(x.requires_grad_()).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+CASES: dict[str, tuple[nn.Module, Callable[[Tensor], object], Macs, Macs]] = {
+    # of 4 x 8 @ 8 x 8, which is 256: model, what runs, counts of the model, counts outside of modules
+    "a product behind the model": (A, lambda x: (A(x) @ WEIGHT).sum().backward(), Macs(256, 256), Macs(256, 512)),
+    "a user's own function": (OWN, backward(OWN), Macs(512, 512), Macs()),
+    "a backward to be differentiated": (TWO, backward(TWO, create_graph=True), Macs(512, 768), Macs()),
+    # no forward made the slope's slope, which is taken for outside
+    "a gradient penalty": (A, slope_of_a_slope, Macs(256, 256), Macs(0, 256)),
+    "the gradient of a function": (TWO, lambda x: torch.func.grad(lambda w: (x @ w).sum())(WEIGHT.detach()), Macs(),
+                                   Macs(256, 256)),
+    **{f"a checkpoint without modules{reentrant, asked}": (
+        TWO, lambda x, reentrant=reentrant, asked=asked: checkpointed(lambda x: (x @ WEIGHT).sin(), reentrant)(
+            x.requires_grad_()).sum().backward(**asked), Macs(), Macs(256, 512, 256))
+       for reentrant, asked in ((False, {}), (False, {"retain_graph": True}), (True, {}),
+                                (False, {"create_graph": True}))},
+    "a user's own function, again": (AGAIN, lambda x: checkpointed(AGAIN)(x.requires_grad_()).sum().backward(),
+                                     Macs(256, 256, 256), Macs()),
+    **{f"a checkpoint of torch's, reentrant {reentrant}": (
+        MLP, lambda x, reentrant=reentrant: checkpointed(MLP, reentrant)(x.requires_grad_()).sum().backward(),
+        Macs(256, 512, 256), Macs()) for reentrant in (False, True)}}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_a_backward_that_is_to_be_differentiated_is_no_recomputation() -> None:
-    """Two layers of 8 x 8 see 4 rows: 256 MACs each; the first one's image wants no gradient."""
-    model, x = two(), torch.ones(4, 8)
-    found = counted(model, lambda: model(x).sum().backward(create_graph=True))
-    assert found.macs == Macs(512, 768) and not found.backward_is_estimated
-    assert row(found, "0").macs == Macs(256, 256) and row(found, "1").macs == Macs(256, 512)
-
-
-def test_a_gradient_penalty_recomputes_nothing() -> None:
-    """Of 4 x 8 @ 8 x 8 the slope by x is one product, and the slope of that by the weight another. No forward made the
-    latter, which is taken for outside."""
-    model, x = nn.Linear(8, 8, bias=False), torch.ones(4, 8, requires_grad=True)
-
-    def run() -> None:
-        slope, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        slope.square().sum().backward()
-
-    found = counted(model, run)
-    assert (found.root.macs, found.outside_modules) == (Macs(256, 256), Macs(0, 256))
-
-
-def test_the_gradient_of_a_function_is_a_backward() -> None:
-    weight, x = torch.ones(8, 8), torch.ones(4, 8)
-    found = counted(two(), lambda: torch.func.grad(lambda w: (x @ w).sum())(weight))
-    assert found.macs == found.outside_modules == Macs(256, 256)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("reentrant, asked", [(False, {}), (False, {"retain_graph": True}), (True, {}),
-                                              (False, {"create_graph": True})])
-def test_a_checkpoint_without_modules_runs_again(reentrant: bool, asked: dict[str, bool]) -> None:
-    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
-
-    def run() -> None:
-        y: Tensor = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=reentrant)
-        y.sum().backward(**asked)
-
-    assert counted(two(), run).macs == Macs(256, 512, 256)
+@pytest.mark.parametrize("name", CASES)
+def test_forward_backward_and_recomputation_are_told_apart_inside_and_outside_of_modules(name: str) -> None:
+    model, run, inside, outside = CASES[name]
+    found = counted(model, lambda: run(torch.ones(4, 8)))
+    assert (found.root.macs, found.outside_modules) == (inside, outside) and not found.backward_is_estimated
 
 
 def test_a_backward_without_products_is_seen_and_not_estimated() -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fixed, self.norm = nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.norm(self.fixed(x))
-            return y
-
-    found = recorded(Last(), torch.ones(4, 8))
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8))
+    found = recorded(model, torch.ones(4, 8))
     assert found.macs == Macs(256) and not found.backward_is_estimated
 
 
 # ---- the same table ----------------------------------------------------------------------------------------------
-
-
-def forward_table(profile: ModelProfile) -> list[tuple[Any, ...]]:
-    return [(*found[:3], found[3].forward, *found[4:]) for found in table(profile)]
 
 
 def test_two_profiles_in_a_row_are_equal_and_add_up_where_asked() -> None:
@@ -256,40 +230,6 @@ def test_recomputation_changes_no_other_column() -> None:
     x = tokens(plain)
     without = [(*found[:3], replace(found[3], recomputation=0), *found[4:]) for found in table(recorded(again, x, x))]
     assert without == table(recorded(plain, x, x))
-
-
-def test_a_function_with_a_backward_of_its_own_is_recomputation_where_it_runs_again() -> None:
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Product.apply(x, torch.zeros(4, 4))  # type: ignore[no-untyped-call]
-            return y.sin()
-
-    class Kept(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            return made
-
-    found = recorded(Kept(), torch.zeros(2, 4, requires_grad=True))
-    assert found.macs == row(found, "inner").macs == Macs(32, 32, 32)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_torchs_own_checkpoint_is_seen_as_well(reentrant: bool) -> None:
-    class Kept(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.GELU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
-            return made
-
-    x = torch.zeros(2, 4, requires_grad=True)
-    assert recorded(Kept(), x).macs == Macs(128, 256, 128)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
@@ -341,17 +281,9 @@ def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
 
 
 def test_a_head_that_is_tied_has_the_products_and_the_embedding_the_parameters() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.inner, self.head = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.inner(self.table(x)))
-            return y
-
-    found = recorded(Tied(), torch.zeros(2, dtype=torch.long))
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
+    model[2].weight = model[0].weight
+    found = recorded(model, torch.zeros(2, dtype=torch.long))
     assert [(inner.parameters, inner.macs.forward) for inner in found.root.children] == [(40, 0), (20, 32), (0, 80)]
 
 

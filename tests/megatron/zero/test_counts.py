@@ -61,7 +61,7 @@ def the_kernel_of_norms() -> Iterator[list[Tensor]]:
         torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=out)
 
     kernel = SimpleNamespace(serves=lambda rows: True, norms_into=norms_into)
-    with patch.object(grads, "_kernel_on", lambda device: kernel):
+    with patch.object(grads, "load_kernels", lambda *which: kernel):
         yield asked
 
 
@@ -147,7 +147,7 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """With 16-bit gradients torch's kernel needs a copy of them for each group, and one of the weights for all."""
     monkeypatch.setattr(Kernel, "groups", groups)
-    monkeypatch.setattr(adam, "_load_kernel", lambda device: Kernel)
+    monkeypatch.setattr(adam, "load_kernels", lambda *which: Kernel)
     engine = made(24, "bf16")
     before = [master(bucket) for bucket in engine.buckets]
     kernels = counted_step(engine, 1).kernels
@@ -160,7 +160,7 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
 def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
     """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
     with on_the_accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
-            patch.object(adam, "_load_kernel", lambda device: Kernel if rank == 0 else None):
+            patch.object(adam, "load_kernels", lambda *which: Kernel if rank == 0 else None):
         engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
         calls = counted_step(engine, 1).kernels["_fused_adamw_"]
     return calls, [master(bucket) for bucket in engine.buckets]
