@@ -1,5 +1,4 @@
-"""A stage replaces and removes its own files alone, whatever is named: what it reads, other stages and the user's files
-stay. And whoever reads the folder of a stage reads the shards that its record lists: all of them, and no others."""
+"""A stage replaces and removes its own files alone; its readers read the shards that its record lists, to the bit."""
 
 from __future__ import annotations
 
@@ -7,28 +6,30 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from data import split_json
+from data import input_files
 from data.input_files import find_text_files
-from data.preprocess import TextReadOptions, main as preprocess
+from data.preprocess import TextReadOptions, build_corpus, main as preprocess
+from data.sampling import parse_split
 from data.sources import cached_corpus
+from data.split_json import main as split_json_main, split_json
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext.__main__ import main
-from data.webtext.runner import run_global_stage
+from data.webtext import dedup, runner, split
+from data.webtext.__main__ import main, tokenize_part
 from data.webtext.readers import shards_of_stage
-from data.webtext.stage_folder import merge_shares, remove_stage
-from tests.data.webtext.killing import in_a_fork
-from tests.data.webtext.stages import REVERSE
+from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
+from data.webtext.stage_folder import merge_shares, read_stage_record, remove_stage
+from tests.data.killing import in_a_fork
+from tests.data.webtext.stages import REVERSE, SHOUT
 from tests.data.webtext.test_runner import contents, texts_in
 
-BYTE = ["--tokenizer-type", "ByteLevelTokenizer"]
 
-
-def stage(command: str, *words: object) -> None:
+def run(command: str, *words: object) -> None:
     main([command, *map(str, words), "--workers", "1", "--shard-bytes", "400"])
 
 
@@ -64,10 +65,10 @@ AMONG_ITS_INPUTS: dict[str, tuple[list[str], str]] = {
 def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: Path, command: list[str], how: str
                                                                            ) -> None:
     for name in ("A", "B", "D/read", "w/2-extract"):
-        stage("read", "raw", "--output", name)
-    stage("split", "A", "--output", "S", "--split", "1,1,1")
+        run("read", "raw", "--output", name)
+    run("split", "A", "--output", "S", "--split", "1,1,1")
     for k in range(2):
-        stage("read", "raw", "--output", f"M{k}", "--shard", f"{k}/2")
+        run("read", "raw", "--output", f"M{k}", "--shard", f"{k}/2")
     os.symlink("A", "link")
     before = everything()
     with pytest.raises(UsageError) as caught:
@@ -78,9 +79,9 @@ def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: 
 
 
 def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: Path) -> None:
-    stage("read", "raw", "--output", "U")
-    stage("read", "raw", "--output", "U/other")
-    stage("split", "U/other", "--output", "U/split", "--split", "1,1,1")
+    run("read", "raw", "--output", "U")
+    run("read", "raw", "--output", "U/other")
+    run("split", "U/other", "--output", "U/split", "--split", "1,1,1")
     for name in ("mine/part-00000.jsonl", "train/part-00000.jsonl", "dropped.jsonl", "part-0.jsonl.bak"):
         Path("U", name).parent.mkdir(exist_ok=True)
         Path("U", name).write_text("precious\n")
@@ -94,24 +95,24 @@ def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: 
 
 
 def test_a_log_goes_with_its_stage(raw: Path) -> None:
-    stage("read", "raw", "--output", "A")
-    stage("dedup", "A", "--output", "D", "--exact-only")
+    run("read", "raw", "--output", "A")
+    run("dedup", "A", "--output", "D", "--exact-only")
     assert Path("D/dropped.jsonl").exists()
-    stage("shuffle", "A", "--output", "D")
+    run("shuffle", "A", "--output", "D")
     assert not Path("D/dropped.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["train/part-00001.jsonl", "dropped.jsonl"])
 def test_a_file_of_the_users_is_not_replaced(raw: Path, name: str) -> None:
-    stage("read", "raw", "--output", "A")
+    run("read", "raw", "--output", "A")
     Path("S", name).parent.mkdir(parents=True)
     Path("S", name).write_text("precious\n")
     command = ("split", "A", "--split", "1,0,0") if "/" in name else ("dedup", "A", "--exact-only")
     with pytest.raises(DataError, match=f"S/{name}: was not made by this stage, which would replace it; move it away"):
-        stage(*command, "--output", "S")
+        run(*command, "--output", "S")
     assert Path("S", name).read_text() == "precious\n"
     Path("S", name).rename("mine")
-    stage(*command, "--output", "S")
+    run(*command, "--output", "S")
     assert len(texts_in(Path("S"))) == 60
 
 
@@ -119,12 +120,12 @@ def test_a_record_that_is_none_is_not_replaced(raw: Path) -> None:
     Path("S").mkdir()
     Path("S/stage.json").write_text('{"mine": 1}')
     with pytest.raises(DataError, match="^S/stage.json: not the record of a stage; remove that folder, or choose"):
-        stage("read", "raw", "--output", "S")
+        run("read", "raw", "--output", "S")
     assert Path("S/stage.json").read_text() == '{"mine": 1}'
 
 
 def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> None:
-    stage("read", "raw", "--output", "A")
+    run("read", "raw", "--output", "A")
     record = json.loads(Path("A/stage.json").read_text())
     for name in ("../raw/a.jsonl", "../part-00000.jsonl", str(Path("part-00000.jsonl").absolute()), "./a/../a.jsonl"):
         record["outputs"].append(record["outputs"][0] | {"name": name})
@@ -134,112 +135,182 @@ def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> No
     assert [*everything()] == ["part-00000.jsonl", "raw/a.jsonl"]
 
 
-def test_what_a_kill_left_half_moved_or_half_removed_is_known_as_ours(raw: Path) -> None:
-    """Of the stage before and of the one in its place, by a third one."""
-    stage("read", "raw", "--output", "old")
-    events = in_a_fork(lambda: (shutil.copytree("old", "out"), stage("shuffle", "old", "--output", "out")))
+def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(raw: Path) -> None:
+    """Nothing is half made, the same command goes on, and a third stage knows what is left as ours."""
+    run("read", "raw", "--output", "old")
+    run("shuffle", "old", "--output", "new")
+    shutil.copytree("old", "out")
+    events = in_a_fork(lambda: run("shuffle", "old", "--output", "out"))
+    assert events > 20 and contents(Path("out")) == contents(Path("new"))
     for stop in range(1, events + 1):
-        shutil.rmtree("out")
+        for folder in ("out", "third"):
+            shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree("old", "out")
         Path("out/mine").mkdir()
         Path("out/mine/part-00000.jsonl").write_text("precious\n")
-        if in_a_fork(lambda: stage("shuffle", "old", "--output", "out"), stop) != -1:
-            break
-        main(["read", "raw", "--output", "out", "--workers", "1", "--shard-bytes", "900"])
+        assert in_a_fork(lambda: run("shuffle", "old", "--output", "out"), stop) == -1
         assert Path("out/mine/part-00000.jsonl").read_text() == "precious\n"
         shutil.rmtree("out/mine")
-        assert {*contents(Path("out"))} == {"part-00000.jsonl", "part-00001.jsonl", "stage.json"}, stop
-    assert stop > 20
+        if read_stage_record(Path("out/stage.json")):
+            assert contents(Path("out")) in (contents(Path("old")), contents(Path("new"))), stop
+        else:
+            with pytest.raises(DataError, match="not complete|no file to read"):
+                run("clean", "out", "--output", "next")
+        shutil.copytree("out", "third")
+        run("shuffle", "old", "--output", "out")
+        assert contents(Path("out")) == contents(Path("new")), stop
+        main(["read", "raw", "--output", "third", "--workers", "1", "--shard-bytes", "900"])
+        assert {*contents(Path("third"))} == {"part-00000.jsonl", "part-00001.jsonl", "stage.json"}, stop
 
 
-# -------------------------------------------------------------------------------------------------------- merge
-
-def shares(count: int = 2) -> list[Path]:
-    for k in range(count):
-        stage("read", "raw", "--output", f"M{k}", "--shard", f"{k}/{count}")
-    return [Path(f"M{k}") for k in range(count)]
-
-
-def test_a_merge_takes_what_the_shares_list(raw: Path) -> None:
-    parts = shares()
+def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(raw: Path) -> None:
+    shares = [Path("M0"), Path("M1")]
+    for k, share in enumerate(shares):
+        run("read", "raw", "--output", share, "--shard", f"{k}/2")
     Path("M0/part-00009.jsonl").write_text('{"text": "of nobody"}\n')
     Path("M0/sub").mkdir()
     Path("M0/sub/part-00000.jsonl").write_text('{"text": "of nobody"}\n')
-    merge_shares(parts, Path("M"))
-    stage("read", "raw", "--output", "one")
+    merge_shares(shares, Path("M"))
+    run("read", "raw", "--output", "one")
     assert contents(Path("M")) == contents(Path("one"))
-
-
-def test_a_share_with_a_changed_shard_is_not_merged(raw: Path) -> None:
-    parts = shares()
-    shard = next(parts[1].glob("part-*"))
+    shard = next(shares[1].glob("part-*"))
     shard.write_bytes(shard.read_bytes().replace(b"document", b"Document"))
     with pytest.raises(DataError, match=f"^{shard}: expected content with the sha256"):
-        merge_shares(parts, Path("M"))
-    assert not [*Path("M").glob("*.json*")]
+        merge_shares(shares, Path("other"))
+    assert not [*Path("other").glob("*.json*")]
 
 
-# ------------------------------------------------------------------------------------------------------ readers
+# --------------------------------------------------------------------------------------------------- readers of a stage
 
-READERS: dict[str, Callable[[str], object]] = {
-    "data.preprocess": lambda name: preprocess(["--input", name, "--output-prefix", "c", *BYTE]),
-    "data.split_json": lambda name: split_json.main([name, "--output-prefix", "c", "--split", "1,0,0"]),
-    "--train-data": lambda name: cached_corpus(name, ByteLevelTokenizer(), TextReadOptions(), "cache"),
-    "a map stage": lambda name: stage("clean", name, "--output", "out", "--min-tokens", "1"),
-    "a global stage": lambda name: run_global_stage(REVERSE, [name], Path("out"))}
+SMALL = StageRunOptions(shard_bytes=500)
+BYTE = ByteLevelTokenizer()
+SPLIT = GlobalStage("split", split.run_split, split.SplitOptions("8,1,1"))
+DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signature_share)
 
 
-@pytest.fixture(params=READERS.values(), ids=READERS)
-def reader(request: pytest.FixtureRequest) -> Callable[[str], object]:
-    found: Callable[[str], object] = request.param
-    return found
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """Of nine shards."""
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"text": f"some text {i}"}) + "\n" for i in range(160)))
+    run_map_stage(SHOUT, [raw], tmp_path / "stage", run_options=SMALL)
+    assert len(shards_of_stage(tmp_path / "stage")) == 9
+    return tmp_path / "stage"
 
 
-def test_a_shard_that_is_missing_is_named_by_whoever_reads_the_stage(raw: Path, reader: Callable[[str], object]
-                                                                     ) -> None:
-    stage("read", "raw", "--output", "S")
-    Path("S/part-00002.jsonl").rename("away")
-    with pytest.raises(DataError, match="^S/part-00002.jsonl: expected .* bytes .stage.json., found no file"):
-        reader("S")
-    assert not list(Path().glob("c.*"))
+def change(shard: Path) -> None:
+    """One bit, in a text: the line is JSON as before. The time is as it was. Once more: as it was."""
+    times = shard.stat()
+    content = bytearray(shard.read_bytes())
+    content[20] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize("name", ["part-00077.jsonl", "part-0.jsonl"])
-def test_a_shard_that_no_record_lists_is_named_by_whoever_reads_the_stage(raw: Path, reader: Callable[[str], object],
-                                                                          name: str) -> None:
-    stage("read", "raw", "--output", "S")
-    shutil.copy("raw/a.jsonl", f"S/{name}")
-    with pytest.raises(DataError, match=f"^S/{name}: is not one of the shards that stage.json lists; if it is yours"):
-        reader("S")
+def is_no_longer_complete(folder: Path) -> None:
+    (folder / "stage.json").unlink()
+    (folder / ".work").mkdir()
 
 
-def test_a_stage_that_is_not_complete_is_refused_by_whoever_reads_it(raw: Path, reader: Callable[[str], object]
-                                                                     ) -> None:
-    stage("read", "raw", "--output", "S")
-    Path("S/stage.json").unlink()
-    Path("S/.work").mkdir()
-    with pytest.raises(DataError, match="^S: this stage is not complete; run its command again first"):
-        reader("S")
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "a map stage": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=SMALL),
+    "with workers": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=replace(SMALL, workers=2)),
+    "a global stage": lambda stage, out: run_global_stage(REVERSE, [stage], out),
+    "a share of one": lambda stage, out: run_global_stage(SPLIT, [stage], out, replace(SMALL, shard=(0, 2))),
+    "a share that is prepared": lambda stage, out: run_global_stage(DEDUP, [stage], out, replace(SMALL, shard=(1, 2))),
+    "tokens of the pipeline": lambda stage, out: tokenize_part(stage, "train", out, BYTE, 1),
+    "data.preprocess": lambda stage, out: preprocess(
+        ["--input", str(stage), "--output-prefix", str(out), "--tokenizer-type", "byte"]),
+    "data.split_json": lambda stage, out: split_json_main(
+        [str(stage), "--output-prefix", str(out), "--split", "1,1,1"]),
+    "--train-data": lambda stage, out: cached_corpus(str(stage), BYTE, TextReadOptions(), str(out))}
+CHECKSUM = r"expected content with the sha256 \w{64} .stage.json., found \w{64}: .* run its command again"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit": (lambda stage: change(stage / "part-00006.jsonl"), f"/part-00006.jsonl: {CHECKSUM}"),
+    "a shard is missing": (lambda stage: os.rename(stage / "part-00006.jsonl", stage / "away"),
+                           "/part-00006.jsonl: expected .* bytes .stage.json., found no file"),
+    "one that is not listed": (lambda stage: shutil.copy(stage / "part-00006.jsonl", stage / "part-0.jsonl"),
+                               "/part-0.jsonl: is not one of the shards that stage.json lists; if it is yours"),
+    "not complete": (is_no_longer_complete, ": this stage is not complete; run its command again first")}
 
 
-def test_the_part_of_a_split_is_read_as_listed(raw: Path) -> None:
-    stage("read", "raw", "--output", "A")
-    stage("split", "A", "--output", "S", "--split", "1,1,1")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_a_fault_of_a_stage_is_named_by_whoever_reads_it(
+        stage: Path, tmp_path: Path, reader: Callable[[Path, Path], object], fault: str) -> None:
+    make, told = FAULTS[fault]
+    make(stage)
+    with pytest.raises(DataError, match=f"^{stage}{told}"):
+        reader(stage, tmp_path / "out")
+    assert not list(tmp_path.glob("out.*"))
+    if fault == "a bit":
+        change(stage / "part-00006.jsonl")
+        reader(stage, tmp_path / "out")
+
+
+def test_shards_are_checked_wherever_they_are_named(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    run_global_stage(SPLIT, [stage], tmp_path / "split")
+    shard = next((tmp_path / "split" / "train").iterdir())
+    change(shard)
+    change(stage / "part-00006.jsonl")
+    for read in (lambda: build_corpus([shard], tmp_path / "c", BYTE),
+                 lambda: build_corpus([stage / "part-00006.jsonl"], tmp_path / "c", BYTE),
+                 lambda: split_json([str(stage / "part-00006.jsonl")], str(tmp_path / "c"), parse_split("1,1,1")),
+                 lambda: tokenize_part(tmp_path / "split", "train", tmp_path / "c", BYTE, 1)):
+        with pytest.raises(DataError, match=rf"^({shard}|{stage}/part-00006.jsonl): {CHECKSUM}$"):
+            read()
+    monkeypatch.chdir(shard.parent)
+    with pytest.raises(DataError, match=f"^{shard.name}: expected content"):
+        build_corpus([shard.name], tmp_path / "c", BYTE)
+    assert not list(tmp_path.glob("c.*"))
+
+
+def test_the_part_of_a_split_is_read_as_listed(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_global_stage(SPLIT, [stage], Path("S"))
     every = find_text_files(["S"]).files
     assert every == sorted(shard.path for shard in shards_of_stage(Path("S"))) and len(every) > 6
-    assert find_text_files(["S/train"]).files == [path for path in every if path.startswith("S/train/")]
-    shard = find_text_files(["S/train"]).files[-1]
-    for action, told in ((lambda: shutil.copy(shard, "S/train/part-00099.jsonl"), "part-00099.jsonl: is not one of"),
-                         (lambda: os.remove("S/train/part-00099.jsonl"), None),
-                         (lambda: os.remove(shard), "found no file")):
-        action()
+    parts = [find_text_files([f"S/{part}"]).files for part in split.PARTS]
+    assert all(parts) and sorted(sum(parts, [])) == every
+    for fault, told in ((lambda: shutil.copy(every[0], "S/train/part-00099.jsonl"), "part-00099.jsonl: is not one of"),
+                        (lambda: os.rename("S/train/part-00099.jsonl", parts[0][-1] + ".away"), None),
+                        (lambda: os.remove(parts[0][-1]), "found no file")):
+        fault()
         for given in ("S", "S/train"):
             if told is None:
                 find_text_files([given])
-            else:
+                continue
+            for read in (find_text_files, lambda given: run_map_stage(SHOUT, given, tmp_path / "out")):
                 with pytest.raises(DataError, match=told):
-                    find_text_files([given])
-            if told is not None:
-                with pytest.raises(DataError, match=told):
-                    stage("clean", given, "--output", "out")
-    assert find_text_files(["S/valid"]).files
+                    read([given])
+
+
+def test_a_stage_goes_on_with_the_shards_it_has_and_checks_only_what_it_still_reads(
+        stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_map_stage(SHOUT, [stage], tmp_path / "whole", run_options=SMALL)
+    every = [Path(shard.path).name for shard in shards_of_stage(stage)]
+    checked, made = list[str](), list[str]()
+    really, original = input_files.sha256_file, runner.run_job
+    monkeypatch.setattr(input_files, "sha256_file", lambda path: (checked.append(Path(path).name), really(path))[1])
+
+    def four(job, stage, reading):  # type: ignore[no-untyped-def]
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(job[1].name)
+        return original(job, stage, reading)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runner, "run_job", four)
+        run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
+    assert checked == every
+    assert contents(tmp_path / "out") == {}, "nothing is seen before all of it is there"
+    with pytest.raises(DataError, match="this stage is not complete"):
+        run_map_stage(SHOUT, [tmp_path / "out"], tmp_path / "next")
+    checked.clear()
+    run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
+    assert checked and checked[1:] == every[len(every) - len(checked) + 1:] and len(checked) <= len(every) - 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and not (tmp_path / "out" / ".work").exists()
+    checked.clear()
+    run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
+    assert checked == [], "what is done is not read again"
