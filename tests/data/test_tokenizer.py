@@ -205,7 +205,7 @@ def test_it_gives_the_ids_of_the_library(tmp_path: Path, joined: bool) -> None:
     path = written(tmp_path, fast)
     ours, theirs = GPT2BPETokenizer(path), library.Tokenizer.from_file(path)
     assert ours.vocab_size == theirs.get_vocab_size() and ours.eod == theirs.token_to_id(END_OF_TEXT) == 0
-    for text in [*TEXTS, Path(__file__).read_text()[:4000]]:
+    for text in [*TEXTS, Path(__file__).read_text().replace(END_OF_TEXT, "")[:4000]]:
         assert ours.encode(text) == theirs.encode(text).ids, text
 
 

@@ -1,4 +1,4 @@
-"""A stage replaces and removes its own files alone; its readers read the shards that its record lists, to the bit."""
+"""One stage: the same bytes for any number of workers and machines, resumed where it stopped, nothing half made."""
 
 from __future__ import annotations
 
@@ -21,25 +21,156 @@ from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
 from data.webtext.__main__ import main, tokenize_part
-from data.webtext.readers import shards_of_stage
+from data.webtext.readers import WebReadOptions, shards_of_stage
 from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
 from data.webtext.stage_folder import merge_shares, read_stage_record, remove_stage
 from tests.data.killing import in_a_fork
-from tests.data.webtext.stages import REVERSE, SHOUT
-from tests.data.webtext.test_runner import contents, texts_in
+from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
+
+SMALL = StageRunOptions(shard_bytes=500)
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything that can be seen in a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)}
+
+
+def texts_in(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for shard in shards_of_stage(folder)
+            for line in Path(shard.path).read_bytes().splitlines()]
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    write(folder / "a.jsonl", [f"text {i}" + " drop" * (i % 5 == 0) for i in range(200)])
+    write(folder / "b.jsonl", [f"more {i}" for i in range(7)])
+    return folder
+
+
+def test_a_map_stage_is_the_function_on_every_document_in_order(raw: Path, tmp_path: Path) -> None:
+    record = run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=SMALL)
+    expected = [f"TEXT {i}" for i in range(200) if i % 5] + [f"MORE {i}" for i in range(7)]
+    assert texts_in(tmp_path / "out") == expected
+    assert len(record.outputs) > 5
+    assert record.counts.dropped == {"asked for": 40}
+    assert (record.counts.documents_in, record.counts.documents_kept) == (207, 167)
+    assert record.counts.bytes_in == sum(path.stat().st_size for path in raw.iterdir())
+    assert record.counts.bytes_kept == sum(output.bytes for output in record.outputs)
+    assert read_stage_record(tmp_path / "out" / "stage.json") == record
+
+
+def test_any_number_of_workers_and_machines_makes_the_same_folder(raw: Path, tmp_path: Path) -> None:
+    run_map_stage(SHOUT, [raw], tmp_path / "one", run_options=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "three", run_options=replace(SMALL, workers=3))
+    shares = [tmp_path / f"share{k}" for k in range(4)]
+    for k, folder in enumerate(shares):
+        run_map_stage(SHOUT, [raw], folder, run_options=replace(SMALL, shard=(k, 4)))
+    merge_shares(shares[::-1], tmp_path / "merged")
+    assert contents(tmp_path / "one") == contents(tmp_path / "three") == contents(tmp_path / "merged")
+
+
+def test_merge_refuses_shares_that_are_missing_twice_there_or_of_another_stage(raw: Path, tmp_path: Path) -> None:
+    shares = [tmp_path / f"share{k}" for k in range(3)]
+    for k, folder in enumerate(shares):
+        run_map_stage(SHOUT, [raw], folder, run_options=replace(SMALL, shard=(k, 3)))
+    for wrong in (shares[:2], [*shares, shares[0]], shares[1:]):
+        with pytest.raises(DataError, match="expected each share"):
+            merge_shares(wrong, tmp_path / "merged")
+    other = tmp_path / "other"
+    run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], other, run_options=replace(SMALL, shard=(2, 3)))
+    with pytest.raises(DataError, match="the shares differ in parameters"):
+        merge_shares([*shares[:2], other], tmp_path / "merged")
+    with pytest.raises(DataError, match="expected the folder of a stage that is complete"):
+        merge_shares([raw], tmp_path / "merged")
+
+
+def test_a_stage_that_is_done_is_passed_by_and_one_that_differs_is_made_again(raw: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = run_map_stage(SHOUT, [raw], out, run_options=SMALL)
+    times = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix}
+    assert run_map_stage(SHOUT, [raw], out, run_options=replace(SMALL, workers=2)) == first
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix} == times
+    for change in (
+        lambda: run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], out, run_options=SMALL),
+        lambda: run_map_stage(SHOUT, [raw], out, run_options=StageRunOptions(shard_bytes=10_000)),
+        lambda: run_map_stage(SHOUT, [raw], out, WebReadOptions(on_error="skip"), SMALL),
+        lambda: run_map_stage(SHOUT, [write(raw / "b.jsonl", ["more"] * 7)], out, run_options=SMALL),
+    ):
+        again = change()
+        assert again.key != first.key
+        assert {path.name for path in out.glob("part-*")} == {output.name for output in again.outputs}
+    before = contents(out)
+    (out / "part-00000.jsonl").write_bytes(b"")
+    run_map_stage(SHOUT, [raw / "b.jsonl"], out, run_options=SMALL)
+    assert contents(out) == before, "a shard that is damaged is made again"
+
+
+def test_a_global_stage_reads_the_folder_of_a_stage(raw: Path, tmp_path: Path) -> None:
+    run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
+    record = run_global_stage(REVERSE, [tmp_path / "first"], tmp_path / "second")
+    assert texts_in(tmp_path / "second") == texts_in(tmp_path / "first")[::-1]
+    assert record and record.counts.documents_in == 167
+
+
+def test_a_second_pass_sees_all_that_the_first_kept(raw: Path, tmp_path: Path) -> None:
+    record = run_map_stage(replace(SHOUT, second_pass=REVERSE), [raw], tmp_path / "out", run_options=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
+    assert texts_in(tmp_path / "out") == texts_in(tmp_path / "first")[::-1]
+    assert record.counts.dropped == {"asked for": 40} and record.counts.documents_in == 207
+    assert list(contents(tmp_path / "out")) == ["part-00000.jsonl", "stage.json"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_is_named_with_its_place_whichever_worker_meets_it(raw: Path, tmp_path: Path, workers: int) -> None:
+    lines = (raw / "a.jsonl").read_bytes().splitlines(keepends=True)
+    lines[150] = lines[190] = b"[]\n"
+    (raw / "a.jsonl").write_bytes(b"".join(lines))
+    place = f"a.jsonl:151 .byte {len(b''.join(lines[:150]))}. expected a JSON object, found an array"
+    with pytest.raises(DataError, match=place):
+        run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=replace(SMALL, workers=workers))
+    record = run_map_stage(SHOUT, [raw], tmp_path / "out", WebReadOptions(on_error="skip"),
+                           replace(SMALL, workers=workers))
+    assert record.counts.dropped["not an object"] == 2
+    assert record.counts.documents_in == record.counts.documents_kept + sum(record.counts.dropped.values()) == 207
+
+
+def test_what_a_library_does_not_survive_is_an_error_or_a_counted_loss(raw: Path, tmp_path: Path) -> None:
+    write(raw / "b.jsonl", ["good", "fail", "good"])
+    with pytest.raises(DataError, match=r"b.jsonl:2 \(byte 17\) ZeroDivisionError: a library gave up"):
+        run_map_stage(SHOUT, [raw], tmp_path / "out")
+    assert run_map_stage(SHOUT, [raw], tmp_path / "out", WebReadOptions(on_error="skip")).counts.dropped["failed"] == 1
+
+
+def test_shards_that_no_stage_made_are_never_removed(raw: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    mine = write(tmp_path / "mine" / "part-00000.jsonl", ["precious"])
+    with pytest.raises(DataError, match="found shards no stage made"):
+        run_map_stage(SHOUT, [raw], tmp_path / "mine")
+    assert mine.exists()
+
+
+# ------------------------------------------------------------------------------------ its own files and those of others
 
 def run(command: str, *words: object) -> None:
     main([command, *map(str, words), "--workers", "1", "--shard-bytes", "400"])
 
 
 @pytest.fixture
-def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the folder that is the current one."""
+def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a file of lines in `raw`."""
     monkeypatch.chdir(tmp_path)
     Path("raw").mkdir()
     Path("raw/a.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
-    return Path("raw")
+    return tmp_path
 
 
 def everything() -> dict[str, bytes]:
@@ -62,8 +193,8 @@ AMONG_ITS_INPUTS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("command, how", AMONG_ITS_INPUTS.values(), ids=AMONG_ITS_INPUTS)
-def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: Path, command: list[str], how: str
-                                                                           ) -> None:
+def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(current_folder: Path, command: list[str],
+                                                                           how: str) -> None:
     for name in ("A", "B", "D/read", "w/2-extract"):
         run("read", "raw", "--output", name)
     run("split", "A", "--output", "S", "--split", "1,1,1")
@@ -78,7 +209,7 @@ def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: 
     assert everything() == before
 
 
-def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: Path) -> None:
+def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(current_folder: Path) -> None:
     run("read", "raw", "--output", "U")
     run("read", "raw", "--output", "U/other")
     run("split", "U/other", "--output", "U/split", "--split", "1,1,1")
@@ -94,7 +225,7 @@ def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: 
     assert set(before) - set(after) <= own and len(texts_in(Path("U"))) == 60
 
 
-def test_a_log_goes_with_its_stage(raw: Path) -> None:
+def test_a_log_goes_with_its_stage(current_folder: Path) -> None:
     run("read", "raw", "--output", "A")
     run("dedup", "A", "--output", "D", "--exact-only")
     assert Path("D/dropped.jsonl").exists()
@@ -103,7 +234,7 @@ def test_a_log_goes_with_its_stage(raw: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train/part-00001.jsonl", "dropped.jsonl"])
-def test_a_file_of_the_users_is_not_replaced(raw: Path, name: str) -> None:
+def test_a_file_of_the_users_is_not_replaced(current_folder: Path, name: str) -> None:
     run("read", "raw", "--output", "A")
     Path("S", name).parent.mkdir(parents=True)
     Path("S", name).write_text("precious\n")
@@ -116,7 +247,7 @@ def test_a_file_of_the_users_is_not_replaced(raw: Path, name: str) -> None:
     assert len(texts_in(Path("S"))) == 60
 
 
-def test_a_record_that_is_none_is_not_replaced(raw: Path) -> None:
+def test_a_record_that_is_none_is_not_replaced(current_folder: Path) -> None:
     Path("S").mkdir()
     Path("S/stage.json").write_text('{"mine": 1}')
     with pytest.raises(DataError, match="^S/stage.json: not the record of a stage; remove that folder, or choose"):
@@ -124,7 +255,7 @@ def test_a_record_that_is_none_is_not_replaced(raw: Path) -> None:
     assert Path("S/stage.json").read_text() == '{"mine": 1}'
 
 
-def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> None:
+def test_names_of_a_record_that_lead_elsewhere_are_not_followed(current_folder: Path) -> None:
     run("read", "raw", "--output", "A")
     record = json.loads(Path("A/stage.json").read_text())
     for name in ("../raw/a.jsonl", "../part-00000.jsonl", str(Path("part-00000.jsonl").absolute()), "./a/../a.jsonl"):
@@ -135,7 +266,7 @@ def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> No
     assert [*everything()] == ["part-00000.jsonl", "raw/a.jsonl"]
 
 
-def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(raw: Path) -> None:
+def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(current_folder: Path) -> None:
     """Nothing is half made, the same command goes on, and a third stage knows what is left as ours."""
     run("read", "raw", "--output", "old")
     run("shuffle", "old", "--output", "new")
@@ -163,7 +294,7 @@ def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(raw: 
         assert {*contents(Path("third"))} == {"part-00000.jsonl", "part-00001.jsonl", "stage.json"}, stop
 
 
-def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(raw: Path) -> None:
+def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(current_folder: Path) -> None:
     shares = [Path("M0"), Path("M1")]
     for k, share in enumerate(shares):
         run("read", "raw", "--output", share, "--shard", f"{k}/2")
@@ -182,7 +313,6 @@ def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(raw
 
 # --------------------------------------------------------------------------------------------------- readers of a stage
 
-SMALL = StageRunOptions(shard_bytes=500)
 BYTE = ByteLevelTokenizer()
 SPLIT = GlobalStage("split", split.run_split, split.SplitOptions("8,1,1"))
 DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signature_share)
