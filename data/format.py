@@ -58,10 +58,10 @@ class CorpusFacts:
     crc32: str
     """CRC-32 of the whole .bin, 8 hexadecimal digits."""
     max_token: int
-    tokenizer: TokenizerFacts | None = None
+    tokenizer: TokenizerFacts | None
     """None: unknown."""
-    identity: str | None = None
-    """Identity of .idx and .bin (`corpus_identity`); None in older corpora."""
+    identity: str
+    """Identity of .idx and .bin (`corpus_identity`)."""
 
 
 def read_corpus_facts(path: str) -> CorpusFacts | None:
@@ -72,8 +72,7 @@ def read_corpus_facts(path: str) -> CorpusFacts | None:
         origin = value["tokenizer"]
         return CorpusFacts(_typed_value(value, "documents", int), _typed_value(value, "tokens", int),
                            _typed_value(value, "crc32", str), _typed_value(value, "max_token", int),
-                           origin and _tokenizer_facts(origin),
-                           _typed_value(value, "identity", str) if value.get("identity") is not None else None)
+                           origin and _tokenizer_facts(origin), _typed_value(value, "identity", str))
     except FileNotFoundError:
         return None
     except OSError as error:

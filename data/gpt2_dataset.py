@@ -177,8 +177,6 @@ class GPT2Dataset(Dataset):
         if not self.samples_per_epoch:
             raise DataError(f"{corpus.prefix}: {name}: {len(chosen)} documents with {tokens} tokens, one sample needs "
                             f"{seq_length + 1}; give more text, another --split or a shorter --seq-length")
-        if vocab_size is not None:
-            corpus.check_vocabulary(vocab_size)
         self._epochs = EpochCache(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
         self.fingerprint = content_digest([corpus.fingerprint.encode(), chosen.tobytes(),
                                            repr((seq_length, seed)).encode()])

@@ -55,13 +55,9 @@ class IndexedCorpus:
         self.num_tokens = int(self._starts[-1])
         self.num_documents = header.boundaries - 1
         self.facts = read_corpus_facts(f"{self.prefix}.json")
-        if self.facts and (self.facts.documents, self.facts.tokens) != (self.num_documents, self.num_tokens):
-            raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
-                            f"(the index), found {self.facts.documents} and {self.facts.tokens}")
         if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
-        identity = self.facts and self.facts.identity
-        if identity and (found := corpus_identity(self._index, self._bin)) != identity:
+        if self.facts and (found := corpus_identity(self._index, self._bin)) != (identity := self.facts.identity):
             suffix = ".idx" if found[:8] != identity[:8] else ".bin"
             raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
                             f"expected {identity}, found {found}): damaged, or of another corpus; copy all three files "

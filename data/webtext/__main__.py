@@ -271,7 +271,7 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
     made_from = origin_file_of(prefix)
     key = stage_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
     facts, recorded = read_corpus_facts(f"{prefix}.json"), read_json_or_none(made_from)
-    if facts is None or recorded not in (key | {"identity": facts.identity}, key):  # older versions wrote the key only
+    if facts is None or recorded != key | {"identity": facts.identity}:
         remove_corpus(prefix)
         build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
         facts = read_corpus_facts(f"{prefix}.json")

@@ -101,12 +101,17 @@ def test_a_damaged_header_is_refused(tmp_path: Path, magic: int, version: int, c
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.bin").touch()
-    (tmp_path / "odd.bin").write_bytes(b"abc")
-    for name, message in (("empty.bin", "found 0 bytes"), ("odd.bin", "found 3 bytes"), ("none.bin", "No such file")):
-        with pytest.raises(DataError, match=f"{name}: .*{message}"):
-            import_tokens([tmp_path / name], tmp_path / "c", BYTE)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("empty.bin", b"", "found 0 bytes"), ("odd.bin", b"abc", "found 3 bytes"), ("none.bin", None, "No such file"),
+    *((name, b"a pair of bytes ", "expected a file of tokens, found text")
+      for name in ("a.json", "a.txt", "a.jsonl.gz", "a.ndjson")),
+    *((name, b"a pair of bytes ", "expected a file of tokens, found a compressed") for name in ("a.bin.gz", "a.xz")),
+    (".", None, "expected a file, found a folder")])
+def test_what_is_no_token_file_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{tmp_path / name}: .*{message}"):
+        import_tokens([tmp_path / name], tmp_path / "c", BYTE)
     assert not (tmp_path / "c.idx").exists()
 
 

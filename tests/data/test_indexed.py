@@ -1,8 +1,7 @@
-"""MMIDIDX files: golden bytes, round trips, and every way an index can lie."""
+"""MMIDIDX files: golden bytes, round trips, and every way an index can lie; merging equals writing at once."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import struct
@@ -12,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import stable_file, writer as writing
+from data import indexed, stable_file, writer as writing
 from data.format import TokenizerFacts, token_dtype
 from data.indexed import IndexedCorpus
+from data.merge import main as merge, merge_corpora
 from data.storage import DataError
+from data.verify import verify_corpus
 from data.writer import CorpusWriter
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
+MADE_BY = TokenizerFacts("T", "abcd", 10, 9)
 
 GOLDEN_INDEX = (
     "4d4d49444944580000" "0100000000000000" "08" "0400000000000000" "0500000000000000"
@@ -38,13 +40,6 @@ def test_files_are_those_of_megatron_byte_for_byte(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", DOCUMENTS)
     assert Path(f"{prefix}.idx").read_bytes().hex() == GOLDEN_INDEX
     assert Path(f"{prefix}.bin").read_bytes().hex() == "010002000300040005000600"
-
-
-def test_a_thousand_documents_make_the_documented_size(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "c", [[7]] * 1000)
-    raw = Path(f"{prefix}.idx").read_bytes()
-    assert len(raw) == 20_042
-    assert raw[17:34].hex() == "08" "e803000000000000" "e903000000000000"
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "<u2"), (65_499, "<u2"), (65_500, "<i4"), (70_000, "<i4")])
@@ -69,9 +64,8 @@ def test_documents_of_several_sequences_are_joined(tmp_path: Path) -> None:
 
 
 def test_facts_say_what_made_the_tokens(tmp_path: Path) -> None:
-    made_by = TokenizerFacts("T", "abcd", 10, 9)
-    corpus = IndexedCorpus(write(tmp_path / "c", DOCUMENTS, tokenizer=made_by))
-    assert corpus.facts is not None and corpus.facts.tokenizer == made_by
+    corpus = IndexedCorpus(write(tmp_path / "c", DOCUMENTS, tokenizer=MADE_BY))
+    assert corpus.facts is not None and corpus.facts.tokenizer == MADE_BY
     assert (corpus.facts.documents, corpus.facts.tokens, corpus.facts.max_token) == (4, 6, 6)
 
 
@@ -126,26 +120,25 @@ def test_files_of_the_wrong_length_are_refused(tmp_path: Path, suffix: str, size
         IndexedCorpus(prefix)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"documents": "4"}', '{"documents": 5, "tokens": 6, "crc32": "", '
-                                     '"max_token": 6, "tokenizer": null}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"documents": "4"}', '{"documents": 4, "tokens": 6, "crc32": "", '
+                                     '"max_token": 6, "tokenizer": null, "identity": 3}'])
 def test_wrong_facts_are_refused(tmp_path: Path, content: str) -> None:
     prefix = write(tmp_path / "c", DOCUMENTS)
     Path(f"{prefix}.json").write_text(content)
-    with pytest.raises(DataError, match="c.json"):
+    with pytest.raises(DataError, match="c.json: not the facts of a corpus"):
         IndexedCorpus(prefix)
 
 
 @pytest.mark.parametrize("with_facts", [True, False])
 @pytest.mark.parametrize(("dtype", "bad"), [("<u2", 300), ("<i4", 300), ("<i4", -1)])
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, with_facts: bool, dtype: str, bad: int) -> None:
-    prefix = write(tmp_path / "c", [[1, 2], [], [3, 299, 4]], dtype=np.dtype(dtype))
-    raw = np.fromfile(f"{prefix}.bin", dtype)
-    raw[3] = bad
-    raw.tofile(f"{prefix}.bin")
-    facts = json.loads(Path(f"{prefix}.json").read_text())
-    Path(f"{prefix}.json").write_text(json.dumps(facts | {"max_token": max(bad, 4), "identity": None}))
+    prefix = write(tmp_path / "c", [[1, 2], [], [3, abs(bad), 4]], dtype=np.dtype(dtype))
     if bad < 0 or not with_facts:
-        os.unlink(f"{prefix}.json")  # facts of negative ids cannot be written by us
+        os.unlink(f"{prefix}.json")
+    if bad < 0:  # which we do not write
+        raw = np.fromfile(f"{prefix}.bin", dtype)
+        raw[3] = bad
+        raw.tofile(f"{prefix}.bin")
     corpus = IndexedCorpus(prefix)
     with pytest.raises(DataError, match=f"document 2, offset 1: token id {bad} is outside the vocabulary of 300"):
         corpus.check_vocabulary(300)
@@ -160,32 +153,6 @@ def test_the_writer_refuses_ids_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokens"):
         write(tmp_path / "c", [[], []])
     assert os.listdir(tmp_path) == []
-
-
-def test_a_failed_rewrite_leaves_the_old_corpus(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "c", DOCUMENTS)
-    with pytest.raises(KeyError), CorpusWriter(prefix, vocab_size=10) as writer:
-        writer.add_document([9] * 100)
-        raise KeyError
-    assert IndexedCorpus(prefix).document(0).tolist() == [1, 2, 3]
-    assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
-
-
-def test_dying_between_two_renames_leaves_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = write(tmp_path / "c", DOCUMENTS)
-    rename, calls = os.replace, []
-
-    def die_at_the_second(source: str, target: str) -> None:
-        calls.append(target)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", die_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        write(prefix, [[9, 9, 9, 9, 9, 9]] * 2)
-    with pytest.raises(DataError, match="c.idx: cannot read"):
-        IndexedCorpus(prefix)
 
 
 def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +205,54 @@ def test_corpora_of_equal_lengths_have_fingerprints_of_their_own(tmp_path: Path,
             (tmp_path / f"{name}.json").unlink()
     first, second, same = (IndexedCorpus(tmp_path / name).fingerprint for name in ("a", "b", "same"))
     assert first == same != second
+
+
+# ------------------------------------------------------------------------------------------------------------ merging
+
+def test_merging_equals_writing_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (indexed, writing):
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", 2)  # documents lie across blocks
+    parts = [DOCUMENTS, [[7], [8, 9]], [[0]], [[], [3, 1, 4, 1, 5]]]
+    prefixes = [write(tmp_path / f"part{i}", part, tokenizer=MADE_BY) for i, part in enumerate(parts)]
+    whole = write(tmp_path / "whole", sum(parts, []), tokenizer=MADE_BY)
+    merge([str(tmp_path / "new" / "merged"), *map(str, prefixes)])
+    assert capsys.readouterr().out == f"{tmp_path}/new/merged: 9 documents, 15 tokens of 4 corpora\n"
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(f"{tmp_path}/new/merged{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes()
+
+
+def test_a_corpus_of_several_sequences_a_document_merges_by_documents(tmp_path: Path) -> None:
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 3) + struct.pack("<3i", 2, 1, 3)
+    (tmp_path / "theirs.idx").write_bytes(index + struct.pack("<3q", 0, 4, 6) + struct.pack("<3q", 0, 2, 3))
+    np.array([1, 2, 3, 4, 5, 6], "<u2").tofile(tmp_path / "theirs.bin")
+    ours = write(tmp_path / "ours", [[7]])
+    merge_corpora([tmp_path / "theirs", ours], tmp_path / "both")
+    corpus = IndexedCorpus(tmp_path / "both")
+    assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_different_origins_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", DOCUMENTS)
+    b = write(tmp_path / "b", DOCUMENTS, vocab_size=70_000)
+    c = write(tmp_path / "c", DOCUMENTS, tokenizer=MADE_BY)
+    with pytest.raises(DataError, match="uint16.*int32"):
+        merge_corpora([a, b], tmp_path / "new" / "out")
+    with pytest.raises(DataError, match="different tokenizers"):
+        merge_corpora([a, c], tmp_path / "new" / "out")
+    with pytest.raises(DataError, match="missing.idx: cannot read"):
+        merge_corpora([a, tmp_path / "missing"], tmp_path / "new" / "out")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_corpus_that_changed_since_it_was_made_is_refused(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", DOCUMENTS), write(tmp_path / "b", [[1] * 100_000])
+    raw = bytearray(Path(f"{b}.bin").read_bytes())
+    raw[5000] ^= 1  # between the places that opening looks at
+    Path(f"{b}.bin").write_bytes(raw)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(DataError, match="b.bin: crc32: expected .* found .* make this corpus again"):
+        merge_corpora([a, b], tmp_path / "out")
+    with pytest.raises(DataError, match="b.bin: crc32: expected .* found .* preprocess the text again"):
+        verify_corpus(str(b))
+    assert sorted(os.listdir(tmp_path)) == before

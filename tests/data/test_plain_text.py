@@ -1,4 +1,4 @@
-"""Plain text to documents: what a document is, how files are cut for the workers, and what is refused."""
+"""Plain text to documents: what a document is, how files are cut for the workers, and what is refused or skipped."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data import plain_text
+from data import plain_text, preprocess
 from data.default_corpus import paragraphs
 from data.indexed import IndexedCorpus
 from data.plain_text import Separator, read_text_chunks
-from data.preprocess import TextReadOptions, build_corpus, main as preprocess
+from data.preprocess import TextReadOptions, build_corpus, main as preprocess_command
 from data.storage import DataError
-from data.tokenizer import (ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer,
-                            train_sentencepiece)
+from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
+from tests.data.test_writer import Stop, files_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BYTE = ByteLevelTokenizer()
 
 
@@ -117,23 +114,6 @@ def test_a_tokenizer_that_adds_to_the_start_of_a_text_gets_documents_whole(tmp_p
     assert len(list(read_text_chunks(tmp_path / "a.txt", None, tokenizer.safe_split_characters, size=10))) == 1
 
 
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "pipe"])
-def test_parts_know_their_place_and_are_the_file(tmp_path: Path, kind: str) -> None:
-    content = "".join(random.Random(3).choices(AWKWARD, k=500)).encode()
-    path = tmp_path / f"a.{kind}"
-    if kind == "pipe":
-        os.mkfifo(path)
-        threading.Thread(target=path.write_bytes, args=(content,)).start()
-    else:
-        path.write_bytes(gzip.compress(content) if kind == "txt.gz" else content)
-    chunks = list(read_text_chunks(path, None, " \n", 50))
-    assert len(chunks) > 10 and all((chunk.data is None) == (kind == "txt") for chunk in chunks)
-    assert [chunk.starts_inside_document for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
-    assert [chunk.ends_inside_document for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert b"".join(chunk.read() for chunk in chunks) == content
-    assert all(content[chunk.offset:][:chunk.size] == chunk.read() for chunk in chunks)
-
-
 def test_workers_and_compression_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zstd = pytest.importorskip("backports.zstd")
     content = "".join(random.Random(3).choices(AWKWARD, k=2000)).encode()
@@ -145,6 +125,9 @@ def test_workers_and_compression_do_not_show(tmp_path: Path, monkeypatch: pytest
     assert [len(plain), BYTE.decode(plain[1])] == [2, "json<|endoftext|>"]
     for suffix, workers in (("", 2), (".gz", 2), (".zst", 1)):
         assert documents_in([tmp_path / f"a.txt{suffix}", tmp_path / "b.jsonl.zst"], workers=workers) == plain
+    os.mkfifo(tmp_path / "pipe.txt")
+    threading.Thread(target=(tmp_path / "pipe.txt").write_bytes, args=(content,)).start()
+    assert documents_in([tmp_path / "pipe.txt", tmp_path / "b.jsonl.zst"]) == plain
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -166,35 +149,6 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
         assert (progress.documents, skipped) == (kept, missing)
 
 
-def test_utf16_is_recognized(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
-    with pytest.raises(DataError, match="a.txt:1 not UTF-8 but UTF-16, by its first bytes; convert the file"):
-        documents_in([tmp_path / "a.txt"])
-
-
-def test_a_damaged_or_missing_file_is_a_data_error(tmp_path: Path) -> None:
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(random.Random(1).randbytes(1000))[:-20])
-    for name in ("cut.txt.gz", "missing.txt"):
-        with pytest.raises(DataError, match=f"{name}: cannot read"):
-            documents_in([tmp_path / name])
-
-
-def test_memory_does_not_grow_with_the_document(tmp_path: Path) -> None:
-    """300 MB in one document, compressed and not, within 128 MB beyond what the program is itself."""
-    line = b"the quick brown fox jumps over the lazy dog\n" * 1000
-    with open(tmp_path / "a.txt", "wb") as plain, gzip.open(tmp_path / "b.txt.gz", "wb", compresslevel=1) as packed:
-        for _ in range(3500):
-            plain.write(line)
-            packed.write(line)
-    program = ("from tests.peak import peak; from data.preprocess import main; "
-               "before = peak(); main(); print(peak() - before)")
-    done = subprocess.run([sys.executable, "-c", program, "--input", tmp_path, "--tokenizer-type", "byte",
-                           "--output-prefix", tmp_path / "c"], cwd=REPOSITORY, capture_output=True, text=True,
-                          timeout=120, check=True)
-    assert int(done.stdout) < 128 << 20
-    assert IndexedCorpus(tmp_path / "c").num_documents == 2
-
-
 def test_the_command_takes_a_folder_of_text_and_says_what_it_left_out(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "in"
@@ -203,8 +157,117 @@ def test_the_command_takes_a_folder_of_text_and_says_what_it_left_out(
     (folder / "deep" / "a.txt").write_text("three")
     (folder / "a.jsonl").write_text('{"text": "one"}\n')
     (folder / "paper.pdf").write_text("%PDF")
-    preprocess(["--input", str(folder), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
+    preprocess_command(["--input", str(folder), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
     corpus = IndexedCorpus(tmp_path / "c")
     assert [BYTE.decode(corpus.document(i)) for i in range(3)] == ["one", "two", "three"]
     printed = capsys.readouterr().err
     assert f"left out: 1 of unknown kind ({folder}/paper.pdf)" in printed and "3 files, 3 documents" in printed
+
+
+# --------------------------------------------------------- a malformed part of a long document takes the others with it
+
+GPT2, SIZE = GPT2BPETokenizer(), 300
+SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=False)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", SIZE))
+
+
+def words(seed: int, count: int) -> bytes:
+    rng = random.Random(seed)
+    return b" ".join(b"%s%d" % (rng.choice([b"cat", b"roof", b"day"]), rng.randrange(99)) for _ in range(count))
+
+
+def is_text(document: bytes) -> bool:
+    try:
+        return bool(document.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def spoiled(document: bytes, places: list[float]) -> bytes:
+    for place in places:
+        at = int(len(document) * place)
+        document = document[:at] + b"\xff" + document[at + 1:]
+    return document
+
+
+LONG = words(1, 1000)
+CASES = {
+    "first part": [spoiled(LONG, [0.0])], "middle": [spoiled(LONG, [0.5])], "last byte": [spoiled(LONG, [0.99999])],
+    "several": [spoiled(LONG, [0.1, 0.5, 0.51, 0.9])], "all over": [spoiled(LONG, [k / 100 for k in range(100)])],
+    "between good ones": [words(2, 800), spoiled(LONG, [0.3]), words(3, 900), b"short", spoiled(LONG, [0.9])],
+    "after a short bad one": [b"a\xffb", spoiled(LONG, [0.4]), b"c\xff", words(4, 500)],
+    "highest letter in it": [b"plain", LONG + "\u00ff \U0001f600 ".encode() + spoiled(words(5, 400), [0.7]), b"plain"],
+    "letter cut in two": [LONG + b" \xc3", b"\xa9 and on", words(6, 300)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tokenizer", [BYTE, GPT2], ids=["byte", "gpt2"])
+@pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_left_is_the_corpus_of_the_good_documents(tmp_path: Path, case: str, tokenizer: Tokenizer, ending: str
+                                                          ) -> None:
+    """Also in what is recorded: the largest token, the checksum, the sizes."""
+    documents = CASES[case]
+    good = [document for document in documents if is_text(document)]
+    compress = gzip.compress if ending.endswith("gz") else bytes
+    for reading, together in ((SEPARATED, True), (TextReadOptions(), False)):
+        paths = {}
+        for name, some in (("all", documents), ("good", good)):
+            contents = [b"<|end|>".join(some)] if together else some
+            paths[name] = [tmp_path / f"{name}{k}{ending}" for k in range(len(contents))]
+            for path, content in zip(paths[name], contents):
+                path.write_bytes(compress(content))
+        (tmp_path / "after.txt").write_text("after")
+        for name, bad in (("all", len(documents) - len(good)), ("good", 0)):
+            _, skipped = build_corpus([*paths[name], tmp_path / "after.txt"], tmp_path / name, tokenizer, reading,
+                                      skip_malformed=True)
+            assert skipped == bad, "a document counts once"
+        for suffix in (".bin", ".idx", ".json"):
+            assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"good{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("cut", [0.2, 0.5, 0.8, 0.99])
+@pytest.mark.parametrize("bad", [[], [0.0], [0.15]], ids=["good", "bad at its start", "bad later"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_document_with_the_damage_in_it_goes_in_all_its_parts(tmp_path: Path, cut: float, bad: list[float]) -> None:
+    path, after = tmp_path / "a.txt.gz", tmp_path / "b.txt"
+    whole = gzip.compress(spoiled(LONG, bad), compresslevel=0)
+    path.write_bytes(whole[:int(len(whole) * cut)])
+    after.write_text("after")
+    _, skipped = build_corpus([path, after], tmp_path / "c", BYTE, skip_malformed=True)
+    corpus = IndexedCorpus(tmp_path / "c")
+    assert [BYTE.decode(corpus.document(0).tolist()[:-1])] == ["after"] and corpus.num_documents == skipped == 1
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(LONG + bytes(5000) + LONG)
+    (tmp_path / "b.txt").write_text("after")
+    reading = TextReadOptions(max_document_bytes=1000)
+    _, skipped = build_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "c", BYTE, reading,
+                              skip_malformed=True)
+    assert skipped == 1 and IndexedCorpus(tmp_path / "c").sizes.tolist() == [6]
+
+
+@pytest.mark.parametrize("case", ["several", "between good ones", "highest letter in it"])
+@pytest.mark.usefixtures("small_parts")
+def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, case: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
+    (tmp_path / "a.txt").write_bytes(b"<|end|>".join([*CASES[case], b"after"]))
+
+    def build(name: str) -> int:
+        return build_corpus([tmp_path / "a.txt"], tmp_path / name, BYTE, SEPARATED, skip_malformed=True)[1]
+
+    expected = build("whole")
+    for stop in (1, 4, 8, 11):
+        Stop(monkeypatch, stop, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            build("c")
+        Stop(monkeypatch, -1, KeyboardInterrupt())
+        assert build("c") == expected and files_of(tmp_path / "c") == files_of(tmp_path / "whole")

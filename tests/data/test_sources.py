@@ -1,4 +1,4 @@
-"""What the data flags mean: names, weights and parts; what is made of text, once, and again as soon as it changes."""
+"""What the data flags mean: names, weights, parts, folders; what is made of text, once, and again when it changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ import pytest
 from data import default_corpus, input_files, sources
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
-from data.input_files import find_text_files
+from data.input_files import find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sources import (CHECKSUMS_FILE, ChecksumCache, Datasets, WeightedSource, cached_corpus, check_sources,
                           open_datasets, parse_sources)
@@ -324,25 +323,6 @@ def test_a_record_of_another_file_is_not_believed(tmp_path: Path, read: list[str
     assert contents(path, tmp_path) == contents(path, tmp_path / "empty") and len(read) == 2
 
 
-def test_the_shards_of_a_folder_are_summed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks wait for that: for the checksums, and for whether they are what their stage wrote."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    shards = [settled(texts / f"part-{number:05d}.jsonl", '{"text": "x"}\n') for number in range(2)]
-    (texts / "stage.json").write_text(json.dumps({"outputs": [
-        {"name": Path(path).name, "sha256": input_files.sha256_file(path)} for path in shards]}))
-    both = threading.Barrier(2)
-    for module, name in ((sources, "crc32_file"), (input_files, "sha256_file")):
-        def meets(path: str, real: Callable[[str], str] = getattr(module, name)) -> str:
-            both.wait(20)
-            return real(path)
-
-        monkeypatch.setattr(module, name, meets)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    _, note = cached_corpus(str(texts), BYTE, TextReadOptions(), str(tmp_path / "cache"))
-    assert "2 files, 2 documents" in str(note) and both.n_waiting == 0
-
-
 @pytest.mark.parametrize("module, name", [(sources, "crc32_file"), (input_files, "sha256_file")])
 def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,3 +335,72 @@ def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp
     monkeypatch.setattr(module, name, fails)
     with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
         cached_corpus(path, BYTE, TextReadOptions(), str(tmp_path / "cache"))
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def names(folder: Path) -> list[str]:
+    return [os.path.relpath(path, folder) for path in find_text_files([folder]).files]
+
+
+def test_a_folder_is_its_files_sorted_by_path(tmp_path: Path) -> None:
+    touch(tmp_path, "b.txt", "B.TXT", "a/z.jsonl.gz", "a/b/c.txt.zst", "a.txt.xz", "10.ndjson", "9.txt")
+    assert names(tmp_path) == ["10.ndjson", "9.txt", "B.TXT", "a/b/c.txt.zst", "a/z.jsonl.gz", "a.txt.xz", "b.txt"]
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt", ".hidden.txt", ".git/config", "a.txt.cache/a-0.bin", "paper.pdf", "corpus.json", "c.bin",
+          "README", "sub/page.html")
+    os.mkfifo(tmp_path / "pipe.txt")
+    found = find_text_files([tmp_path])
+    assert [Path(path).name for path in found.files] == ["a.txt"]
+    assert found.hidden == 2
+    assert sorted(Path(path).name for path in found.unknown) == [
+        "README", "c.bin", "corpus.json", "page.html", "paper.pdf"]
+    assert found.left_out.startswith("left out: 2 hidden, 5 of unknown kind (") and "and 2 more" in found.left_out
+    assert found.left_out.endswith(f", a pipe ({tmp_path}/pipe.txt)")
+    os.mkfifo(tmp_path / "q")
+    assert f", 2 pipes ({tmp_path}/pipe.txt, {tmp_path}/q)" in find_text_files([tmp_path]).left_out
+
+
+def test_what_we_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:
+    key = "89faa5c5ba8c9711"
+    touch(tmp_path, "a.txt", f"texts-{key}.bin", f"texts-{key}.idx", f"texts-{key}.json", f".texts-{key}.lock",
+          f"{key}-0-documents.rows", f"{key}-12-starts.rows", f"{key}-0-starts.npy",
+          f".texts-{key}.json.12.0123abcd.tmp", "a.txt.cache/a-0.bin")
+    assert find_text_files([tmp_path]).left_out == ""
+    touch(tmp_path, "my.cache/a.txt", f"my-{key}.txt")
+    assert names(tmp_path) == ["a.txt", "my-89faa5c5ba8c9711.txt", "my.cache/a.txt"], "a name like ours, text of theirs"
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.txt", "other/b.txt", "other/deep/c.txt")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "deep" / "up").symlink_to(tmp_path / "other")
+    (tmp_path / "in" / "self").symlink_to(".")
+    (tmp_path / "in" / "l.txt").symlink_to(tmp_path / "other" / "b.txt")
+    assert names(tmp_path / "in") == ["a.txt", "l.txt", "link/b.txt", "link/deep/c.txt"]
+    assert "2 links to a folder around them" in find_text_files([tmp_path / "in"]).left_out
+
+
+def test_a_dangling_link_is_not_dropped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to("nowhere")
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_folder_without_text_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    touch(tmp_path, "corpus.bin", "corpus.idx")
+    with pytest.raises(DataError, match="holds no file of text .*left out: 2 of unknown kind .*corpus.bin"):
+        find_text_files([tmp_path])
+
+
+def test_named_files_are_taken_in_the_order_given_whatever_their_names(tmp_path: Path) -> None:
+    assert find_text_files(["b", "a.txt", "a.json"]).files == ["b", "a.txt", "a.json"]
+    assert list(map(kind_of, ("b", "a.txt", "x.TXT.gz", "a.json", "a.jsonl.zst", "txt", "a.gz"))) == [
+        None, "text", "text", "jsonl", "jsonl", None, None]

@@ -14,6 +14,7 @@ import pytest
 from data.sampling import parse_split
 from data.split_json import main, split_json
 from data.storage import DataError, UsageError
+from tests.data.killing import in_a_fork
 
 SHARES = parse_split("90,9,1")
 
@@ -102,22 +103,12 @@ def test_the_command_reads_folders_and_names_what_is_malformed(tmp_path: Path,
     assert sorted(os.listdir(tmp_path / "out")) == ["p.train.jsonl", "p.valid.jsonl"]
 
 
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_dying_between_two_renames_leaves_no_parts_of_two_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                 renames: int) -> None:
-    content = lines(300)
-    split(tmp_path, content, shares=parse_split("1,1,1"))
-    really, left = os.replace, [renames]
-
-    def die(source: str, target: str) -> None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        really(source, target)
-
-    monkeypatch.setattr(os, "replace", die)
-    with pytest.raises(KeyboardInterrupt):
-        split(tmp_path, content, shares=parse_split("1,1,1"), seed=1)
-    found = [line for path in tmp_path.glob("p.*.jsonl") for line in path.read_bytes().splitlines()]
-    assert len(found) == len(set(found)), "a document is in two parts"
-    assert len([*tmp_path.glob("p.*.jsonl")]) == renames
+def test_dying_at_any_step_leaves_no_parts_of_two_splits(tmp_path: Path) -> None:
+    content, shares = lines(300), parse_split("1,1,1")
+    events = in_a_fork(lambda: split(tmp_path, content, "count", shares, seed=1))
+    assert events > 9
+    for stop in range(1, events + 1):
+        split(tmp_path, content, shares=shares)
+        assert in_a_fork(lambda: split(tmp_path, content, shares=shares, seed=1), stop) == -1
+        found = [line for path in tmp_path.glob("p.*.jsonl") for line in path.read_bytes().splitlines()]
+        assert len(found) == len(set(found)), "a document is in two parts"

@@ -1,29 +1,41 @@
-"""A corpus or a stored order of samples that changes under its reader is an error with its name, never other numbers or
-a dead process."""
+"""A file that changes while it is read is an error with its name, never other numbers, a dead process or a corpus."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import random
+import struct
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from data import stable_file
+from data import importers, preprocess, sources, split_json as splitting, stable_file
+from data.importers import import_tokens
 from data.indexed import IndexedCorpus
+from data.preprocess import TextReadOptions, build_corpus
+from data.sampling import parse_split
+from data.sources import cached_corpus
+from data.split_json import split_json
 from data.stable_file import RowFile, write_row_file
-from data.storage import DataError
+from data.storage import DataError, change_detector
+from data.tokenizer import ByteLevelTokenizer
+from data.webtext import runner
+from data.webtext.runner import run_global_stage, run_map_stage
 from data.writer import CorpusWriter
+from tests.data.webtext.stages import REVERSE, SHOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [1000, 0, 3000, 7, 2000]
@@ -137,7 +149,7 @@ def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path, ra
     assert "Traceback" not in said
 
 
-# ------------------------------------------------------------------------------------------------------ rows of integers
+# ----------------------------------------------------------------------------------------------------- rows of integers
 
 TABLES = {"none": np.empty(0, np.int32), "none of two": np.empty((0, 2), np.int64), "one": np.array([7], np.int32),
           "negative, large": -np.arange(2000, dtype=np.int64) << 33, "transposed": np.arange(9000).reshape(3, -1).T,
@@ -193,3 +205,90 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2_500_000
     finally:
         tracemalloc.stop()
+
+
+# ---------------------------------------------------------------------- text that changes while something is made of it
+
+BYTE = ByteLevelTokenizer()
+LINES = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(400))
+
+
+def cut(path: Path) -> None:
+    """After a line, where nothing but the size tells."""
+    os.truncate(path, path.read_bytes().index(b"\n") + 1)
+
+
+def append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b'{"text": "one more"}\n')
+
+
+def replace_by_a_twin(path: Path) -> None:
+    """By another of the same length and time."""
+    status = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes().replace(b"words", b"parts"))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(other, path)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [cut, append, replace_by_a_twin, touch, Path.unlink])
+def test_every_change_of_a_file_is_seen(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES)
+    check = change_detector([path, "/dev/null"])
+    check()
+    change(path)
+    with pytest.raises(DataError, match="a.jsonl: changed while it was read; start again when it is complete"):
+        check()
+
+
+# program -> where a function of it is, its name, and the program, of a source and a prefix
+PROGRAMS: dict[str, tuple[ModuleType, str, Callable[[Path, Path], object]]] = {
+    "data.preprocess": (preprocess, "encode_chunk", lambda path, out: build_corpus([path], out, BYTE)),
+    "data.split_json": (splitting, "part_of_text",
+                        lambda path, out: split_json([str(path)], str(out), parse_split("1,1"))),
+    "data.importers": (importers, "inspect_token_file", lambda path, out: import_tokens([path], out, BYTE)),
+    "--train-data": (sources, "_content_keys", lambda path, out: cached_corpus(
+        str(path), BYTE, TextReadOptions(), str(out.with_name("cache")))),
+    "a map stage": (runner, "run_job", lambda path, out: run_map_stage(SHOUT, [path], out))}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_made_of_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES)
+    if program == "data.importers":
+        path = tmp_path / "a.bin"
+        path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
+    module, name, run = PROGRAMS[program]
+    really = getattr(module, name)
+
+    def then_change(*arguments: Any, **named: Any) -> Any:
+        found = really(*arguments, **named)
+        touch(path)
+        return found
+
+    monkeypatch.setattr(module, name, then_change)
+    with pytest.raises(DataError, match=f"^{path}: changed while it was read"):
+        run(path, tmp_path / "out")
+    assert not [*tmp_path.glob("out.*"), *tmp_path.glob("out/*.json*"), *tmp_path.glob("cache/*.idx")]
+    monkeypatch.undo()
+    run(path, tmp_path / "out")
+
+
+def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    run_map_stage(SHOUT, [tmp_path / "a.jsonl"], tmp_path / "stage")
+
+    def run(shards: list[Path], *rest: Any) -> None:
+        REVERSE.run(shards, *rest)
+        touch(shards[0])
+
+    with pytest.raises(DataError, match="part-00000.jsonl: changed while it was read"):
+        run_global_stage(replace(REVERSE, run=run), [tmp_path / "stage"], tmp_path / "out")
+    assert not (tmp_path / "out" / "stage.json").exists()

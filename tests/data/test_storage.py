@@ -1,20 +1,27 @@
-"""Staged files: whole or absent, whatever happens while they are written."""
+"""Staged files: whole or absent, whatever happens while they are written; and no command writes over what it reads."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from data import importers, merge, preprocess, split_json
 from data.sources import open_datasets
-from data.storage import (DataError, StorageFault, crc32_file, make_folder, prefix_storage_errors, staged_file,
-                          wait_for_lock, write_json_atomic)
+from data.storage import (StorageFault, UsageError, check_outputs_are_not_inputs, crc32_file, make_folder,
+                          prefix_storage_errors, staged_file, wait_for_lock, write_json_atomic)
 from data.tokenizer import ByteLevelTokenizer
+from data.webtext import __main__ as webtext
+from data.writer import CorpusWriter
+from megatron.inference import cli as generate
 
 
 def test_a_staged_file_appears_only_at_the_end(tmp_path: Path) -> None:
@@ -26,43 +33,34 @@ def test_a_staged_file_appears_only_at_the_end(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "file"
     target.write_text("old")
     with pytest.raises(KeyError), staged_file(target, "w") as file:
         file.write("half of the new")
         raise KeyError
-    assert target.read_text() == "old"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_full_disk_is_a_storage_fault_naming_the_target(tmp_path: Path) -> None:
-    with pytest.raises(StorageFault, match=r"file: cannot write: No space left"), staged_file(tmp_path / "file"):
+    with pytest.raises(StorageFault, match=r"file: cannot write: No space left"), staged_file(target):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_fills_at_the_last_flush_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageFault), staged_file(tmp_path / "file") as file:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))  # at the last flush
+    with pytest.raises(StorageFault), staged_file(target) as file:
         file.write(b"x")
-    assert os.listdir(tmp_path) == []
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_an_input_that_cannot_be_read_is_no_fault_of_the_target(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), staged_file(tmp_path / "file"):
-        open(tmp_path / "missing")
-
-
-def test_a_missing_folder_is_a_storage_fault(tmp_path: Path) -> None:
+def test_what_is_no_fault_of_the_target_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageFault, match="cannot write"), staged_file(tmp_path / "missing" / "file"):
         pass
     (tmp_path / "plain").write_text("")
     with pytest.raises(StorageFault, match="plain"):
         make_folder(tmp_path / "plain" / "folder")
+    with pytest.raises(FileNotFoundError), staged_file(tmp_path / "file"):
+        open(tmp_path / "missing")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))))
+    with pytest.raises(OSError) as caught, prefix_storage_errors("--output"), staged_file(tmp_path / "x") as file:
+        file.write(b"x")
+    assert not isinstance(caught.value, StorageFault) and caught.value.errno == errno.ENOMEM
+    assert os.listdir(tmp_path) == ["plain"]
 
 
 def test_crc32_is_that_of_the_whole_file(tmp_path: Path) -> None:
@@ -76,10 +74,6 @@ def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_json_atomic(tmp_path / "b.json", float("nan"))
     assert os.listdir(tmp_path) == ["a.json"]
-
-
-def test_data_errors_and_storage_faults_stay_apart() -> None:
-    assert not issubclass(DataError, StorageFault) and not issubclass(StorageFault, DataError)
 
 
 def test_a_link_stays_one_and_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
@@ -109,10 +103,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call: str, number
     source, cache = tmp_path / "text.jsonl", tmp_path / "cache"
     source.write_text('{"text": "some words of a text"}\n' * 9)
 
-    def fail(*arguments: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, fail)
+    monkeypatch.setattr(os, call, Mock(side_effect=OSError(number, os.strerror(number))))
     beside = f"the cache beside {source}, which a folder given with --data-cache-path replaces: "
     for given, begins in ((cache, "--data-cache-path: "), (None, beside)):
         with pytest.raises(StorageFault) as caught:
@@ -121,17 +112,6 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call: str, number
         folder = given or f"{source}.cache"
         assert str(caught.value).startswith(f"{begins}{folder}/"), caught.value
         assert str(caught.value).endswith(f": cannot write: {os.strerror(number)}")
-
-
-def test_lack_of_memory_is_no_fault_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError) as caught, prefix_storage_errors("--output"), staged_file(tmp_path / "x") as file:
-        file.write(b"x")
-    assert not isinstance(caught.value, StorageFault) and caught.value.errno == errno.ENOMEM
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -162,3 +142,116 @@ def test_a_lock_is_that_of_the_block_and_not_of_a_forked_child(leaves: bool, tmp
         os.close(theirs)
         os.waitpid(child, 0)
     os.close(ours)
+
+
+# ----------------------------------------------------------------------------------------------- outputs are not inputs
+
+LINES = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(60))
+BYTE = ["--tokenizer-type", "ByteLevelTokenizer"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus.json", "corpus.bin.jsonl", "s.train.jsonl", "s.valid.jsonl", "s.test.jsonl", "pr.txt"):
+        Path(name).write_text(LINES)
+    Path("train.bin").write_bytes(b"\1\0\2\0" * 50)
+    Path("K").mkdir()
+    for prefix in ("ma", "mb"):
+        with CorpusWriter(prefix, vocab_size=300) as writer:
+            writer.add_documents([1, 2, 3], [1, 2])
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], object], list[str], str, str]] = {
+    "preprocess, the facts": (preprocess.main, ["--input", "corpus.json", "--output-prefix", "corpus", *BYTE],
+                              "corpus.json", "corpus.json"),
+    "preprocess, of a folder": (preprocess.main, ["--input", "corpus.json", "mb.json", "--output-prefix",
+                                                  "../{here}/corpus", *BYTE], "../{here}/corpus.json", "corpus.json"),
+    "preprocess, a vocabulary": (preprocess.main, [
+        "--input", "pr.txt", "--output-prefix", "corpus", "--tokenizer-type", "CharacterLevelTokenizer",
+        "--vocab-file", "corpus.json"], "corpus.json", "corpus.json"),
+    "split_json": (split_json.main, ["s.train.jsonl", "--split", "1,1,0", "--output-prefix", "s", "--seed", "1"],
+                   "s.train.jsonl", "s.train.jsonl"),
+    "split_json, one of a share of 0": (split_json.main, ["corpus.json", "s.test.jsonl", "--split", "1,1,0",
+                                                          "--output-prefix", "s"], "s.test.jsonl", "s.test.jsonl"),
+    "importers": (importers.main, ["--input", "train.bin", "--output-prefix", "train"], "train.bin", "train.bin"),
+    "importers, a vocabulary": (importers.main, [
+        "--input", "train.bin", "--output-prefix", "corpus", "--tokenizer-type", "CharacterLevelTokenizer",
+        "--vocab-file", "corpus.json"], "corpus.json", "corpus.json"),
+    "merge, the first": (merge.main, ["ma", "ma", "mb"], "ma.bin", "ma.bin"),
+    "merge, the last": (merge.main, ["./mb", "ma", "mb"], "./mb.bin", "mb.bin"),
+    "generate": (generate.main, ["--load", "K", "--file", "pr.txt", "--output", "pr.txt"], "pr.txt", "pr.txt"),
+    "webtext run, its report": (webtext.main, ["run", "report.txt", "--output", "."], "report.txt", "report.txt"),
+    "webtext run, its corpus": (webtext.main, ["run", "corpus.json", "--output", "w", "--output-prefix", "corpus"],
+                                "corpus.json", "corpus.json"),
+    "webtext run, a vocabulary": (webtext.main, [
+        "run", "pr.txt", "--output", "w", "--output-prefix", "corpus", "--tokenizer-type", "CharacterLevelTokenizer",
+        "--vocab-file", "corpus.json"], "corpus.json", "corpus.json"),
+    "webtext run, evaluation text": (webtext.main, ["run", "pr.txt", "--output", ".", "--evaluation", "report.txt"],
+                                     "report.txt", "report.txt"),
+    "webtext run, the part for validation": (
+        webtext.main, ["run", "c_valid.json", "--output", "w", "--output-prefix", "c"], "c_valid.json",
+        "c_valid.json")}
+
+
+@pytest.mark.parametrize("main, argv, output, source", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_that_would_write_over_its_input_is_refused(
+        here: Path, main: Callable[[list[str]], object], argv: list[str], output: str, source: str) -> None:
+    for name in ("report.txt", "c_valid.json"):
+        Path(name).write_text(LINES)
+    before = contents(here)
+    argv, output = [word.format(here=here.name) for word in argv], output.format(here=here.name)
+    with pytest.raises(UsageError) as caught:
+        main(argv)
+    also = "" if output == source else f", which is {source}"
+    assert f"{output}{also}: is read by this command, which would write over it; " in str(caught.value)
+    assert "choose another" in str(caught.value)
+    assert contents(here) == before and not Path("w").exists()
+
+
+LINKS: dict[str, Callable[[str, str], None]] = {
+    "symbolic": os.symlink, "hard": os.link, "of a folder": lambda path, link: None}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_link_to_an_input_is_no_other_name(here: Path, kind: str) -> None:
+    LINKS[kind]("pr.txt", "link.json")
+    os.symlink(".", "same")
+    argv = ["--input", "pr.txt", "--output-prefix", "link", *BYTE]
+    if kind == "of a folder":
+        argv = ["--input", "same/corpus.json", "--output-prefix", "corpus", *BYTE]
+    before = contents(here)
+    with pytest.raises(UsageError, match="json, which is .*: is read by this command, which would write over it"):
+        preprocess.main(argv)
+    assert contents(here) == before
+
+
+def test_files_beside_the_input_and_terminals_are_no_input(here: Path) -> None:
+    check_outputs_are_not_inputs(["/dev/null", "pr.txt", "absent"], ["/dev/null", "corpus.json", "other"])
+    with pytest.raises(UsageError, match="^sub/../absent, which is absent: "):
+        check_outputs_are_not_inputs(["absent"], ["sub/../absent"])
+    preprocess.main(["--input", "corpus.json", "--output-prefix", "corpus2", *BYTE])
+    preprocess.main(["--input", "pr.txt", "--output-prefix", "corpus2", "--json-key", "text", *BYTE])
+
+
+MODELS: dict[str, list[str]] = {
+    "K/tag/rank.safetensors": ["--load", "K"], "K/latest": ["--load", "K"], "hub/config.json": ["--load-hf", "hub"],
+    "hub/tokenizer.model": ["--load-hf", "hub"]}
+
+
+@pytest.mark.parametrize("output", MODELS)
+def test_answers_are_not_written_over_the_model(here: Path, output: str) -> None:
+    for name in (*MODELS, "K/tag/manifest.json", "K/answers.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    before = contents(here)
+    with pytest.raises(UsageError, match=f"^--output: {output}.*: is read by this command"):
+        generate.main([*MODELS[output], "--output", output, "once"])
+    assert contents(here) == before
+    asked = generate.build_parser().parse_args(["--load", "K", "--output", "K/answers.txt", "once"])
+    generate.check_args(asked)

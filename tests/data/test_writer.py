@@ -1,15 +1,19 @@
-"""Several processes and one name: one writes, the others are told, and what is opened is of one corpus."""
+"""Corpora on their way to a disk: one process writes, nothing is ever a mixture, and an interrupted one goes on."""
 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -18,16 +22,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import indexed, writer
+from data import indexed, jsonl, plain_text, preprocess
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
-from data.preprocess import build_corpus
+from data.parallel import ordered_map
+from data.plain_text import Separator
+from data.preprocess import EncodedChunk, TextReadOptions, build_corpus
 from data.sampling import parse_split
 from data.split_json import split_json
-from data.storage import DataError, StorageFault, hold_writer_lock, stale_temporary_files
+from data.storage import DataError, ResumableError, StorageFault, hold_writer_lock, stale_temporary_files
 from data.tokenizer import ByteLevelTokenizer
 from data.writer import CORPUS_SUFFIXES, CorpusWriter
+from tests.data.killing import in_a_fork
 
 BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +125,6 @@ def test_every_program_that_writes_is_refused_with_the_name_of_the_one_that_does
             with pytest.raises(StorageFault, match=f": process {busy.pid} on {socket.gethostname()} is writing under"):
                 program()
         assert sorted(os.listdir(tmp_path)) == before
-        done = subprocess.run([sys.executable, "-m", "data.merge", tmp_path / "c", tmp_path / "other"], cwd=ROOT,
-                              text=True, capture_output=True)
-        assert done.returncode == 7 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done
     finally:
         for process in (writer, splitter):
             process.kill()
@@ -173,7 +177,7 @@ def test_a_file_of_another_corpus_is_refused_when_it_is_opened(tmp_path: Path, s
     shutil.copyfile(tmp_path / f"2{suffix}", tmp_path / f"1{suffix}")
     with pytest.raises(DataError, match=r"1\.(bin|idx)?: not the one that .*1\.json was written with"):
         IndexedCorpus(tmp_path / "1")
-    os.unlink(tmp_path / "1.json")
+    os.unlink(tmp_path / "1.json")  # as of Megatron-LM
     if suffix != ".json":
         assert not is_whole(IndexedCorpus(tmp_path / "1")), "nothing but the identity could tell"
 
@@ -187,19 +191,6 @@ def test_other_tokens_are_found_wherever_they_are(tmp_path: Path, place: int) ->
     tokens[max(0, place - 20_000):place + 20_000] = 1
     tokens.tofile(tmp_path / "c.bin")
     with pytest.raises(DataError, match="c.bin: not the one that"):
-        IndexedCorpus(tmp_path / "c")
-
-
-def test_corpora_without_an_identity_are_read(tmp_path: Path) -> None:
-    write(tmp_path / "c", 1)
-    facts = json.loads((tmp_path / "c.json").read_text())
-    del facts["identity"]
-    (tmp_path / "c.json").write_text(json.dumps(facts))
-    assert is_whole(IndexedCorpus(tmp_path / "c"))
-    (tmp_path / "c.json").unlink()
-    assert is_whole(IndexedCorpus(tmp_path / "c"))
-    (tmp_path / "c.json").write_text(json.dumps(facts | {"identity": 3}))
-    with pytest.raises(DataError, match="c.json: not the facts of a corpus .identity: expected str, found 3"):
         IndexedCorpus(tmp_path / "c")
 
 
@@ -218,33 +209,21 @@ def test_a_reader_that_opens_one_file_of_each_corpus_is_told(tmp_path: Path) -> 
         IndexedCorpus(tmp_path / "c")
 
 
-@pytest.mark.parametrize("step", range(13))
-def test_a_writer_killed_at_any_step_of_publishing_leaves_no_mixture(tmp_path: Path, step: int) -> None:
-    write(tmp_path / "c", 1)
-    code = f"""
-import os, signal
-from tests.data.test_writer import Path, write
-left = [{step}]
-def dies(real):
-    def call(*arguments, **more):
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        return real(*arguments, **more)
-    return call
-from data import writer
-os.replace, Path.unlink, writer.fsync_directory = dies(os.replace), dies(Path.unlink), dies(writer.fsync_directory)
-write({str(tmp_path / 'c')!r}, 2)
-"""
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert killed.returncode == (-9 if step < 12 else 0), killed.stderr
-    try:
-        assert is_whole(IndexedCorpus(tmp_path / "c"))
-    except DataError as error:
-        assert "c.idx: cannot read: No such file" in str(error)
-    write(tmp_path / "c", 2)
-    assert is_whole(IndexedCorpus(tmp_path / "c"))
-    assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
+def test_a_writer_killed_at_any_step_leaves_no_mixture(tmp_path: Path) -> None:
+    prefix = tmp_path / "c"
+    write(prefix, 1)
+    events = in_a_fork(lambda: write(prefix, 2))
+    assert events > 12
+    for stop in range(1, events + 1):
+        write(prefix, 1)
+        assert in_a_fork(lambda: write(prefix, 2), stop) == -1
+        try:
+            assert is_whole(IndexedCorpus(prefix))
+        except DataError as error:
+            assert "c.idx: cannot read: No such file" in str(error)
+        write(prefix, 2)
+        assert is_whole(IndexedCorpus(prefix))
+        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
 
 
 def test_what_a_killed_writer_left_is_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,15 +236,6 @@ def test_what_a_killed_writer_left_is_removed_and_told(tmp_path: Path, capsys: p
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "c.bin", "c.idx", "c.json"])
     assert capsys.readouterr().err == f"{tmp_path}/c: removed what a process that ended early had left (0.6 MB)\n"
     assert stale_temporary_files(tmp_path / "missing" / "c") == []
-
-
-def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
-    with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
-        writer.add_documents([1] * 1000, SHAPES[1])
-        with pytest.raises(StorageFault):
-            write(tmp_path / "c", 2)
-        write(tmp_path / "d", 2)
-    assert is_whole(IndexedCorpus(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("damage", [None, "cut", "changed", "no file", "no mark", "strange mark", "strange state",
@@ -304,17 +274,193 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
     assert bool(said) == bool(damage) and ("which has other inputs" in said) == (damage not in (None, "no mark")), said
 
 
-def test_a_writer_that_cannot_begin_does_not_hold_the_name(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError) as kept, patch.object(writer.AppendFile, "write", side_effect=MemoryError):
-        CorpusWriter(tmp_path / "c", vocab_size=10).__enter__()
-    assert kept.tb and not os.listdir(tmp_path)
+def test_only_an_interruption_leaves_something_to_go_on_from_and_the_old_corpus_stays(tmp_path: Path) -> None:
     write(tmp_path / "c", 1)
-
-
-def test_only_an_interruption_leaves_something_to_go_on_from(tmp_path: Path) -> None:
-    for error in (DataError("malformed"), StorageFault("full"), KeyError()):
-        with pytest.raises(type(error)), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
+    for error, told in ((DataError("no"), DataError), (OSError(28, "full"), StorageFault), (KeyError(), KeyError)):
+        with pytest.raises(told), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
             writer.add_documents([1] * 600, SHAPES[1][:2])
             writer.save_resume_point(None)
             raise error
-        assert os.listdir(tmp_path) == []
+        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"] and is_whole(IndexedCorpus(tmp_path / "c"))
+
+
+# --------------------------------------------------------------------------- one corpus under two names, through links
+
+def every_file(folder: Path) -> Path:
+    for suffix in CORPUS_SUFFIXES:
+        (folder / f"link{suffix}").symlink_to(f"real{suffix}")
+    return folder / "link"
+
+
+def the_folder(folder: Path) -> Path:
+    (folder / "also").symlink_to(folder)
+    return folder / "also" / "real"
+
+
+def the_index_twice(folder: Path) -> Path:
+    """Through another link, from another folder."""
+    (folder / "sub").mkdir()
+    (folder / "between.idx").symlink_to("real.idx")
+    (folder / "sub" / "link.idx").symlink_to("../between.idx")
+    return folder / "sub" / "link"
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["the link is first", "the link is second"])
+@pytest.mark.parametrize("link", [lambda folder: folder / "real", every_file, the_folder, the_index_twice])
+def test_a_second_writer_is_refused_by_any_name_and_harms_nothing(
+        tmp_path: Path, link: Callable[[Path], Path], is_second: bool) -> None:
+    names = [link(tmp_path), tmp_path / "real"][::-1 if is_second else 1]
+    with CorpusWriter(names[0], vocab_size=10) as first:
+        first.add_documents([1] * 500, [500])
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(StorageFault, match=f"^{names[1]}: process {os.getpid()} on .* is writing under this name"):
+            write(names[1], 2)
+        assert sorted(tmp_path.rglob("*")) == before
+        first.add_documents([1] * 500, [100, 400])
+    assert is_whole(IndexedCorpus(names[0]))
+    assert not [*tmp_path.rglob("*.writing"), *tmp_path.rglob("*.tmp")]
+    write(names[1], 2)
+    assert is_whole(IndexedCorpus(names[1]))
+
+
+# -------------------------------------------------------------------------------------- tokenizing that was interrupted
+
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files of every kind, a few hundred bytes a chunk, marked after each second one or so."""
+    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1000)
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (600,))
+    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", 600))
+    lines = "".join(json.dumps({"text": f"line {i} " * (i % 9)}) + "\n" for i in range(200))
+    paths = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl.gz", "d.txt.gz")]
+    for path in paths:
+        text = lines if "jsonl" in path.name else " ".join(f"word{i}" for i in range(1500))
+        path.write_bytes(gzip.compress(text.encode()) if path.name.endswith("gz") else text.encode())
+    return paths
+
+
+def files_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES]
+
+
+def chunks_marked(prefix: Path) -> int:
+    mark = prefix.with_name(f".{prefix.name}.mark.tmp")
+    return int(json.loads(mark.read_bytes())["state"]["caller"]["chunks"]) if mark.exists() else 0
+
+
+@pytest.mark.parametrize(("workers", "kills"), [
+    (1, 5), pytest.param(1, 20, marks=pytest.mark.slow), pytest.param(2, 10, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_makes_the_files_of_one_that_was_not(
+        tmp_path: Path, texts: list[Path], workers: int, kills: int) -> None:
+    build_corpus(texts, tmp_path / "whole", BYTE)
+    draw, prefix, furthest = random.Random(workers), tmp_path / "c", 0
+    for _ in range(kills):
+        assert in_a_fork(lambda: build_corpus(texts, prefix, BYTE, workers=workers), draw.randrange(1, 30)) == -1
+        assert not (tmp_path / "c.idx").exists()
+        assert chunks_marked(prefix) >= furthest, "work that was marked is lost"
+        furthest = chunks_marked(prefix)
+    assert furthest > kills
+    build_corpus(texts, prefix, BYTE)
+    assert files_of(prefix) == files_of(tmp_path / "whole")
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+class Stop:
+    """Raises an error when so many chunks were encoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunks: int, error: BaseException) -> None:
+        self.left, self.error, self.encoded = chunks, error, 0
+        monkeypatch.setattr(preprocess, "ordered_map", self.map)
+
+    def map(self, *arguments: Any) -> Iterator[EncodedChunk]:
+        for encoded in ordered_map(*arguments):
+            if self.left == 0:
+                raise self.error
+            self.left, self.encoded = self.left - 1, self.encoded + 1
+            yield encoded
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ResumableError("a worker process died")],
+                         ids=["ctrl-c", "worker"])
+@pytest.mark.parametrize("reading", [TextReadOptions(),
+                                     TextReadOptions(separator=Separator.parse("word7"), append_eod=False)],
+                         ids=["files", "separated"])
+def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch,
+                                                   error: BaseException, reading: TextReadOptions,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    whole = Stop(monkeypatch, -1, error)
+    progress, _ = build_corpus(texts, tmp_path / "whole", BYTE, reading)
+    for stop in (4, 5, whole.encoded // 2, whole.encoded - 1):
+        Stop(monkeypatch, stop, error)
+        with pytest.raises(type(error)):
+            build_corpus(texts, tmp_path / "c", BYTE, reading)
+        rest = Stop(monkeypatch, -1, error)
+        again, _ = build_corpus(texts, tmp_path / "c", BYTE, reading)
+        assert files_of(tmp_path / "c") == files_of(tmp_path / "whole")
+        assert rest.encoded <= whole.encoded - stop + 3, "what was done is done again"
+        assert (again.documents, again.bytes) == (progress.documents, progress.bytes)
+        assert f"{tmp_path}/c: going on after " in capsys.readouterr().err
+
+
+def test_lines_and_skipped_ones_are_counted_through(tmp_path: Path, texts: list[Path],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = texts[0].read_text().splitlines()
+    lines[5] = lines[150] = "[]"
+    texts[0].write_text("\n".join(lines))
+    Stop(monkeypatch, 8, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(texts, tmp_path / "c", BYTE, skip_malformed=True)
+    rest = Stop(monkeypatch, -1, KeyboardInterrupt())
+    _, skipped = build_corpus(texts, tmp_path / "c", BYTE, skip_malformed=True)
+    assert skipped == 2 and rest.encoded
+    lines[5] = lines[4]
+    texts[0].write_text("\n".join(lines))
+    Stop(monkeypatch, 8, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(texts, tmp_path / "c", BYTE)
+    Stop(monkeypatch, -1, KeyboardInterrupt())
+    with pytest.raises(DataError, match="a.jsonl:151 expected a JSON object"):
+        build_corpus(texts, tmp_path / "c", BYTE)
+
+
+@pytest.mark.parametrize("change", ["touched", "order", "one less", "tokenizer", "key", "eod", "skip", "merge"])
+def test_other_inputs_or_settings_begin_anew_and_say_so(
+        tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch, change: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    Stop(monkeypatch, 9, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(texts, tmp_path / "c", BYTE)
+    assert chunks_marked(tmp_path / "c") >= 7
+    reading = TextReadOptions("other" if change == "key" else "text", append_eod=change != "eod")
+    tokenizer = ByteLevelTokenizer()
+    if change == "touched":
+        os.utime(texts[-1], (1, 1))
+    if change == "tokenizer":
+        monkeypatch.setattr(tokenizer, "fingerprint", "0123456789abcdef")
+    files = {"order": texts[::-1], "one less": texts[:-1]}.get(change, texts)
+    files = [path for path in files if "txt" in path.name] if change == "key" else files
+    rest = Stop(monkeypatch, -1, KeyboardInterrupt())
+    if change == "merge":
+        with CorpusWriter(tmp_path / "c", tokenizer=BYTE.facts) as writer:
+            writer.add_document([1])
+    else:
+        build_corpus(files, tmp_path / "c", tokenizer, reading, skip_malformed=change == "skip")
+        whole, rest = rest, Stop(monkeypatch, -1, KeyboardInterrupt())
+        said = capsys.readouterr().err
+        build_corpus(files, tmp_path / "d", tokenizer, reading, skip_malformed=change == "skip")
+        assert files_of(tmp_path / "c") == files_of(tmp_path / "d") and whole.encoded == rest.encoded
+        assert "c: removed what a process that ended early had left, which has other inputs or settings" in said
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_what_cannot_be_read_twice_is_not_gone_on_from(tmp_path: Path, texts: list[Path],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(texts[0].read_bytes(),), daemon=True).start()
+    Stop(monkeypatch, 9, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus([tmp_path / "pipe", *texts], tmp_path / "c", BYTE)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".c.")]

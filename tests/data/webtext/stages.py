@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,15 +18,12 @@ class Options:
     drop: str = "drop"
     """Texts with this word go."""
     fail: str = "fail"
-    die: str = "die"
 
 
 def make(options: Options) -> DocumentFunction:
     def shout(document: Document) -> Document | DroppedDocument:
         if options.fail in document.text:
             raise ZeroDivisionError("a library gave up")
-        if options.die in document.text:
-            os.kill(os.getpid(), signal.SIGKILL)
         if options.drop in document.text:
             return DroppedDocument("asked for")
         return replace(document, text=document.text.upper())

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data.storage import DataError
 from data.webtext import dedup, minhash
 from data.webtext.dedup import DedupOptions, run_dedup, write_signature_share
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
-from data.webtext.minhash import jaccard_similarity, shingle_hashes
+from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, hash_words,
+                                  jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes, word_hashes)
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
@@ -204,3 +209,168 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
     (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").to_line() + b"{no\n")
     with pytest.raises(DataError, match=r"part-00000.jsonl: not JSON"):
         deduplicate([shard], tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+PEAK = """
+import sys
+from pathlib import Path
+from data.webtext import minhash
+from data.webtext.dedup import DedupOptions, run_dedup
+from tests.peak import peak
+folder, output, memory, range_bytes = sys.argv[1:]
+minhash.BATCH_BYTES = int(range_bytes)
+run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
+print(peak())
+"""
+
+
+def peak_memory(tmp_path: Path, documents: int, phrases: int, memory: int, range_bytes: int) -> int:
+    """Bytes that a run of its own takes for a corpus of distinct pages and some copies."""
+    folder, rng, line = tmp_path / f"in{documents}", random.Random(0), b""
+    folder.mkdir()
+    pool = [f"a{n % 97} b{n % 89} c{n % 83} d{n}" for n in range(1 << 16)]  # shorter than a shingle
+    for shard in range(4):
+        with (folder / f"part-{shard:05d}.jsonl").open("wb") as file:
+            for number in range(documents // 4):
+                if number % 10 or not line:
+                    line = Document(" ".join(rng.choices(pool, k=phrases))).to_line()
+                file.write(line)
+    arguments = [folder, tmp_path / f"out{documents}", memory, range_bytes]
+    result = subprocess.run([sys.executable, "-c", PEAK, *map(str, arguments)], cwd=REPOSITORY, capture_output=True,
+                            text=True, check=True)
+    return int(result.stdout)
+
+
+# Short pages show what is kept for each, and budgets are such that the small corpus uses them up.
+@pytest.mark.parametrize(("few", "many", "phrases", "memory", "range_bytes"), [
+    (4000, 16_000, 3, 1 << 20, 1 << 16),
+    pytest.param(2000, 200_000, 280, 16 << 20, 1 << 20, marks=pytest.mark.slow)], ids=["4 times", "10 MB and 1 GB"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, few: int, many: int, phrases: int, memory: int,
+                                              range_bytes: int) -> None:
+    small, large = (peak_memory(tmp_path, documents, phrases, memory, range_bytes) for documents in (few, many))
+    assert large <= 1.1 * small
+
+
+# ------------------------------------------------------------------------------------------------- words and signatures
+
+AWKWARD = [
+    "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
+    "İstanbul ŞIRNAK ﬁn", "\U0001f600 a\U0001f600b", "\U00020000\U00020001", "१२३ हिन्दी", "a_b-c/d", "สวัสดี",
+    "\u3000。、"]
+
+
+def slow_words(text: str) -> list[tuple[str, int, int]]:
+    """Character by character."""
+    found: list[tuple[str, int, int]] = []
+    open_word = False
+    for place, character in enumerate(text):
+        inside = character.isalnum() or unicodedata.category(character)[0] == "M"
+        alone = inside and any(first <= ord(character) <= last for first, last in UNSPACED_SCRIPTS)
+        lower = character.lower() if len(character.lower()) == 1 else character
+        if inside and open_word and not alone:
+            word, start, _ = found[-1]
+            found[-1] = word + lower, start, place + 1
+        elif inside:
+            found.append((lower, place, place + 1))
+        open_word = inside and not alone
+    return found
+
+
+def random_text(rng: random.Random, length: int) -> str:
+    return "".join(rng.choice("aAbé ’.\n日本9\u0301\U0001f600") for _ in range(length))
+
+
+@pytest.mark.parametrize("piece", [minhash.BLOCK_CHARACTERS, 64])
+def test_words_are_those_found_character_by_character(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minhash, "BLOCK_CHARACTERS", piece)
+    minhash._powers.cache_clear()
+    rng = random.Random(0)
+    numbers: dict[str, int] = {}
+    for text in [*AWKWARD, *(random_text(rng, rng.randint(0, 300)) for _ in range(300))]:
+        expected, found = slow_words(text), hash_words(text)
+        assert (word_hashes(text) == found.hashes).all()
+        assert list(zip(found.starts.tolist(), found.stops.tolist())) == [(a, b) for _, a, b in expected], repr(text)
+        for (word, _, _), number in zip(expected, found.hashes.tolist(), strict=True):
+            assert numbers.setdefault(word, number) == number
+    assert len(set(numbers.values())) == len(numbers) > 1000
+    minhash._powers.cache_clear()
+
+
+def test_runs_are_equal_where_the_words_are() -> None:
+    rng = random.Random(1)
+    plain = rng.choices(["a", "b", "c"], k=2000)
+    for n in (1, 2, 5, 13):
+        found = ngram_hashes(hash_words(" ".join(plain)).hashes, n).tolist()
+        expected = [tuple(plain[first:first + n]) for first in range(len(plain) - n + 1)]
+        assert len(found) == len(expected)
+        assert len(set(found)) == len(set(expected)) == len(set(zip(found, expected)))
+    assert len(ngram_hashes(np.arange(4, dtype=np.uint64), 5)) == 0
+
+
+def test_numbers_do_not_change_between_versions_of_this_code() -> None:
+    # Signature files on disk hold them: raise minhash.SIGNATURE_VERSION together with these.
+    assert hash_words("Hello, wörld 日本").hashes.tolist() == [
+        14436853186599029085, 6754916799844202833, 3913650560111125320, 11557339308617255188]
+    assert ngram_hashes(hash_words("a b c d e").hashes, 5).tolist() == [7462623408334267199]
+
+
+def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tuple[HashArray, HashArray]:
+    """Two sets of `size` with about that Jaccard index."""
+    shared = round(2 * size * alike / (1 + alike))
+    numbers = rng.integers(0, 1 << 64, 2 * size - shared, dtype=np.uint64)
+    return np.sort(numbers[:size]), np.sort(numbers[size - shared:])
+
+
+def agreement(left: HashArray, right: HashArray) -> float:
+    first, second = minhash_signatures([left, right])
+    return float((first == second).mean())
+
+
+@pytest.mark.parametrize("alike", [0.1, 0.5, 0.8, 0.9])
+def test_signatures_agree_as_often_as_sets_are_alike(alike: float) -> None:
+    rng = np.random.default_rng(1)
+    shares = []
+    for _ in range(100):
+        left, right = pair_of_sets(rng, alike)
+        shares.append(agreement(left, right) - jaccard_similarity(left, right))
+    deviation = (alike * (1 - alike) / NUM_HASHES) ** 0.5  # of one estimate, if the hashes were perfectly random
+    assert abs(np.mean(shares)) < 4 * deviation / 10  # the mean of 100
+    assert 0.75 * deviation < np.std(shares) < 1.3 * deviation
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+def test_bands_find_pairs_with_the_probability_promised(threshold: float) -> None:
+    rng, banding = np.random.default_rng(2), Banding.for_threshold(threshold)
+    assert banding.recall(threshold) >= RECALL_AT_THRESHOLD
+    assert Banding(NUM_HASHES // (banding.rows + 1), banding.rows + 1).recall(threshold) < RECALL_AT_THRESHOLD
+    for alike in (threshold, threshold - 0.2, (1 + threshold) / 2):
+        found, expected = 0, 0.0
+        for _ in range(200):
+            left, right = pair_of_sets(rng, alike)
+            bands = banding.bands_of(minhash_signatures([left, right]))
+            found += bool((bands[0] == bands[1]).any())
+            expected += banding.recall(jaccard_similarity(left, right))
+        assert abs(found - expected) <= 4 * (200 * 0.25) ** 0.5  # four deviations of a fair coin at most
+
+
+def test_a_signature_depends_on_the_set_of_shingles_alone() -> None:
+    rng = np.random.default_rng(3)
+    sets = [rng.integers(0, 1 << 64, size, dtype=np.uint64) for size in (1, 70_000, 3, 2, 30_000, 10, 100_000, 1)]
+    together = minhash_signatures(sets)
+    for shingles, found in zip(sets, together):
+        assert (minhash_signatures([np.concatenate([shingles, shingles[::-1]])])[0] == found).all()
+
+
+def test_a_text_of_less_than_five_words_has_no_shingle() -> None:
+    assert len(shingle_hashes("one two three, four!")) == 0
+    assert len(shingle_hashes("one two three, four: five")) == 1
+
+
+@pytest.mark.parametrize("threshold", [0, 0.29, 1.01, float("nan")])
+def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
+    with pytest.raises(DataError, match="expected a similarity from 0.3"):
+        Banding.for_threshold(threshold)

@@ -1,24 +1,24 @@
-"""extract: of any page, however it is written, the text that a browser shows, with either extractor."""
+"""HTML pages: their character set and their text are those that a browser shows, however the page is written."""
 
 from __future__ import annotations
 
 import gzip
-import io
-import tarfile
-import zipfile
+import re
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from data.webtext import extract
-from data.webtext.documents import Document, DroppedDocument
+from data.webtext.__main__ import main
+from data.webtext.documents import Document, DocumentError, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
-from data.webtext.readers import WebReadOptions
+from data.webtext.readers import WebReadOptions, find_source_files, plan_units, read_unit
 from data.webtext.runner import MapStage, run_map_stage
-from data.webtext.readers import find_source_files
+from data.webtext.stage_folder import read_stage_record
 from tests.data.webtext.test_map_stages import GOOD
+
 
 pytest.importorskip("resiliparse")
 
@@ -176,38 +176,27 @@ def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> No
             extract.make_extract(ExtractOptions(extractor, html))(Document(hostile))
 
 
-def archived(name: str, content: bytes) -> bytes:
-    if name.endswith((".warc", ".wet")):
-        return b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 20\r\n\r\n" + content
-    file = io.BytesIO()
-    if name.endswith(".zip"):
-        with zipfile.ZipFile(file, "w") as zipped:
-            zipped.writestr("a.html", content)
-    else:
-        with tarfile.open(fileobj=file, mode="w:gz" if name.endswith("gz") else "w") as tar:
-            member = tarfile.TarInfo("a.html")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue()
+WARC = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 20\r\n\r\n" + PAGE.encode()
+TAR = b"a.html".ljust(257, b"\0") + b"ustar\x0000" + PAGE.encode()
+ARCHIVES = {"a.warc": WARC, "a.warc.gz": gzip.compress(WARC), "a.tar": TAR, "a.tgz": gzip.compress(TAR),
+            "a.zip": b"PK\3\4\x14\0" + PAGE.encode()}
 
 
 @pytest.mark.parametrize("format", ["html", "text", "urls"])
-@pytest.mark.parametrize("name", ["a.warc", "a.wet", "a.tar", "a.tar.gz", "a.tgz", "a.zip"])
+@pytest.mark.parametrize("name", ARCHIVES)
 def test_an_archive_is_not_read_as_one_document(tmp_path: Path, name: str, format: str) -> None:
-    (tmp_path / name).write_bytes(archived(name, PAGE.encode()))
+    (tmp_path / name).write_bytes(ARCHIVES[name])
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(DataError, match=rf"{name}: expected one file of --format {format}, found \w+ data"):
             find_source_files([path], format)
 
 
 @pytest.mark.parametrize("page", ["t.html", "y.html.gz", "folder/t.xhtml", "t.txt"])
-@pytest.mark.parametrize("kind", ["a.warc", "a.warc.gz", "a.tar", "a.tgz", "a.zip"])
+@pytest.mark.parametrize("kind", ARCHIVES)
 def test_an_archive_under_the_name_of_a_page_is_not_text(tmp_path: Path, kind: str, page: str) -> None:
-    content = archived(kind.removesuffix(".gz"), PAGE.encode())
     path = tmp_path / page
     path.parent.mkdir(exist_ok=True)
-    for suffix in (kind, page):
-        content = gzip.compress(content) if suffix.endswith(".gz") else content
+    content = gzip.compress(ARCHIVES[kind]) if page.endswith(".gz") else ARCHIVES[kind]
     path.write_bytes(content)
     stage = MapStage("extract", extract.make_extract, ExtractOptions())
     with pytest.raises(DataError, match=rf"{page} expected one document, found \w+ data; .*unpack"):
@@ -215,3 +204,233 @@ def test_an_archive_under_the_name_of_a_page_is_not_text(tmp_path: Path, kind: s
     (tmp_path / "good.html").write_text(PAGE)
     counts = run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".skip"), WebReadOptions(on_error="skip")).counts
     assert (counts.documents_in, counts.documents_kept, counts.dropped) == (2, 1, {"not text": 1})
+
+
+# ------------------------------------------------------------------------------------------------------- character sets
+
+RUSSIAN = "Кот спал весь день на тёплой крыше"
+WESTERN = "The “café” – naïve, 5 €"
+CHINESE = "猫在温暖的屋顶上睡了一整天"
+JAPANESE = "猫は一日中、暖かい屋根の上で眠っていた"
+KOREAN = "고양이는 하루 종일 따뜻한 지붕 위에서 잤다"
+GREEK = "Η γάτα κοιμόταν όλη μέρα"
+HEBREW = "החתול ישן כל היום"
+ARABIC = "نامت القطة طوال اليوم"
+
+
+def read_page(folder: Path, page: bytes,
+              reading: WebReadOptions = WebReadOptions()) -> tuple[str, tuple[str, ...]] | DocumentError:
+    """Text and repairs, or what is wrong with it."""
+    (folder / "a.html").write_bytes(page)
+    (read,) = (read for unit in plan_units(find_source_files([folder / "a.html"])[0], 1 << 20)
+               for read in read_unit(unit, reading))
+    return read.value if isinstance(read.value, DocumentError) else (read.value.text, read.repairs)
+
+
+def page_of(text: str, codec: str, head: str = "") -> bytes:
+    return f"<!doctype html><html><head>{head}</head><body><p>{text}</p></body></html>".encode(codec)
+
+
+LABELS = [
+    ("utf-8", "utf-8", RUSSIAN), ("UTF8", "utf-8", JAPANESE), ("unicode-1-1-utf-8", "utf-8", GREEK),
+    ("utf-16", "utf-8", RUSSIAN), ("UTF-16LE", "utf-8", WESTERN), ("utf-16be", "utf-8", CHINESE),
+    ("unicode", "utf-8", GREEK), ("ucs-2", "ascii", "plain"), ("utf-16", "ascii", "plain"),
+    ("iso-8859-1", "cp1252", WESTERN), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
+    ("ascii", "cp1252", WESTERN), ("windows-1252", "cp1252", WESTERN), ("x-user-defined", "cp1252", WESTERN),
+    ("iso-8859-15", "iso8859-15", "œuvre, 5 €"), ("iso-8859-9", "cp1254", "ağaç – ş"),
+    ("iso-8859-2", "iso8859-2", "Zażółć gęślą jaźń"), ("windows-1250", "cp1250", "Příliš žluťoučký – kůň"),
+    ("windows-1251", "cp1251", RUSSIAN), ("cp1251", "cp1251", RUSSIAN), ("koi8-r", "koi8-r", RUSSIAN),
+    ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("ibm866", "cp866", RUSSIAN),
+    ("iso-8859-5", "iso8859-5", RUSSIAN), ("x-mac-cyrillic", "mac-cyrillic", RUSSIAN),
+    ("windows-1253", "cp1253", GREEK), ("iso-8859-7", "iso8859-7", GREEK), ("windows-1255", "cp1255", HEBREW),
+    ("iso-8859-8-i", "iso8859-8", HEBREW), ("windows-1256", "cp1256", ARABIC), ("iso-8859-6", "iso8859-6", ARABIC),
+    ("windows-1257", "cp1257", "Ąžuolas – ėjo"), ("windows-1258", "cp1258", "Con mèo"), ("tis-620", "cp874", "แมวนอน"),
+    ("macintosh", "mac-roman", "naïve “café”"), ("gb2312", "gbk", "朱镕基" + CHINESE), ("GBK", "gbk", CHINESE),
+    ("chinese", "gbk", CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("gb18030", "gb18030", "𠀀" + CHINESE),
+    ("big5", "big5", "貓在溫暖的屋頂上"), ("big5-hkscs", "big5hkscs", "啲嘢"),
+    ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("x-sjis", "cp932", JAPANESE), ("windows-31j", "cp932", "～－①"),
+    ("euc-jp", "euc_jp", JAPANESE), ("iso-2022-jp", "iso2022_jp", JAPANESE), ("euc-kr", "euc_kr", KOREAN),
+    ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라"), ("windows-949", "cp949", KOREAN),
+]
+
+
+@pytest.mark.parametrize(("label", "codec", "text"), LABELS, ids=[f"{label}-{k}" for k, (label, *_) in
+                                                                  enumerate(LABELS)])
+def test_a_label_means_what_it_means_to_browsers(tmp_path: Path, label: str, codec: str, text: str) -> None:
+    for head in (f"<meta charset={label}>",
+                 f'<META content="text/html; charset={label}" HTTP-EQUIV="Content-Type" />'):
+        page = page_of(text, codec, head)
+        assert read_page(tmp_path, page) == (page.decode(codec), ())
+
+
+DECLARATIONS = [
+    "<META CHARSET='WINDOWS-1251'/>", "<meta\ncharset\n=\nwindows-1251\n>", '<meta charset=" windows-1251 ">',
+    '<meta http-equiv="Content-Type" content="text/html; charset=windows-1251">',
+    "<meta http-equiv=CONTENT-TYPE content='charset = \"windows-1251\"; x'>",
+    '<meta name=a content="text/html; charset=koi8-r"><meta charset=windows-1251>',
+    "<!-- <meta charset=koi8-r> --><meta charset=windows-1251>",
+    '<link title="<meta charset=koi8-r>"><meta charset=windows-1251>', "<meta charset=unheard><meta charset=x-cp1251>",
+    "<meta charset=windows-1251 charset=koi8-r><meta charset=koi8-r>",
+    '<meta http-equiv=content-type content="text/html; charset=koi8-r" charset=windows-1251>',
+    "<style>" + "p {}" * 500 + "</style>\n<meta charset=windows-1251>",
+    "<meta name=x content='" + "x" * 980 + "'><meta charset=windows-1251>",
+    "<script>" + " " * 1200 + "'<meta charset=koi8-r>'</script><meta charset=windows-1251>"]
+
+
+@pytest.mark.parametrize("head", DECLARATIONS, ids=range(len(DECLARATIONS)))
+def test_a_page_says_its_character_set_in_many_ways(tmp_path: Path, head: str) -> None:
+    page = page_of(RUSSIAN, "cp1251", head)
+    assert read_page(tmp_path, page) == (page.decode("cp1251"), ())
+
+
+NO_DECLARATIONS = [
+    "", '<meta content="text/html; charset=windows-1251">', "<meta name=charset content=windows-1251>",
+    "<p title='<meta charset=windows-1251>'>", "<!-- <meta charset=windows-1251> -->", "<meta charset=cp936>",
+    "<meta http-equiv=content-type content='text/html; charset=\"windows-1251'>", "<meta charset=\u00e9>"]
+
+
+@pytest.mark.parametrize("head", NO_DECLARATIONS, ids=range(len(NO_DECLARATIONS)))
+def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path, head: str) -> None:
+    found = read_page(tmp_path, page_of(RUSSIAN, "cp1251", head.encode().decode("cp1251")))
+    assert isinstance(found, DocumentError) and found.reason == "no character set" and "--charset" in str(found)
+    page = page_of(RUSSIAN, "utf-8", head)
+    assert read_page(tmp_path, page) == (page.decode(), ())
+
+
+@pytest.mark.parametrize("declaration", ['<?xml version="1.0" encoding="{}"?>',
+                                         "<?xml\nversion='1.0'\nencoding = '{}'\n?>"])
+@pytest.mark.parametrize(("label", "codec"), [("windows-1251", "cp1251"), ("KOI8-R", "koi8-r"), ("utf-16", "utf-8")])
+def test_the_declaration_of_xml_counts_where_no_meta_does(tmp_path: Path, declaration: str, label: str, codec: str
+                                                          ) -> None:
+    page = declaration.format(label).encode() + page_of(RUSSIAN, codec)
+    assert read_page(tmp_path, page) == (page.decode(codec), ())
+    other = "koi8-r" if codec == "cp1251" else "cp1251"
+    page = declaration.format(label).encode() + page_of(RUSSIAN, other, f"<meta charset={other}>")
+    assert read_page(tmp_path, page) == (page.decode(other), ())
+
+
+MARKS = [("utf-8", b"\xef\xbb\xbf"), ("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff")]
+
+
+@pytest.mark.parametrize(("codec", "mark"), MARKS)
+@pytest.mark.parametrize("says", ["", "<meta charset=windows-1251>", "<meta charset=utf-16>", "<meta charset=sjis>"])
+@pytest.mark.parametrize("server", [None, "windows-1251", "utf-16le"])
+def test_the_mark_is_before_the_server_and_the_server_before_the_page(
+        tmp_path: Path, codec: str, mark: bytes, says: str, server: str | None) -> None:
+    page = page_of(RUSSIAN, codec, says)
+    assert read_page(tmp_path, mark + page, WebReadOptions(charset=server)) == (page.decode(codec), ())
+    if server == "windows-1251":
+        page = page_of(RUSSIAN, "cp1251", says)
+        assert read_page(tmp_path, page, WebReadOptions(charset=server)) == (page.decode("cp1251"), ())
+
+
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("start", ["", '<?xml version="1.0"?>'])
+def test_utf_16_without_a_mark_is_known_by_its_first_bytes(tmp_path: Path, codec: str, start: str) -> None:
+    page = start.encode(codec) + page_of(CHINESE, codec, "<meta charset=utf-16>")
+    assert read_page(tmp_path, page) == (page.decode(codec), ())
+
+
+@pytest.mark.parametrize("hostile", [
+    b"<meta " * 300_000, b"<!--" * 500_000, b"<a b=" * 300_000, b"<script>" + b"</script" * 200_000,
+    b"<meta content='" + b"charset" * 200_000, b"<?xml " + b"encoding" * 200_000, b"\x81" * 2_000_000,
+    b"<meta charset=gbk>" + b"\x80" * 500_000, b"<select>" + b"<option>" * 110_000], ids=range(9))
+def test_no_page_takes_long_to_decode(tmp_path: Path, hostile: bytes) -> None:
+    """What is quadratic in any of these does not come to its end here."""
+    read_page(tmp_path, hostile)
+
+
+@pytest.mark.parametrize("reading", [WebReadOptions(), WebReadOptions(on_error="skip"),
+                                     WebReadOptions(on_error="replace")])
+@pytest.mark.parametrize(("label", "codec", "text", "reason"), [
+    ("utf-8", "utf-8", RUSSIAN, "not UTF-8"), ("Shift_JIS", "cp932", JAPANESE, "not shift_jis"),
+    ("gb2312", "gbk", CHINESE, "not gbk"), ("euc-kr", "euc_kr", KOREAN, "not euc-kr"),
+    ("big5", "big5", "貓在溫暖的屋頂上", "not big5"), ("euc-jp", "euc_jp", JAPANESE, "not euc-jp")])
+def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
+        tmp_path: Path, reading: WebReadOptions, label: str, codec: str, text: str, reason: str) -> None:
+    page = page_of(text, codec, f"<meta charset={label}>")
+    for bad in (b"\xff", b"\x81", b"\xfe"):
+        assert read_page(tmp_path, page.replace(b"</p>", bad + b"</p>"), reading) == (
+            page.decode(codec).replace("</p>", "\ufffd</p>"), (reason,)), "the tag after it is whole"
+    cut = page[:page.index(b"</p>") - 1]  # a page cut off inside its last character
+    assert read_page(tmp_path, cut, reading) == (page.decode(codec).partition("</p>")[0][:-1] + "\ufffd", (reason,))
+
+
+def test_two_bytes_that_are_no_letter_are_one_mark_and_what_follows_is_whole(tmp_path: Path) -> None:
+    page = b"<meta charset=sjis>\x81\xad\xb1"
+    assert read_page(tmp_path, page) == ("<meta charset=sjis>\ufffd\uff71", ("not shift_jis",))
+
+
+@pytest.mark.parametrize(("label", "raw", "text"), [
+    ("windows-1252", b"\x81\x8d\x9d\x93", "\x81\x8d\x9d\u201c"), ("windows-1251", b"\x98\xcf", "\x98\u041f"),
+    ("windows-874", b"\x81\xa1", "\x81\u0e01"),
+    ("koi8-u", b"\xae\xbe", "\u045e\u040e"), ("gb2312", b"5 \x80 \xa8\xbc", "5 \u20ac \u1e3f"),
+    ("euc-jp", b"\xad\xa1\xa1\xc1\xad\xea", "\u2460\uff5e\u3231"),
+    ("iso-2022-jp", b"\x1b$B-!!A0!\x1b(B.", "\u2460\uff5e\u4e9c."), ("euc-jp", b"\x8f\xb0\xa1\x8e\xb1", "\u4e02\uff71"),
+    ("x-user-defined", b"\x80\xe9", "\u20ac\xe9")])
+def test_letters_that_python_leaves_out_are_read(tmp_path: Path, label: str, raw: bytes, text: str) -> None:
+    assert read_page(tmp_path, f"<meta charset={label}>".encode() + raw) == (f"<meta charset={label}>{text}", ())
+
+
+@pytest.mark.parametrize(("raw", "text", "repairs"), [
+    ("It’s “quoted” – café".encode("cp1252"), "It’s “quoted” – café", ("no character set",)),
+    ("Le garçon à l’été, élève créé".encode("cp1252"), "Le garçon à l’été, élève créé", ("no character set",)),
+    (b"one \xe9", "one é", ("no character set",)),
+    (f"{RUSSIAN} и ".encode() + b"\xff. " + b"x" * 100, f"{RUSSIAN} и \ufffd. " + "x" * 100, ("not UTF-8",)),
+    (RUSSIAN.encode()[:-1], RUSSIAN[:-1] + "\ufffd", ("not UTF-8",)),
+    ("naïve café".encode() + b"\xe2\x80", "naïve café\ufffd", ("not UTF-8",)),
+])
+def test_a_page_that_says_nothing_is_utf_8_where_most_of_it_is_else_windows_1252(
+        tmp_path: Path, raw: bytes, text: str, repairs: tuple[str, ...]) -> None:
+    assert read_page(tmp_path, b"<p>" + raw) == (f"<p>{text}", repairs)
+
+
+@pytest.mark.parametrize(("text", "codec"), [
+    (RUSSIAN, "cp1251"), (RUSSIAN, "koi8-r"), (GREEK, "cp1253"), (JAPANESE, "cp932"), (CHINESE, "gbk"),
+    (KOREAN, "euc_kr"), (HEBREW, "cp1255")])
+def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(tmp_path: Path, text: str, codec: str
+                                                                               ) -> None:
+    page = page_of(text, codec)
+    for on_error in ("strict", "skip"):
+        found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
+        assert isinstance(found, DocumentError) and found.reason == "no character set"
+    assert read_page(tmp_path, page, WebReadOptions(on_error="replace")) != found
+    label = {"cp932": "shift_jis", "cp1251": "windows-1251", "cp1253": "windows-1253", "cp1255": "windows-1255"}
+    assert read_page(tmp_path, page, WebReadOptions(charset=label.get(codec, codec.replace("_", "-")))) == (
+        page.decode(codec), ())
+
+
+@pytest.mark.parametrize("page", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff", b"\xff\xd8\xff\xe0\0\x10JFIF\0",
+                                  b"\x1f\x8b\x08\0\xf1", b"PK\x03\x04\x14\0\xe9"])
+def test_what_is_no_text_is_no_page(tmp_path: Path, page: bytes) -> None:
+    for on_error in ("strict", "skip", "replace"):
+        found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
+        assert isinstance(found, DocumentError) and found.reason == "not text"
+
+
+@pytest.mark.parametrize("label", ["hz-gb-2312", "iso-2022-kr", "ISO-2022-CN", "csiso2022kr"])
+def test_what_no_browser_reads_is_a_fault_that_says_so(tmp_path: Path, label: str) -> None:
+    found = read_page(tmp_path, f"<meta charset={label}><p>text".encode())
+    assert isinstance(found, DocumentError) and found.reason == "refused character set" and "iconv" in str(found)
+    assert read_page(tmp_path, f"<meta charset={label}><p>text".encode(), WebReadOptions(charset="utf-8")) == (
+        f"<meta charset={label}><p>text", ())
+
+
+@pytest.mark.parametrize("codec", ["utf-32", "utf-32-be"])
+def test_utf_32_is_not_taken_for_utf_16(tmp_path: Path, codec: str) -> None:
+    for server in (None, "utf-8"):
+        found = read_page(tmp_path, ("\ufeff" * (codec != "utf-32") + f"<p>{RUSSIAN}").encode(codec),
+                          WebReadOptions(charset=server))
+        assert isinstance(found, DocumentError) and found.reason == "refused character set" and "UTF-32" in str(found)
+
+
+def test_the_server_s_word_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.html").write_bytes(page_of(RUSSIAN, "cp1251"))
+    main(["read", str(tmp_path / "a.html"), "--output", str(tmp_path / "out"), "--charset", "CP1251"])
+    assert RUSSIAN in (tmp_path / "out" / "part-00000.jsonl").read_text()
+    record = read_stage_record(tmp_path / "out" / "stage.json")
+    assert record and record.key["parameters"]["reading"]["charset"] == "windows-1251"
+    for label in ("cp-unheard-of", "iso-2022-kr", ""):
+        expected = f"--charset: expected a character set (such as windows-1251), found {label!r}"
+        with pytest.raises(UsageError, match=re.escape(expected)):
+            main(["read", str(tmp_path), "--output", str(tmp_path / "out"), "--charset", label])

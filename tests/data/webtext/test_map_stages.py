@@ -1,22 +1,37 @@
-"""urls, extract, clean: what each drops, what it changes, and that it leaves alone what is right."""
+"""urls, extract, clean, decontaminate, language: what each drops and changes, and that it leaves the rest alone."""
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import json
 import random
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from data.gpt2_bpe import GPT2BPETokenizer
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from data.webtext import clean, extract, language, urls
+from data.webtext.__main__ import build_language, build_parser, main
 from data.webtext.clean import CleanOptions
+from data.webtext.decontaminate import (CUT_MARGIN, MIN_PART_CHARACTERS, NGRAM_WORDS, DecontaminateOptions,
+                                        make_decontaminate, read_evaluation_ngrams, read_passages, shared_ngrams)
+from data.webtext.dedup import UniqueOptions, run_unique
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.extract import ExtractOptions
-from data.webtext.dedup import UniqueOptions, run_unique
+from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
+                                   text_samples)
+from data.webtext.minhash import hash_words
+from data.webtext.runner import MapStage
 from data.webtext.urls import UrlOptions
+from tests.data.webtext.planted import EVALUATION, babble, plant
 
 ftfy = pytest.importorskip("ftfy")
 
@@ -161,3 +176,242 @@ def test_length_is_counted_in_gpt2_tokens() -> None:
 def test_no_text_takes_long(hostile: str) -> None:
     """What is quadratic in any of these does not come to its end here."""
     clean.make_clean(CleanOptions())(Document(hostile))
+
+
+# -------------------------------------------------------------------------------------------------------- decontaminate
+
+@pytest.fixture
+def evaluation(tmp_path: Path) -> str:
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"id": 7, "passages": ["short one", EVALUATION]}) + "\n\n")
+    return str(tmp_path / "eval.jsonl")
+
+
+def test_cutting_takes_the_passage_and_its_margin_and_leaves_the_rest(evaluation: str) -> None:
+    stage = make_decontaminate(DecontaminateOptions((evaluation,), "cut"))
+    for page in plant(1, originals=10, words=150):
+        result = stage(Document(page.text, "u", {"k": 1}))
+        if page.kind == "contaminated":
+            assert isinstance(result, Document) and result.url == "u"
+            assert result.meta == {"k": 1, "evaluation_runs_cut": len(EVALUATION.split()) - NGRAM_WORDS + 1}
+            assert not shared_ngrams(hash_words(result.text), read_evaluation_ngrams([evaluation]))
+            parts = result.text.split(" " + EVALUATION.upper()[:5])[0].split("\n\n")
+            assert page.text.startswith(parts[0]) and page.text.endswith(parts[-1])
+            lost = len(page.text) - len(result.text) - len(EVALUATION)
+            assert 2 * CUT_MARGIN - 4 <= lost <= 2 * CUT_MARGIN + 60  # to the next whole word on either side
+        else:
+            assert isinstance(result, Document) and result.text == page.text and result.meta == {"k": 1}
+
+
+def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    texts = [" ".join(rng.choices("abcd", k=rng.randint(0, 60))) for _ in range(40)]
+    texts += [babble(rng, 15), babble(rng, 10), babble(rng, 7)]
+    (tmp_path / "e.json").write_text(json.dumps(texts))
+    looked_for = set()
+    for text in texts:
+        plain = re.findall(r"\w+", text.lower())
+        length = min(NGRAM_WORDS, len(plain))
+        looked_for |= {tuple(plain[k:k + length]) for k in range(len(plain) - length + 1) if length >= 8}
+    runs = read_evaluation_ngrams([str(tmp_path / "e.json")])
+    assert sum(map(len, runs.values())) == len(looked_for)
+    for _ in range(200):
+        text = " ".join([*rng.choices("abcd", k=30), rng.choice(texts), *rng.choices("ab", k=5)])
+        plain = re.findall(r"\w+", text.lower())
+        expected = [(first, length) for first in range(len(plain)) for length in range(8, NGRAM_WORDS + 1)
+                    if first + length <= len(plain) and tuple(plain[first:first + length]) in looked_for]
+        assert shared_ngrams(hash_words(text), runs) == expected
+
+
+@pytest.mark.parametrize("change, found", [
+    (str.upper, True), (lambda text: text.replace(" ", "\n\t"), True), (lambda text: text.replace(",", " ,;- "), True),
+    (lambda text: " ".join(text.split()[:NGRAM_WORDS]), True),
+    (lambda text: " ".join(text.split()[:NGRAM_WORDS - 1]), False),
+    (lambda text: " ".join(word if k % NGRAM_WORDS else "other" for k, word in enumerate(text.split())), False),
+])
+def test_disguises(change, found: bool, evaluation: str) -> None:  # type: ignore[no-untyped-def]
+    stage = make_decontaminate(DecontaminateOptions((evaluation,)))
+    result = stage(Document("Before it. " + change(EVALUATION) + " After it."))
+    assert isinstance(result, DroppedDocument) == found
+
+
+def test_scraps_are_not_kept(evaluation: str) -> None:
+    stage, rng = make_decontaminate(DecontaminateOptions((evaluation,), "cut")), random.Random(3)
+    for text in (EVALUATION, "x " * (CUT_MARGIN // 2) + EVALUATION,
+                 f"{'y' * (CUT_MARGIN + MIN_PART_CHARACTERS - 20)} {EVALUATION}"):
+        assert stage(Document(text)) == DroppedDocument("evaluation text: 10 runs or more, too little left")
+    many = " ".join(f"{babble(rng, 200)} {EVALUATION}" for _ in range(11))
+    assert isinstance(stage(Document(many)), DroppedDocument)
+    assert isinstance(stage(Document(many[:-len(EVALUATION)])), Document)
+
+
+def test_evaluation_files_of_every_kind_hold_the_same_passages(tmp_path: Path) -> None:
+    contents = {"a.jsonl": json.dumps({"q": EVALUATION}), "b.json": json.dumps([[{"x": [EVALUATION]}]]),
+                "c.txt": "\ufeff" + EVALUATION, "d.json.gz": json.dumps(EVALUATION)}
+    for name, content in contents.items():
+        raw = content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+        assert list(read_passages(str(tmp_path / name))) == [EVALUATION]
+
+
+def test_a_file_that_would_protect_nothing_is_an_error(tmp_path: Path) -> None:
+    for name, content, message in [("a.txt", b"too short", "no passage of 8 words"), ("b.jsonl", b"", "no passage"),
+                                   ("c.jsonl", b'{}\n{"a"', "c.jsonl:2: not JSON"), ("d.txt", b"\xff", "cannot read"),
+                                   ("e.gz", b"no gzip", "cannot read")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_evaluation_ngrams([str(tmp_path / name)])
+    with pytest.raises(DataError, match="missing.txt: cannot read"):
+        make_decontaminate(DecontaminateOptions((str(tmp_path / "missing.txt"),)))
+
+
+# ------------------------------------------------------------------------------------------------------------- language
+
+ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
+           "the wall. Nobody had told the keeper that a storm was on its way, so he sat in front of his house and "
+           "mended the net which his daughter had torn the week before. ")
+GERMAN = ("Der Hafen war am Morgen still, und die Boote, die in der Nacht zurückgekommen waren, lagen nebeneinander an "
+          "der Mauer. Niemand hatte dem Wärter gesagt, dass ein Sturm aufzog, und so saß er vor seinem Haus und "
+          "flickte das Netz, das seine Tochter in der Woche davor zerrissen hatte. ")
+RUSSIAN = ("Утром в гавани было тихо, и лодки, вернувшиеся ночью, стояли рядом вдоль стены. Никто не сказал "
+           "смотрителю, что приближается буря, поэтому он сидел перед домом и чинил сеть, которую на прошлой неделе "
+           "порвала его дочь. ")
+JAPANESE = "朝の港は静かで、夜のうちに戻ってきた舟が壁に沿って並んでいた。嵐が近づいていることを誰も番人に知らせなかった。"
+TEXTS = {"en": ENGLISH, "de": GERMAN, "ru": RUSSIAN, "ja": JAPANESE * 3}
+
+DETECTORS = [pytest.param(name, marks=pytest.mark.skipif(find_spec(module) is None,
+                                                         reason=f"needs {name}"))
+             for name, module in language.DETECTORS.items()]
+detectors = pytest.mark.parametrize("detector", DETECTORS)
+
+
+made = cache(language.make_language_filter)
+"""A model is loaded once."""
+
+
+def label(text: str, detector: str) -> tuple[str, float]:
+    document = made(LanguageOptions(detector=detector, label_only=True))(Document(text))
+    assert isinstance(document, Document) and document.text == text
+    return document.meta["language"], document.meta["language_score"]
+
+
+# ------------------------------------------------------------------------------------------------ what decides
+
+@detectors
+@pytest.mark.parametrize("code", TEXTS)
+@pytest.mark.parametrize("times", [1, 3, 20, 200])
+def test_a_text_has_its_language_however_long_it_is(detector: str, code: str, times: int) -> None:
+    found, score = label(TEXTS[code] * times, detector)
+    assert found == code and 0.5 < score <= 1
+
+
+BEGINNINGS = {
+    "another language": GERMAN * 2, "another script": RUSSIAN * 2, "stars": "* * * ~~~ " * 60,
+    "boxes": "╔══════════╗\n║ ░░▒▒▓▓██ ║\n" * 30, "numbers": "3.14159 | 2,718.28 | 17:45\n" * 30,
+    "addresses": "http://www.beispiel.de/verzeichnis/und/seite/der/tochter/index.php?x=1&y=2\n" * 12,
+    "markup": '<td class="zelle und nicht" id="der-hafen"><span title="die Boote"></td>&nbsp;\n' * 12,
+    "code": "".join(f"int32 x{k}_t = fnc({k}, &ptr->nxt[{k}]); /* ~ */\n" for k in range(20))}
+
+
+@detectors
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_what_a_page_begins_with_does_not_decide(detector: str, beginning: str) -> None:
+    for code, text in (("en", ENGLISH * 12), ("ru", RUSSIAN * 14)):
+        if code == "ru" and beginning == "another script":
+            continue
+        found, score = label(BEGINNINGS[beginning] + "\n" + text, detector)
+        assert found == code and score > 0.4
+        assert label(text + "\n" + BEGINNINGS[beginning], detector)[0] == code, "nor what it ends with"
+
+
+@detectors
+@pytest.mark.parametrize("text", ["", "\n", "1 2 3", "\0", "\U0001f600" * 100, "--- 4.5 ---",
+                                  "www.example.org/a\n" * 50])
+def test_a_text_without_words_has_no_language(detector: str, text: str) -> None:
+    assert label(text, detector) == ("zxx", 0)
+
+
+def test_samples_are_words_from_beginning_to_end() -> None:
+    for length in (1, 100, 2 * SAMPLE_CHARACTERS, MAX_SAMPLES * SAMPLE_CHARACTERS - 1, MAX_SAMPLES * SAMPLE_CHARACTERS,
+                   3000, MAX_SAMPLES * WINDOW_CHARACTERS, 1_000_000):
+        samples = text_samples((ENGLISH * (length // len(ENGLISH) + 1))[:length])
+        assert len(samples) == max(1, min(MAX_SAMPLES, length // SAMPLE_CHARACTERS)), length
+        assert all(0 < len(sample) <= SAMPLE_CHARACTERS for sample in samples)
+        assert {word for sample in samples for word in sample.split()[:-1]} <= set(ENGLISH.split())
+    assert text_samples("") == text_samples("1 2 3 --- \U0001f600 http://a.org/b \n") == []
+    address = "http://a.example.de/" + "verzeichnis-" * 5 + " "
+    assert not any("verz" in sample for sample in text_samples(address * 500)), "no half of an address"
+    assert [sample[0] for sample in text_samples("".join(letter * 999 + " " for letter in "abcde"))] == [*"abcde"]
+
+
+def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"aaaa": {"en": 1.0}, "bb": {"de": 0.75, "en": 0.25}, "cc": {"de": 0.5, "fr": 0.5}}
+    monkeypatch.setattr(language, "text_samples", str.split)
+    assert language_scores("aaaa bb cc", said.__getitem__) == {"en": 0.562, "de": 0.312, "fr": 0.125}
+    assert language_scores("bb", said.__getitem__) == {"de": 0.75, "en": 0.25}
+    assert language_scores("", said.__getitem__) == {"zxx": 0.0}
+
+
+# -------------------------------------------------------------------------------------------- what is kept, and how
+
+def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument]:
+    args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
+    stage = build_language(args)
+    assert isinstance(stage, MapStage)
+    return made(stage.options)
+
+
+MIXED = ENGLISH * 4 + GERMAN * 4
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("arguments", "kept", "reasons"), [
+    ([], ["en"], {"de": "language de", "ru": "language ru", "": "language zxx"}),
+    (["--keep", "en"], ["en"], {"de": "language de"}), (["--keep", "de", "en"], ["en", "de"], {"ru": "language ru"}),
+    (["--keep", "en:0.65"], ["en"], {"de": "language de"}), (["--keep", "zxx"], [""], {"en": "language en"}),
+    (["--keep", "en:0.2"], ["en", "mixed"], {"de": "language de"}),
+    (["--keep", "de:0.9,en:0.9"], ["en", "de"], {"ru": "language ru"}),
+    (["--keep", "en:0.65,de:0.65", "ru"], ["en", "de", "ru"], {"": "language zxx"}),
+    (["--keep", "en:0.65", "--keep", "de:0.2"], ["en", "de", "mixed"], {"ru": "language ru"}),
+    (["--keep", "en:1"], [], {"mixed": None}), (["--label-only"], ["en", "de", "ru", "mixed", ""], {}),
+])
+def test_languages_are_kept_by_name_or_by_score(arguments: list[str], kept: list[str], reasons: dict[str, str | None]
+                                                ) -> None:
+    pytest.importorskip("py3langid")
+    stage = stage_of(*arguments)
+    texts = {"en": ENGLISH * 5, "de": GERMAN * 5, "ru": RUSSIAN * 5, "mixed": MIXED, "": "1 2 3"}
+    for name in kept:
+        document = Document(texts[name], "u", {"file": "f", "language": "source's", "n": 1})
+        found = stage(document)
+        assert isinstance(found, Document)
+        assert found == replace(document, meta={"file": "f", "language": found.meta["language"], "n": 1,
+                                                "language_score": found.meta["language_score"]})
+        assert found.meta["language"] == (name or "zxx") or name == "mixed"
+    for name, reason in reasons.items():
+        found = stage(Document(texts[name]))
+        assert isinstance(found, DroppedDocument) and found.reason == reason or reason is None
+    mixed = stage(Document(MIXED))
+    if arguments == ["--keep", "en:0.65,de:0.65", "ru"]:
+        assert mixed in (DroppedDocument("language en: low score"), DroppedDocument("language de: low score"))
+
+
+@pytest.mark.parametrize("keep", ["english", "EN", "en:", "en:0", "en:1.1", "en:x", "en:nan", "en:0.5,", ",", "", "e"])
+def test_what_is_no_language_is_refused(keep: str) -> None:
+    with pytest.raises(UsageError, match=re.escape("or one with its least score (en:0.65), found ")):
+        main(["language", "in", "--output", "out", "--keep", keep])
+
+
+@pytest.mark.parametrize("detector", language.DETECTORS)
+@pytest.mark.parametrize(("keep", "told"), [(["eng"], "'eng'; it knows "), (["en", "ger:0.5"], "'ger'; it knows "),
+                                            (["en,jp"], "'jp'; it knows ")])
+def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep: list[str], told: str) -> None:
+    """It would leave out everything."""
+    pytest.importorskip(language.DETECTORS[detector])
+    with pytest.raises(UsageError, match=re.escape(f"{detector} has no language {told}")):
+        stage_of("--keep", *keep, "--detector", detector)
+
+
+@pytest.mark.parametrize("arguments", [["--keep", "en", "en:0.5"], ["--keep", "en:0.5,de", "--keep", "de:0.5"],
+                                       ["--keep", "en", "--label-only"]])
+def test_flags_that_contradict_each_other_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match="--keep"):
+        stage_of(*arguments)

@@ -19,9 +19,9 @@ from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main, origin_file_of, tokenize_part
 from tests.data.webtext import planted
-from tests.data.webtext.killing import in_a_fork
-from tests.data.webtext.test_language import TEXTS
-from tests.data.webtext.test_runner import contents
+from tests.data.killing import in_a_fork
+from tests.data.webtext.test_map_stages import TEXTS
+from tests.data.webtext.test_stage_folder import contents
 
 pytest.importorskip("ftfy")
 pytest.importorskip("py3langid")
@@ -181,30 +181,19 @@ def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- killing
 
 
-def kill_and_compare(raw: Path, whole: Path, output: Path, points: int) -> None:
-    """Kill a run at points spread over all its events; what is left must be whole, and a second run must mend all."""
-    events = in_a_fork(lambda: main(arguments(raw, output / "count")))
-    assert contents(output / "count") == contents(whole)
-    assert events > 300
+@pytest.mark.parametrize("points", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path, tmp_path: Path,
+                                                                        points: int) -> None:
+    finished = contents(whole)
+    events = in_a_fork(lambda: main(arguments(raw, tmp_path / "count")))
+    assert events > 300 and contents(tmp_path / "count") == finished
     for point in range(points):
-        stop = 1 + (2 * point + 1) * events // (2 * points)
-        out = output / str(point)
+        stop, out = 1 + (2 * point + 1) * events // (2 * points), tmp_path / str(point)
         assert in_a_fork(lambda: main(arguments(raw, out)), stop) == -1
-        for name, content in (contents(out) if out.exists() else {}).items():
-            finished = contents(whole)[name]
-            assert content == finished, f"{name} after a kill at event {stop}"
+        left = contents(out) if out.exists() else {}
+        assert left == {name: finished[name] for name in left}, f"after a kill at event {stop}"
         in_a_fork(lambda: main(arguments(raw, out)))
-        assert contents(out) == contents(whole), f"kill at event {stop} of {events}"
-
-
-def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path, tmp_path: Path) -> None:
-    kill_and_compare(raw, whole, tmp_path, points=5)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_of_60_points_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path,
-                                                                               tmp_path: Path) -> None:
-    kill_and_compare(raw, whole, tmp_path, points=60)
+        assert contents(out) == finished, f"kill at event {stop} of {events}"
 
 
 @pytest.mark.slow
@@ -221,10 +210,7 @@ def test_a_run_with_workers_killed_at_any_moment_goes_on(raw: Path, whole: Path,
         assert contents(tmp_path / str(delay)) == contents(whole)
 
 
-# -------------------------------------------------------------------------------------------------------- sample
-
-
-def test_a_corpus_that_another_run_put_there_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_corpus_that_another_run_made_is_not_taken_for_ours_nor_removed_while_it_is_written(tmp_path: Path) -> None:
     prefix, tokenizer = tmp_path / "corpus", ByteLevelTokenizer()
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
@@ -240,14 +226,6 @@ def test_a_corpus_that_another_run_put_there_is_not_taken_for_ours(tmp_path: Pat
     before = Path(f"{prefix}.idx").stat().st_mtime_ns
     tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
     assert Path(f"{prefix}.idx").stat().st_mtime_ns == before, "what is there is made again"
-
-
-def test_a_corpus_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
-    prefix, tokenizer = tmp_path / "corpus", ByteLevelTokenizer()
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
-        main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
-    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
     with hold_writer_lock(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
         tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)
     assert IndexedCorpus(prefix).num_documents == 1

@@ -10,14 +10,15 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract, readers
-from data.webtext.documents import Document, DocumentError, machine_share, parse_json_line
-from data.webtext.readers import ReadResult, WebReadOptions, array_elements, read_unit
-from data.webtext.readers import FileRange, find_source_files, plan_units
+from data.webtext import extract
+from data.webtext.documents import Document, DocumentError, parse_json_line, parse_shard_line
+from data.webtext.readers import (ReadResult, WebReadOptions, array_elements, find_source_files, plan_units,
+                                  read_unit)
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -88,21 +89,6 @@ def test_a_file_cut_anywhere_gives_every_line_once(tmp_path: Path) -> None:
             assert [(read.offset, read.size, read.value) for read in cut] == whole, shard_bytes
 
 
-def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) -> None:
-    for number, size in enumerate([0, 5, 90, 1, 1, 1, 250, 30]):
-        (tmp_path / f"{number}.jsonl").write_bytes(b"x" * size)
-    (tmp_path / "9.jsonl.gz").write_bytes(b"x" * 500)
-    sources, _ = find_source_files([tmp_path])
-    units = plan_units(sources, 100)
-    pieces = [piece for unit in units for piece in unit]
-    assert [piece.source for piece in pieces if piece.start == 0] == sources
-    assert all(readers.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
-    assert pieces[-1] == FileRange(sources[-1]), "a compressed file is not cut"
-    for count in (1, 3, 20):
-        shares = [machine_share(len(units), index, count) for index in range(count)]
-        assert [k for part in shares for k in part] == list(range(len(units)))
-
-
 @pytest.mark.parametrize("limit", [100, 64])
 def test_a_document_over_the_limit_is_passed_over_and_those_beside_it_are_not(tmp_path: Path, limit: int) -> None:
     good = [json.dumps({"text": str(k)}).encode() for k in range(3)]
@@ -151,20 +137,6 @@ def test_a_broken_array_keeps_what_is_whole_and_says_what_is_wrong(tmp_path: Pat
     assert isinstance(reads[good].value, DocumentError) and message in str(reads[good].value)
 
 
-@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_compressed_data_that_ends_early_or_is_damaged_is_a_fault(tmp_path: Path, compression: str) -> None:
-    rng = random.Random(2)
-    lines = b"".join(json.dumps({"text": f"{rng.random()}"}).encode() + b"\n" for _ in range(3000))
-    whole = COMPRESS[compression](lines)
-    path = tmp_path / f"a.jsonl{compression}"
-    path.write_bytes(whole + whole)
-    assert len(documents(read_all([path]))) == 6000, "members one after another are one file"
-    for content in (whole[:-1], whole[:len(whole) // 2], b"no such format", whole + whole[:30]):
-        path.write_bytes(content)
-        found = reasons(read_all([path]))
-        assert found[-1] == "unreadable" and set(found[:-1]) <= {""}, content[:10]
-
-
 def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.dat", ".hidden.jsonl", "c.JSONL"):
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -181,32 +153,15 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         find_source_files([tmp_path / "empty"])
 
 
-# ---- what is read once, and what is a page -----------------------------------------------------------------------
-
-
 def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
-    with pytest.raises(DataError, match="p.jsonl: is no file but a pipe or a device"):
-        find_source_files([tmp_path / "p.jsonl"])
-    with pytest.raises(DataError, match="is no file but a pipe or a device"):
-        find_source_files([Path("/dev/zero")], "jsonl")
+    for path, format in ((tmp_path / "p.jsonl", "auto"), (Path("/dev/zero"), "jsonl")):
+        with pytest.raises(DataError, match=f"{path}: is no file but a pipe or a device"):
+            find_source_files([path], format)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
     assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
-
-
-def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> None:
-    for name in ("in", "elsewhere/deep"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "elsewhere" / "deep" / "b.jsonl").write_text('{"text": "b"}\n')
-    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "in" / "round").symlink_to(tmp_path / "in")
-    (tmp_path / "in" / "0123456789abcdef.json").write_text('{"text": "c"}\n')  # no cache of ours here
-    sources, notes = find_source_files([tmp_path / "in"])
-    assert [source.name for source in sources] == ["0123456789abcdef.json", "a.jsonl", "link/deep/b.jsonl"]
-    assert len(notes) == 1 and "1 link to a folder around it" in notes[0] and "round" in notes[0]
 
 
 @pytest.mark.parametrize("line", [
@@ -219,9 +174,6 @@ def test_what_is_nested_too_deeply_is_a_fault(line: bytes, mend: bool) -> None:
         parse_json_line(line, repair=mend)
 
 
-TEXT = "a <b> c, and 1 < 2 > 0"
-
-
 def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text("<p>one &lt;b&gt; two")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<p>one", "format": "html"}) + "\n")
@@ -230,3 +182,101 @@ def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:
     assert isinstance(page, Document) and isinstance(record, Document)
     assert (page.text, page.meta, record.text) == ("one <b> two", {"file": "a.html"}, "one")
     assert stage(page) == page
+
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+
+# line, reason of the fault, part of the message, and the document that repairing gives (None: it cannot be repaired)
+DIRT: list[tuple[bytes, str, str, Document | None]] = [
+    (b'{"text": "cut', "not JSON", "Unterminated string", None),
+    (b'{"text": "a"} {}', "not JSON", "Extra data at column 15", None),
+    (b"\0\0\0", "not JSON", "Expecting value at column 1", None),
+    (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "", None),
+    (b'{"text": ' + b"[" * 100_000, "not JSON", "nested too deeply", None),
+    (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON", "integer string", None),
+    (b"[]", "not an object", "found an array", None),
+    (b'"text"', "not an object", "found text", None),
+    (b"null", "not an object", "found null", None),
+    (b"{}", "no text", "found no keys (see --text-key)", None),
+    (b'{"body": "b"}', "no text", "no key 'text'; found 'body'", None),
+    (b'{"text": null}', "wrong type", "expected text, found null", None),
+    (b'{"text": ["a"]}', "wrong type", "expected text, found an array", None),
+    (b'{"text": "a", "url": 7}', "wrong type", "key 'url': expected text, found a number", Document("a")),
+    (b'{"text": "a", "text": "b"}', "duplicate key", "key 'text' appears twice", Document("b")),
+    (b'{"text": "a", "m": {"x": 1, "x": 2}}', "duplicate key", "'x' appears twice",
+     Document("a", None, {"m": {"x": 2}})),
+    (b'{"text": "a", "n": NaN}', "not JSON", "NaN is not a number", Document("a", None, {"n": None})),
+    (b'{"text": "a", "n": [-Infinity]}', "not JSON", "-Infinity", Document("a", None, {"n": [None]})),
+    (b'{"text": "a", "n": 1e999}', "not JSON", "1e999", Document("a", None, {"n": None})),
+    (b'{"text": "a\xff"}', "not UTF-8", "byte 0xff at column 12", Document("a\ufffd")),
+    (b'{"text": "\xed\xa0\x80"}', "not UTF-8", "byte 0xed", Document("\ufffd\ufffd\ufffd")),
+    (b'{"text": "a\\ud800"}', "lone surrogate", "U+D800 at character 2", Document("a\ufffd")),
+    (b'{"text": "a", "url": "\\uDFFF"}', "lone surrogate", "U+DFFF", Document("a", "\ufffd")),
+    (b'{"text": "a", "k\\ud800": ["\\udc00"]}', "lone surrogate", "U+D800",
+     Document("a", None, {"k\ufffd": ["\ufffd"]})),
+    (b'{"text": "a\0b\tc"}', "not JSON", "Invalid control character", Document("a\0b\tc")),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "message", "mended"), DIRT, ids=range(len(DIRT)))
+def test_dirt_is_named_and_repaired_only_where_that_is_asked_for(line: bytes, reason: str, message: str,
+                                                                 mended: Document | None) -> None:
+    with pytest.raises(DocumentError) as caught:
+        parse_json_line(line)
+    assert caught.value.reason == reason and message in str(caught.value)
+    if mended is None:
+        with pytest.raises(DocumentError):
+            parse_json_line(line, repair=True)
+    else:
+        document, repairs = parse_json_line(line, repair=True)
+        assert document == mended and repairs
+        assert parse_json_line(document.to_line()) == (mended, ()), "what was repaired is clean"
+
+
+CLEAN: list[tuple[bytes, Document]] = [
+    (b'{"text": "a"}', Document("a")),
+    (b'{"text": "", "url": null}', Document("")),
+    (b'{"url": "u", "text": "t", "n": 1}\r\n', Document("t", "u", {"n": 1})),
+    (b'{"text": "\\ud83d\\ude00\\u0000\\u2028"}', Document("\U0001f600\0\u2028")),
+    ('{"text": "\u2028\u0085\x7f\ufeff"}'.encode(), Document("\u2028\u0085\x7f\ufeff")),
+    (b'{"text": "\\\\ud800"}', Document("\\ud800")),
+    (b'{"text": "a", "meta": {"b": 1}}', Document("a", None, {"b": 1})),
+    (b'{"text": "a", "meta": 5}', Document("a", None, {"meta": 5})),
+    (b'{"text": "a", "meta": {"b": 1}, "c": 2}', Document("a", None, {"meta": {"b": 1}, "c": 2})),
+    (b'{"text": "a", "n": 0.1, "m": [true, null]}', Document("a", None, {"n": 0.1, "m": [True, None]})),
+]
+
+
+@pytest.mark.parametrize(("line", "document"), CLEAN, ids=range(len(CLEAN)))
+@pytest.mark.parametrize("mend", [False, True])
+def test_clean_lines_are_read_alike_with_and_without_repairs(line: bytes, document: Document, mend: bool) -> None:
+    assert parse_json_line(line, repair=mend) == (document, ())
+
+
+def test_other_keys_can_hold_text_and_address() -> None:
+    line = b'{"content": "a", "link": "u", "text": "other"}'
+    assert parse_json_line(line, "content", "link")[0] == Document("a", "u", {"text": "other"})
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    text = "".join(chr(rng.choice([rng.randrange(0x80), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
+                   for _ in range(rng.randrange(6)))
+    kinds: list[Any] = [text, rng.randrange(-10**9, 10**9), rng.random() * 10 ** rng.randrange(-300, 300), None, True]
+    if depth < 3:
+        kinds += [[random_value(rng, depth + 1) for _ in range(rng.randrange(3))],
+                  {text + str(k): random_value(rng, depth + 1)
+                   for k in range(rng.randrange(3))}]
+    return rng.choice(kinds)
+
+
+def test_any_document_comes_back_from_its_line_which_is_one_line_of_utf8() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        text, url = str(random_value(rng)), rng.choice([None, "http://a.org/é"])
+        meta = {str(random_value(rng, 9)): random_value(rng) for _ in range(rng.randrange(3))}
+        document = Document(text, url, meta)
+        line = document.to_line()
+        assert line.count(b"\n") == 1 and line.endswith(b"\n")
+        assert parse_shard_line(line, "x") == document
+        assert parse_shard_line(line, "x").to_line() == line
+        assert json.loads(line)["text"] == text

@@ -1,11 +1,12 @@
-"""The order and the parts of a corpus depend on seed and documents alone."""
+"""The order and the parts of a corpus depend on seed and documents alone; sorting outside memory equals that inside."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Sequence
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from data.storage import DataError
 from data.webtext import split
 from data.webtext.documents import Document, DocumentCounts, shard_name
+from data.webtext.external_sort import RowSorter, Rows, iterate_rows, pairs_with_equal_keys
 
 
 def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
@@ -107,3 +109,46 @@ def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
 def test_shares_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected up to three numbers"):
         split.run_split([], tmp_path / "out", split.SplitOptions("a,b"), 1, lambda _: None)
+
+
+# ----------------------------------------------------------------------------------------------- sorting outside memory
+
+def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:
+    return rng.integers(0, high, (count, width), dtype=np.uint64, endpoint=True)
+
+
+@pytest.mark.parametrize("memory", [1, 2000, 20_000, 1 << 20])
+@pytest.mark.parametrize("high", [0, 3, (1 << 64) - 1])  # all equal, mostly equal, all distinct
+def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(memory)
+    for width in (1, 3):
+        for count in (0, 1, 700):
+            sorter, parts = RowSorter(tmp_path, width, memory), []
+            for size in (count // 3, 0, count - count // 3):
+                parts.append(random_rows(rng, size, width, high))
+                sorter.add(parts[-1])
+            expected = sorted(map(tuple, np.concatenate(parts).tolist()))
+            assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected
+    assert os.listdir(tmp_path) == []
+
+
+def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path) -> None:
+    memory = 1 << 14
+    sorter = RowSorter(tmp_path, 2, memory)
+    for _ in range(10):
+        sorter.add(np.ones((1000, 2), np.uint64))
+    sizes = [block.nbytes for block in sorter.sorted()]
+    assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
+
+
+@pytest.mark.parametrize("crowd", [1, 3, 100])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_equals_are_paired_across_any_blocks(crowd: int, size: int) -> None:
+    rng = random.Random(crowd)
+    rows = sorted((rng.choice([0, 1, 1, 1, 7, document]), 0, document) for document in range(300))
+    blocks = [np.array(rows[start:start + size], np.uint64) for start in range(0, len(rows), size)]
+    expected = []
+    for key in {row[:2] for row in rows}:
+        group = [row[2] for row in rows if row[:2] == key]
+        expected += [(later, earlier) for earlier, later in combinations(group, 2) if earlier in group[:crowd]]
+    assert sorted(map(tuple, iterate_rows(pairs_with_equal_keys(blocks, crowd)))) == sorted(expected)

@@ -1,7 +1,7 @@
 """Run a function in a copy of this process and kill it at a chosen moment.
 
-Moments are counted in *events*: renames, syncs, removals and folders made. Between two of them nothing changes that
-another process could see, but for bytes in files under temporary names.
+Moments are counted in *events*: renames, syncs, cuts, removals and folders made. Between two of them nothing changes
+that another process could see, but for bytes in files under temporary names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-EVENTS = ("replace", "fsync", "unlink", "mkdir", "rmdir", "link")
+EVENTS = ("replace", "fsync", "unlink", "truncate", "mkdir", "rmdir", "link")
 
 
 def in_a_fork(function: Callable[[], object], stop: int | None = None) -> int:
