@@ -7,8 +7,7 @@
     steps      with and without each rank saying where it is (megatron/distributed/rank_status.py), of a tiny and of a
                14M model, on one rank and on two
     settings   what the settings of a step cost the host: their texts and digest (megatron/zero/step_result.py), for 2
-               and 24 param groups whose rates stay or are new in each step, and the copy that takes it to the device;
-               and what two ranks compare in a save
+               and 24 param groups, and the copy that takes it to the device; and what two ranks compare in a save
     saves      of a 124M state (1.5 GB) with and without what says which checkpoint a file is of (decision 022)
 
 What is left out is left out by patches of this script, in processes of its own; the trainer has no such switch. Both
@@ -219,13 +218,7 @@ def settings() -> Iterator[str]:
         def compared() -> int:
             return settings_digest(make_step_settings(7, {"1/4": 4}, 4, 2, groups), 11, 2)
 
-        def new_rates() -> int:
-            for group in groups:
-                group["lr"] *= 0.999
-            return compared()
-
-        for what, action in (("the same rates", compared), ("a new rate in each", new_rates)):
-            yield f"| settings of {count} param groups, {what}: texts and digest | {1e6 * fastest(action):.1f} |"
+        yield f"| settings of {count} param groups: texts and digest | {1e6 * fastest(compared):.1f} |"
     device, square = torch.device("cpu"), torch.ones((), dtype=torch.float64)
     filled = fastest(lambda: scalars_on_device(device, (square, 11, 121, 0)))
     yield f"| the numbers of a step, to the device | {1e6 * filled:.1f} |"

@@ -66,22 +66,19 @@ _ALIASES = {
     "__version__": ("megatron.package", "__version__")}
 """What DeepSpeed calls what: a name of a module, or the module itself."""
 
-_REFUSED = {
+_REFUSED = {name: why for names, why in {
     "init_inference": "this engine trains; `from megatron.inference import init_inference` (docs/inference.md)",
     "InferenceEngine": "this engine trains; megatron.inference.InferenceEngine is what init_inference returns",
-    "PipelineModule": "there is no pipeline parallelism; stage 3 splits models by parameters",
-    "PipelineEngine": "there is no pipeline parallelism; stage 3 splits models by parameters",
+    "PipelineModule PipelineEngine pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "tp_model_init": "tensor parallelism is the model's: build it of mpu's layers, and give mpu= to initialize",
     "OnDevice": "zero.Init makes a model in parts; torch.device(\"meta\") makes one without storage",
     "moe": "there are no experts",
-    "pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR, OneCycle and their kin",
     "DeepSpeedConfig": "config= of initialize takes the path or the dict itself",
     "DeepSpeedHybridEngine": "this engine trains; megatron.zero has no inference engine",
-    "DeepSpeedTransformerLayer": "there are no fused layers; torch.compile fuses (engine.compile)",
-    "DeepSpeedTransformerConfig": "there are no fused layers; torch.compile fuses (engine.compile)",
-    "replace_transformer_layer": "there are no fused layers; torch.compile fuses (engine.compile)",
-}
+    "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer":
+        "there are no fused layers; torch.compile fuses (engine.compile)",
+}.items() for name in names.split()}
 """Names of the package deepspeed that are not here -> why, and what to do."""
 
 __all__ = sorted(_MODULE_OF)

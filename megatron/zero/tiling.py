@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -52,8 +53,7 @@ class TiledLinearBase(nn.Module):
 
     def tiles(self) -> Iterator[nn.Module]:
         """Every tile, in the order of use."""
-        for row in self._tile_rows():
-            yield from row
+        return chain.from_iterable(self._tile_rows())
 
     def _tile_rows(self) -> Iterator[list[nn.Module]]:
         """The tiles that make one part of the output."""

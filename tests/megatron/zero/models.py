@@ -271,14 +271,6 @@ class Frozen(Net):
             part.requires_grad_(False)
 
 
-class FrozenRoot(Net):
-    """All that trains is in blocks."""
-
-    def change(self) -> None:
-        for part in (self.first, self.last):
-            part.requires_grad_(False)
-
-
 class Buffers(Net):
     """Running statistics, used where rows are not mixed."""
 
@@ -290,18 +282,6 @@ class Buffers(Net):
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x + self.offset)
-
-
-class ListInBlock(Net):
-    """Experts inside of a block."""
-
-    class Element(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(sum((expert(x) for expert in self.experts), x))
 
 
 class InPlace(Net):

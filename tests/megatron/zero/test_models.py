@@ -20,10 +20,9 @@ from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.homes.test_equal import everywhere
-from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen, FrozenRoot,
-                                        FrozenTwice, InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Passes,
-                                        Permuted, RankDrop, Records, Slices, ThreeElements,
-                                        WIDTH, Words)
+from tests.megatron.zero.models import (WIDTH, AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen,
+                                        FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Passes, Permuted,
+                                        RankDrop, Records, Slices, ThreeElements, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
                                          ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
@@ -173,7 +172,7 @@ WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
         Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes,
         FrozenTwice, Dicts, TiedInOneBlock, BlockReadsBlock, BlockTwice,
-        Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words, Records,
+        Backwards, LayerDrop, Frozen, Buffers, InPlace, Teacher, Permuted, Words, Records,
         TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
     **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,
                                              failing_backward)},
