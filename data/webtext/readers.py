@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompressed, read_until_damage,
                              readline_until_damage, skip_line, strip_compression_suffix)
-from data.input_files import STAGE_FILE, WORK_FOLDER, InputFiles, shards_of_folder, walk_files
+from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.plain_text import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.storage import DataError, check_is_file
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
@@ -149,12 +149,9 @@ def shards_of_stage(folder: Path) -> list[SourceFile]:
 def _stage_shards(folder: Path) -> list[SourceFile] | None:
     """The shards of a stage, or of one part of a split; None for any other folder."""
     shards = shards_of_folder(folder)
-    if shards is None:
-        if (folder / WORK_FOLDER).exists():
-            raise DataError(f"{folder}: this stage is not complete; run its command again first")
-        return None
-    return [SourceFile(path, os.path.relpath(path, folder), "jsonl", os.path.getsize(path), shard.sha256)
-            for path, shard in shards.items()]
+    return None if shards is None else [
+        SourceFile(path, os.path.relpath(path, folder), "jsonl", os.path.getsize(path), shard.sha256)
+        for path, shard in shards.items()]
 
 
 def format_of(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -59,29 +60,22 @@ def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_pat
     assert "5 tokens (uint16), ids 0 to 256 of 257" in verify_corpus(str(tmp_path / "cd"))
 
 
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("shards", [1, 2, 7, 40])
-def test_documents_that_lie_across_shards_stay_whole(tmp_path: Path, shards: int, begins: bool) -> None:
-    """llm.c ends a shard where it is full."""
-    draw = np.random.default_rng(shards)
-    texts = [[int(token) for token in draw.integers(0, EOD, draw.integers(1, 60))] for _ in range(100)]
-    documents = [[EOD, *text] if begins else [*text, EOD] for text in texts]
-    stream = [token for document in documents for token in document]
-    edges = [len(stream) * k // shards for k in range(shards + 1)]
-    files = [llmc(tmp_path / f"{k}.bin", stream[edges[k]:edges[k + 1]]) for k in range(shards)]
-    import_tokens(files, tmp_path / "all", BYTE)
-    assert documents_of(tmp_path / "all") == documents
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 1000])
-def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path: Path, block: int,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """llm.c ends a shard where it is full, also inside of a document."""
     monkeypatch.setattr(importers, "BLOCK_ENTRIES", block)
     draw = np.random.default_rng(block)
-    for i in range(20):
-        tokens = draw.choice([1, 2, EOD], int(draw.integers(1, 12))).tolist()
-        make = draw.choice([nanogpt, llmc])
-        import_tokens([make(tmp_path / "x.bin", tokens)], tmp_path / f"c{i}", BYTE)
-        assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
+    for i in range(30):
+        count = int(draw.integers(1, 200))
+        tokens = np.where(draw.random(count) < draw.choice([0.1, 0.5]), EOD, np.arange(count)).tolist()
+        edges = [0, *sorted({int(edge) for edge in draw.integers(1, count + 1, draw.integers(0, 5))} - {count}), count]
+        shards = [tokens[start:stop] for start, stop in pairwise(edges)]
+        if len(set(map(tuple, shards))) == len(shards):  # a copy is refused
+            make = draw.choice([nanogpt, llmc])
+            files = [make(tmp_path / f"{k}.bin", shard) for k, shard in enumerate(shards)]
+            import_tokens(files, tmp_path / f"c{i}", BYTE, lambda line: None)
+            assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
 
 
 @pytest.mark.parametrize(("magic", "version", "count", "cut", "message"), [

@@ -316,13 +316,6 @@ def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(
     assert contents(path, tmp_path) != found[0] and read == ["a.jsonl"]
 
 
-@pytest.mark.parametrize("text", ["", '{"%s": {"mark": [], "crc32": "00000000"}}'])
-def test_a_record_of_another_file_is_not_believed(tmp_path: Path, read: list[str], text: str) -> None:
-    path = settled(tmp_path / "a.jsonl", "one")
-    (tmp_path / CHECKSUMS_FILE).write_text(text.replace("%s", path))
-    assert contents(path, tmp_path) == contents(path, tmp_path / "empty") and len(read) == 2
-
-
 @pytest.mark.parametrize("module, name", [(sources, "crc32_file"), (input_files, "sha256_file")])
 def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:

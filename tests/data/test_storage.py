@@ -10,14 +10,15 @@ import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from data import importers, merge, preprocess, split_json
 from data.sources import open_datasets
-from data.storage import (StorageFault, UsageError, check_outputs_are_not_inputs, crc32_file, make_folder,
-                          prefix_storage_errors, staged_file, wait_for_lock, write_json_atomic)
+from data.storage import (StorageFault, UsageError, check_outputs_are_not_inputs, crc32_file, hold_writer_lock,
+                          make_folder, prefix_storage_errors, staged_file, wait_for_lock)
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import __main__ as webtext
 from data.writer import CorpusWriter
@@ -69,13 +70,6 @@ def test_crc32_is_that_of_the_whole_file(tmp_path: Path) -> None:
     assert crc32_file(tmp_path / "file") == f"{zlib.crc32(content):08x}"
 
 
-def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
-    write_json_atomic(tmp_path / "a.json", {"b": 1, "a": [None, "ü"]})
-    with pytest.raises(ValueError):
-        write_json_atomic(tmp_path / "b.json", float("nan"))
-    assert os.listdir(tmp_path) == ["a.json"]
-
-
 def test_a_link_stays_one_and_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("before")
     (tmp_path / "link").symlink_to("real")
@@ -115,17 +109,19 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call: str, number
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_lock_is_that_of_the_block_and_not_of_a_forked_child(leaves: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lock", "name"), [(wait_for_lock, "lock"), (hold_writer_lock, ".lock.writing")])
+def test_a_lock_is_that_of_the_block_and_not_of_a_forked_child(lock: Callable[[Path], Any], name: str, leaves: bool,
+                                                               tmp_path: Path) -> None:
     """One that lives on does not keep it, and one that ends its copy of the block does not let it go."""
     def is_free() -> bool:
-        with open(tmp_path / "lock", "ab") as other:
+        with open(tmp_path / name, "ab") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             return True
 
-    block, (ours, theirs) = wait_for_lock(tmp_path / "lock"), os.pipe()
+    block, (ours, theirs) = lock(tmp_path / "lock"), os.pipe()
     with block:
         if (child := os.fork()) == 0:
             if leaves:

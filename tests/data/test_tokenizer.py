@@ -10,11 +10,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import regex
-from numpy.typing import NDArray
 
 from data import gpt2_bpe, tokenizer as tokenizers
 from data.gpt2_bpe import (GPT2_PATTERN, UNICODE_17_LETTERS, GigatokenEngine, TiktokenEngine,
@@ -347,14 +347,11 @@ def test_the_table_of_newer_letters_holds_nothing_needless(tiktoken: TiktokenEng
 
 @fast
 def test_common_scripts_are_left_to_gigatoken(gigatoken: GigatokenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(text: str) -> NDArray[np.uint32]:
-        raise AssertionError(text)
-
-    monkeypatch.setattr(TiktokenEngine, "encode_to_ranks", lambda self, text: refuse(text))
+    monkeypatch.setattr(TiktokenEngine, "encode_to_ranks", Mock(side_effect=AssertionError))
     for text in ("plain", "\u201ccurly\u201d", "\U0001f600\U0001f3f3\ufe0f", "\ud55c\uad6d\uc5b4", "\u0939\u093f\u0928",
                  "\u0e44\u0e17\u0e22", "\u65e5\u672c\u8a9e", "\u0440\u0443\u0441", "\U0001d400", "\U00020000"):
         gigatoken.encode_to_ranks(text)
-    with pytest.raises(AssertionError, match="\u0c5c"):
+    with pytest.raises(AssertionError):
         gigatoken.encode_to_ranks("Telugu \u0c5c")
 
 

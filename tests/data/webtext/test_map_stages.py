@@ -343,6 +343,17 @@ def test_samples_are_words_from_beginning_to_end() -> None:
     assert [sample[0] for sample in text_samples("".join(letter * 999 + " " for letter in "abcde"))] == [*"abcde"]
 
 
+@pytest.mark.parametrize(("text", "words"), [
+    ('<td class="zelle">one</td>&nbsp;<br/>two &amp; three <!-- vier -->', "one two three"),
+    ("x < y and a <b", "x < y and a <b"), ("=-=-=-= one * * * two 3.14 three", "one two three"),
+    ("╔═══╗ one ░░▒▒ 🎉🎊 two →→→ three ……", "one two three"), ("one ......... 12\n\n\n| two |\n+----+", "one two"),
+    ("see https://a.example.org/b?c=d, www.example.org and me@example.org one", "see and one"),
+    ("don't, he said, it’s well-known.", "don't, he said, it’s well-known."),
+    ("हिन्दी में, नहीं।", "हिन्दी में, नहीं।"), ("「猫」は、屋根。", "「猫」は、屋根。"), ("ภาษาไทยที่นี่", "ภาษาไทยที่นี่")])
+def test_a_sample_is_without_what_is_no_language(text: str, words: str) -> None:
+    assert text_samples(text) == [words]
+
+
 def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"aaaa": {"en": 1.0}, "bb": {"de": 0.75, "en": 0.25}, "cc": {"de": 0.5, "fr": 0.5}}
     monkeypatch.setattr(language, "text_samples", str.split)
