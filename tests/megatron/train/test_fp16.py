@@ -101,7 +101,9 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been() -> None:
         if number in (0, 3):
             assert not step(hit, math.nan).applied
     assert equal(state_of(clean), state_of(hit))
-    assert (hit.counters.skipped_steps, hit.global_steps, hit.counters.applied_steps, hit.state.counters.scaler.scale) == (2, 8, 6, 128.0)
+    counters = hit.counters
+    assert (counters.skipped_steps, hit.global_steps, counters.applied_steps) == (2, 8, 6)
+    assert hit.state.counters.scaler.scale == 128.0
 
 
 def test_a_static_scale_that_always_overflows_ends_the_run() -> None:

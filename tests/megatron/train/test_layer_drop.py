@@ -239,4 +239,5 @@ def test_each_block_is_compiled_once_for_all_scales(tmp_path: Path) -> None:
 
 def test_the_model_of_the_trainer_tells_the_engine_what_it_leaves_out() -> None:
     engine = engine_for(0, 1)
-    assert isinstance(engine.module, GPT2) and engine.module.on_blocks_chosen == engine.core.pass_coordinator.set_forward_modules
+    assert isinstance(engine.module, GPT2)
+    assert engine.module.on_blocks_chosen == engine.core.pass_coordinator.set_forward_modules
