@@ -201,8 +201,8 @@ class Elements(HTMLParser):
 
 def of_the_report(text: str) -> str:
     values = {**CONFIG["values"], "data": {"train_data": [text], "seq_length": 8}}
-    history = RunHistory(text, [{**CONFIG, "began": text, "device": text, "values": values}, step(1),
-                                 {**evaluation(1, 5.0), "split": text}])
+    config = {**CONFIG, "began": text, "device": text, "values": values}
+    history = RunHistory(text, [config, step(1), {**evaluation(1, 5.0), "split": text}])
     return report_page([history, history], [f"{text}: note"])
 
 
