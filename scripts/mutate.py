@@ -5,8 +5,8 @@
 
 A mutant is one change of one function: another comparison or operator, a negated condition, a constant plus one, a
 call, an assignment or a `raise` left out, a result replaced by None. It is killed if a test file that calls the
-function fails or takes far too long; these files run from the quickest on, for at most `--seconds` in all. `record` runs each
-test file by itself and leaves out those that fail. Both work on the last commit, in their own worktrees.
+function fails or takes far too long; these files run from the quickest on, for at most `--seconds` in all. `record`
+runs each test file by itself and leaves out those that fail. Both work on the last commit, in their own worktrees.
 """
 
 from __future__ import annotations
