@@ -235,7 +235,7 @@ class _DsKeyChecker:
             if isinstance(value, str) and value.lower() in row.refused:
                 raise _InvalidKey(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
             if value is not None or not row.nullable:
-                self.values.keys[path] = _convert_value(path, value, row.known_json_type)
+                self.values.keys[path] = _convert_value(path, value, row.json_type)
                 self.values.raw_values[path] = value
         elif isinstance(row, FixedValue):
             if not any(values_match(value, allowed) for allowed in row.values):
@@ -262,7 +262,7 @@ class _DsKeyChecker:
             # both names may be given, with the same value
             new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
             assert isinstance(new_row, JsonKey)
-            if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.known_json_type)):
+            if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.json_type)):
                 raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
                                   f"{json_text(values.raw_values[new])}, and both are given with different values; "
                                   f"leave {path} out")
@@ -278,7 +278,8 @@ def _is_off(value: Any) -> bool:
         value["shared_parameters"].get("enabled") is False
 
 
-def _convert_value(path: str, value: Any, kind: JsonType) -> Any:
+def _convert_value(path: str, value: Any, kind: JsonType | None) -> Any:
+    assert kind is not None, "the table fills it in"
     try:
         return kind.convert(value)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -317,7 +318,8 @@ class QuantizeConfig:
         if schedule is None:
             return []
         start, target, begin = schedule.start, schedule.target, self.quantize_offset
-        if train_iters is not None and train_iters < begin:
+        end = math.inf if train_iters is None else train_iters
+        if end < begin:
             return [f" note: nothing is rounded: --train-iters {train_iters} is below --quantize-offset {begin}"]
         since = f" from applied step {begin} on" if begin else ""
         falls = [begin + fall for fall in schedule.drop_counters()]
@@ -326,16 +328,15 @@ class QuantizeConfig:
         if self.quantize_eigenvalue:
             lines = [f" note: weights are rounded to {start} bits{since}, and to fewer until they have {target}: at "
                      f"applied step {falls[0]} for the first time, then when eigenvalues say so"]
-            if train_iters is not None and falls[0] > train_iters:
+            if falls[0] > end:
                 lines.append(f" note: --train-iters {train_iters} ends the run at {start} bits, before an "
                              "eigenvalue is looked for")
             return lines
-        when = ", ".join(map(str, falls))
         fewer = ", ".join(map(str, range(start - 1, target - 1, -1)))
         lines = [f" note: weights are rounded to {start} bits{since}, and to {fewer} bits at applied "
-                 f"step{'s' * (len(falls) > 1)} {when}"]
-        if train_iters is not None and falls[-1] > train_iters:
-            reached = start - sum(fall <= train_iters for fall in falls)
+                 f"step{'s' * (len(falls) > 1)} {', '.join(map(str, falls))}"]
+        if falls[-1] > end:
+            reached = start - sum(fall <= end for fall in falls)
             lines.append(f" note: --train-iters {train_iters} ends the run at {reached} bits: a period P takes "
                          f"2^{len(falls) - 1} P applied steps from {start} to {target} bits")
         return lines

@@ -146,11 +146,6 @@ class JsonKey:
     help: str = ""  # text on the reference page in addition to the field's help
     field: str = ""  # the field it sets; filled in by ds_keys.py
 
-    @property
-    def known_json_type(self) -> JsonType:
-        assert self.json_type is not None, "the table fills in the kind"
-        return self.json_type
-
 
 @dataclass(frozen=True)
 class NumberRange:

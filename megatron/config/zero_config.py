@@ -173,7 +173,7 @@ class OffloadConfig:
                                                      json=_OFFLOAD_OPTIMIZER + "pipeline_write")
     offload_optimizer_ratio: float = setting(
         1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
-        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio")
+        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio", ge=0, le=1)
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
         "auto measures both", json=_OFFLOAD_OPTIMIZER + "update")
@@ -210,13 +210,8 @@ class OffloadConfig:
         for kind in ("optimizer", "param"):
             device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
             name = flag_name(f"offload_{kind}_device")
-            problems.require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
             problems.require(device != "nvme" or bool(path),
                              f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
-        problems.require(self.offload_update in ("auto", "host", "device"),
-                         f"--offload-update is {self.offload_update}: expected auto, host or device")
-        problems.require(0 <= self.offload_optimizer_ratio <= 1,
-                         f"--offload-optimizer-ratio is {self.offload_optimizer_ratio}: expected a share from 0 to 1")
         problems.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
                          f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
                          "device would update its share at once, and the host the rest a step later; leave one of "

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),
     "more than the state": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-                            ["offload_optimizer.ratio is 1.5", "expected a share from 0 to 1"]),
+                            ["offload_optimizer.ratio is 1.5: expected a number >= 0 and <= 1"]),
     "a part of the state, and late": ({"zero_optimization": {"stage": 3, "offload_optimizer": {
         "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}},
         ["delayed_param_update", "leave one of them out"]),
