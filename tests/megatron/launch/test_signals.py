@@ -179,8 +179,7 @@ def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["step", "evaluation", "end"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("phase", "ranks"), [("step", 1), ("evaluation", 2), ("end", 2)])
 def test_without_a_place_to_save_the_code_is_130_and_one_line_says_what_to_do(phase, ranks, tmp_path):
     with Run(tmp_path, phase, ranks=ranks, save=False) as run:
         run.reaches(phase)
