@@ -211,7 +211,7 @@ def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSetting
     if isinstance(source, Config):
         return _EngineSettings(source)
     errors, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
-    ds_config, _ = ds_json.parse_ds_json(source, argument)
+    ds_config = ds_json.parse_ds_json(source, argument)
     optimizer = DEEPSPEED_TYPES[ds_config.keys.get("optimizer.type", "AdamW")]
     config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
                                      fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[optimizer].lr},
