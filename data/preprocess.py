@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
 from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
-from data.format import token_dtype
 from data.gpt2_dataset import content_digest
+from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.jsonl import parse_lines, read_line_chunks
 from data.parallel import ordered_map

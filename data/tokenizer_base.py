@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format import TokenizerFacts
+from data.indexed import TokenizerFacts
 from data.storage import DataError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -18,7 +18,7 @@ import webencodings
 
 from data import tokenizer as tokenizers
 from data.cli import StrictArgumentParser, positive, run_command, size
-from data.format import read_corpus_facts
+from data.indexed import read_corpus_facts
 from data.preprocess import add_tokenizer_arguments, build_corpus
 from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
                           read_json_or_none, write_errors_for, write_json_atomic)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
-from data.format import TokenizerFacts
+from data.indexed import TokenizerFacts
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
 from megatron.checkpoint.convert.importers import open_huggingface

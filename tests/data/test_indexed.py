@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import indexed, stable_file, writer as writing
-from data.format import TokenizerFacts, token_dtype
-from data.indexed import IndexedCorpus
+from data import indexed, writer as writing
+from data.indexed import IndexedCorpus, TokenizerFacts, token_dtype
 from data.merge import main as merge, merge_corpora
 from data.storage import DataError
 from data.verify import verify_corpus
@@ -173,7 +172,7 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "BLOCK_ENTRIES", 1 << 10)
-    monkeypatch.setattr(stable_file, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(indexed, "READ_BYTES", 1 << 10)
     piece, peaks = np.ones(10_000, np.int64), []
     for pieces in (2, 50):
         tracemalloc.start()

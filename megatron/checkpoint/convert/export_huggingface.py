@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
-from data.format import TokenizerFacts
+from data.indexed import TokenizerFacts
 from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
 from data.storage import DataError, make_folder, staged_file, write_json_atomic
 from data.tokenizer import build
