@@ -132,14 +132,6 @@ class EpochIndex:
     """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
 
 
-def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int,
-                seed: int, epoch: int) -> EpochIndex:
-    """Shuffle documents, cut samples, shuffle samples."""
-    order = documents[epoch_permutation(len(documents), seed, epoch, stream=0)]
-    starts = sample_starts(sizes, order, seq_length)
-    return EpochIndex(order, starts[epoch_permutation(len(starts), seed, epoch, stream=1)])
-
-
 class EpochCache:
     """Epochs by number. Holds one in memory, two around an epoch's end, and stores all as files if a folder is given.
     Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
@@ -174,7 +166,10 @@ class EpochCache:
                                repr((self._seq_length, self._seed, ROW_FILE_VERSION)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
-        return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
+        """Shuffle documents, cut samples, shuffle samples."""
+        order = self._documents[epoch_permutation(len(self._documents), self._seed, epoch, stream=0)]
+        starts = sample_starts(self._sizes, order, self._seq_length)
+        return EpochIndex(order, starts[epoch_permutation(len(starts), self._seed, epoch, stream=1)])
 
     def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
         names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
@@ -248,8 +243,6 @@ class GPT2Dataset(Dataset):
         return self.samples_per_epoch
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         number, phase = divmod(int(index), self.samples_per_epoch)
         with prefix_data_errors(self._flag):
             epoch = self._epochs[number]
@@ -257,7 +250,7 @@ class GPT2Dataset(Dataset):
             sample = np.empty(self.seq_length + 1, np.int64)
             filled = 0
             while filled < len(sample):
-                ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+                ids = self._corpus.document(int(epoch.documents[position]), offset, offset + len(sample) - filled)
                 sample[filled:filled + len(ids)] = ids
                 filled += len(ids)
                 position, offset = position + 1, 0
@@ -287,8 +280,6 @@ class BlendedDataset(Dataset):
         return min(limits, default=None)
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         dataset, within = self._blend.locate(index)
         return self._datasets[int(dataset)][int(within)]
 
@@ -307,7 +298,5 @@ class MockDataset(Dataset):
         return None
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         bits = np.random.Philox(key=np.array([self._seed, index], np.uint64)).random_raw(self.seq_length + 1)
         return (bits % np.uint64(self._vocab_size)).astype(np.int64)

@@ -317,10 +317,7 @@ class IndexedCorpus:
         sizes = np.diff(self._starts)
         return sizes.astype(index_dtype(int(sizes.max())))
 
-    def document(self, number: int) -> NDArray[Any]:
-        return self.read(number)
-
-    def read(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def document(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Ids [start, stop) of one document, clipped to it like a slice."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")

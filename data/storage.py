@@ -101,6 +101,29 @@ def prefix_data_errors(flag: str) -> Iterator[None]:
         raise type(error)(f"{flag}: {error}") from error
 
 
+def check_flag_file(path: str | Path, flag: str) -> None:
+    """Raise if the path given with `flag` is no file."""
+    if not Path(path).is_file():
+        raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
+                         "file that exists")
+
+
+def read_flag_file(path: str | Path, flag: str) -> bytes:
+    """The content of the file given with `flag`."""
+    check_flag_file(path, flag)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{flag} {path}: cannot read: {error.strerror}") from error
+
+
+def read_flag_text(path: str | Path, flag: str) -> str:
+    try:
+        return read_flag_file(path, flag).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error
+
+
 def fsync_file(path: str | os.PathLike[str]) -> None:
     """Wait until the content of a file (or the entries of a folder) is on disk."""
     with write_errors_for(path):

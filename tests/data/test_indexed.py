@@ -48,7 +48,7 @@ def test_reading_gives_back_what_was_written(tmp_path: Path, vocab_size: int, dt
     corpus = IndexedCorpus(write(tmp_path / "c", documents, vocab_size=vocab_size))
     assert [corpus.document(i).tolist() for i in range(corpus.num_documents)] == documents
     assert corpus.sizes.tolist() == [2, 0, 1] and corpus.num_tokens == 3 and corpus.dtype == np.dtype(dtype)
-    assert corpus.read(0, 1).tolist() == [0] and corpus.read(0, 0, 99).tolist() == documents[0]
+    assert corpus.document(0, 1).tolist() == [0] and corpus.document(0, 0, 99).tolist() == documents[0]
     assert pickle.loads(pickle.dumps(corpus)).document(2).tolist() == [5]
 
 

@@ -102,7 +102,7 @@ def test_a_corpus_that_was_moved_away_is_read_on(prefix: Path, change: Callable[
 def test_a_disk_that_cannot_read_is_named(prefix: Path, rows: Path) -> None:
     corpus = IndexedCorpus(prefix)
     reads: dict[str, Callable[[], object]] = {
-        f"{prefix}.bin": lambda: corpus.read(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
+        f"{prefix}.bin": lambda: corpus.document(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
         str(rows): lambda: RowFile(rows, "name")}
     with patch("data.indexed.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
         for path, read in reads.items():
@@ -121,7 +121,7 @@ def test_slices_are_those_of_the_document_though_reads_come_in_pieces(prefix: Pa
     with patch("data.indexed.os.preadv", some):
         corpus = pickle.loads(pickle.dumps(IndexedCorpus(prefix)))
         for start, stop in ((0, None), (5, 9), (-3, None), (2999, 9999), (7, 7), (9, 3), (0, 0), (-9999, 2)):
-            np.testing.assert_array_equal(corpus.read(2, start, stop), TOKENS[1000:4000][start:stop])
+            np.testing.assert_array_equal(corpus.document(2, start, stop), TOKENS[1000:4000][start:stop])
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -253,7 +253,7 @@ PROGRAMS: dict[str, tuple[ModuleType, str, Callable[[Path, Path], object]]] = {
     "data.split_json": (splitting, "part_of_text",
                         lambda path, out: split_json([str(path)], str(out), parse_split("1,1"))),
     "data.importers": (importers, "inspect_token_file", lambda path, out: import_tokens([path], out, BYTE)),
-    "--train-data": (sources, "_content_keys", lambda path, out: cached_corpus(
+    "--train-data": (sources, "content_keys", lambda path, out: cached_corpus(
         str(path), BYTE, TextReadOptions(), str(out.with_name("cache")))),
     "a map stage": (runner, "run_job", lambda path, out: run_map_stage(SHOUT, [path], out))}
 
