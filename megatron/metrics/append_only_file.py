@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from weakref import finalize
 
-from data.file_lock import LockResult, try_lock, unlock
+from data.storage import LockResult, try_lock, unlock
 from megatron.errors import StorageError, explain_os_error
 
 TAIL_BYTES = 1 << 20

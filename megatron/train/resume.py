@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.format import TokenizerFacts, tokenizer_facts_of_state
+from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.commit import (BackgroundDeleter, Keep, check_save_root_is_writable, clean_up_save_root,
                                         explain_disk_errors, lock_save_root)
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
