@@ -10,7 +10,7 @@ Both are placeholders (partitioned_param.py) until an engine takes their values 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
 from megatron.zero.offload.storage import WEIGHT, DeviceShard, StateSegment, StoredShard
 from megatron.zero.offload.swap_drive import SwapDrive
-from megatron.zero.partitioned_param import (Placeholder, param_owner, replace_by_placeholder, set_param_data,
-                                             set_param_owner)
+from megatron.zero.partitioned_param import (ParamOwner, Placeholder, param_owner, replace_by_placeholder,
+                                             set_param_data, set_param_owner)
 from mpu.collectives import all_gather_into, broadcast_into
 from mpu.groups import Group
 from mpu.weight_init import Initializer, initializer_of
@@ -39,11 +39,8 @@ class InitContext:
     is_open: bool = False
 
 
-class DeferredParam(ABC):
-    """The owner of one parameter before there is an engine (see `ParamOwner` in partitioned_param.py)."""
-
-    is_engine_owned = is_offloaded = False
-    params_are_sharded = True
+class DeferredParam(ParamOwner):
+    """The owner of one parameter before there is an engine."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
         self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
@@ -87,17 +84,11 @@ class DeferredParam(ABC):
     def _is_unmodified(self, value: Tensor) -> bool:
         """Whether `value` equals the elements, as far as this rank has them."""
 
-    @abstractmethod
-    def reshard_after_user(self, modifier_rank: int | None) -> None: ...
-
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return self._shape
 
     def describe(self, parameter: Tensor) -> str:
         return f"a parameter of shape {tuple(self._shape)}"
-
-    def check_before_user_gather(self) -> None:
-        """Always possible."""
 
     def gather_for_user(self) -> None:
         if isinstance(self._parameter, Placeholder):

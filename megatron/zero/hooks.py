@@ -219,7 +219,7 @@ def _do_nothing(*given: Any) -> None:
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     def refuse_load(buckets: set[FlatBucket], *arguments: object) -> None:
-        if any(bucket.overwrites_user_writes for bucket in buckets):
+        if any(bucket.has_separate_masters and bucket.user_session is None for bucket in buckets):
             raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it "
                               "with the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
                               "zero.GatheredParameters(parameters, modifier_rank=0)")

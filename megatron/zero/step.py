@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -161,12 +161,9 @@ class OptimizerStep:
         self._norm = GradNorm(state.buckets, groups)
         self.update = (DelayedOptimizerUpdate if engine_storage.delays_update
                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
-        self.compressed_exchange = CompressedGradExchange(state, groups, rule,
-                                                          param_groups) if rule.supports_compression else None
-        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
+        self.compressed_exchange = CompressedGradExchange(state, groups, rule, param_groups)
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
-            self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
-        self._unreduced_norm: GradNorm | None = None  # for compressed communication
+            not rule.supports_compression and state.moq is None  # MoQ counts bits on the host
         self._next_note: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
@@ -185,10 +182,7 @@ class OptimizerStep:
         if first:
             self._losses = []
             self._loss_divisors.clear()
-            if self.compressed_exchange is not None:
-                self._next_note = self.compressed_exchange.begin_step() or self._next_note
-                if self._rule.is_compressed and self._unreduced_norm is None:
-                    self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
+            self._next_note = self.compressed_exchange.begin_step() or self._next_note
         self._losses.append(loss.detach())
         self._loss_divisors[f"1/{divisor}"] += 1
 
@@ -197,7 +191,7 @@ class OptimizerStep:
         """Backward passes inside this context do not count for a step."""
         self._is_paused = True
         try:
-            with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
+            with self.compressed_exchange.paused():
                 yield
         finally:
             self._is_paused = False
@@ -232,7 +226,6 @@ class OptimizerStep:
         elif self._result_or_raise(report).applied:
             factor = report.host_result.grad_multiplier
             if self._rule.is_compressed:
-                assert self.compressed_exchange is not None
                 factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
                 report.host_result = report.host_result._replace(norm=norm)
             if self._state.moq is not None:
@@ -246,9 +239,13 @@ class OptimizerStep:
             self.finish_step()
         return report
 
+    @cached_property
+    def _unreduced_norm(self) -> GradNorm:
+        return GradNorm(self._state.buckets, self._groups, unreduced=True)
+
     @property
     def _norm_in_use(self) -> GradNorm:
-        return self._unreduced_norm if self._rule.is_compressed and self._unreduced_norm is not None else self._norm
+        return self._unreduced_norm if self._rule.is_compressed else self._norm
 
     def _mean_factor(self) -> float:
         """The factor that turns a sum of scaled gradients into their mean."""
