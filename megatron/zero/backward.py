@@ -201,7 +201,8 @@ class PassCoordinator:
         """A digest of the gathers since the last call, their order, and the number of failed backwards.
 
         Ranks compare it at each step: after a failed backward a rank goes on with other gradients than its peers."""
-        return (self._param_coordinator.take_gather_digest() * 31 + self._failed_backwards) % DIGEST_LIMIT
+        digest, self._param_coordinator.gather_digest = self._param_coordinator.gather_digest, 0
+        return (digest * 31 + self._failed_backwards) % DIGEST_LIMIT
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 

@@ -441,7 +441,7 @@ class FlatBucket(ParamOwner):
         was_sharded, self.log.purpose = not self.is_unsharded, "GatheredParameters"
         self.gather()
         self.user_session = GatheredParamsSession(self.gathered_params, self.layout, self.shard_group.rank,
-                                                   was_sharded=was_sharded)
+                                                  was_sharded=was_sharded)
         if self.has_separate_masters and not self.params_are_sharded:
             # Compare with the masters later, so that in-place writes from before this block count as its edits.
             for chunk in self.master_state.chunks:

@@ -103,7 +103,8 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return parameter.shape if owner is None else owner.full_shape(parameter)
 
 
-_EXTERNAL = "zero_external_parameters"
+EXTERNAL_ATTRIBUTE = "zero_external_parameters"
+"""The attribute of a module that lists its external parameters."""
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -112,21 +113,17 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(f"register_external_parameter takes a Module and a Parameter, not {type(module).__name__} "
                           f"and {type(parameter).__name__}")
-    known: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
+    known: list[nn.Parameter] = module.__dict__.setdefault(EXTERNAL_ATTRIBUTE, [])
     if not any(parameter is other for other in known):
         known.append(parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    known: list[nn.Parameter] = module.__dict__.get(_EXTERNAL, [])
+    known: list[nn.Parameter] = module.__dict__.get(EXTERNAL_ATTRIBUTE, [])
     if not any(parameter is other for other in known):
         raise ConfigError(f"the parameter of shape {tuple(full_shape(parameter))} is not registered as an external one "
                           f"of {type(module).__name__}")
-    module.__dict__[_EXTERNAL] = [other for other in known if other is not parameter]
-
-
-def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.__dict__.get(_EXTERNAL, []))
+    module.__dict__[EXTERNAL_ATTRIBUTE] = [other for other in known if other is not parameter]
 
 
 _TENSOR: Any = Tensor

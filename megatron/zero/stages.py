@@ -6,7 +6,7 @@
     2      sharded    sharded    full        in every backward, reduce-scatter as buckets complete
     3      sharded    sharded    sharded     in every backward, reduce-scatter as buckets complete
 
-The engine asks this table, never the stage number. `CommConfig` says how gradients and parameters are sent.
+The engine asks this table, never the stage number.
 """
 
 from __future__ import annotations
@@ -40,29 +40,6 @@ class StagePolicy:
 
 def stage_policy(stage: int) -> StagePolicy:
     return StagePolicy(*(stage >= SHARDED_FROM_STAGE[kind] for kind in ("optim", "grads", "params")))
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    """How gradients and parameters are communicated."""
-
-    reduce_bucket_size: int | None = None
-    """Elements per collective, on CPU; accelerators send a bucket at once (docs/decisions/010-wires.md)."""
-    allgather_bucket_size: int | None = None
-    reduce_scatter: bool = True
-    """Reduce-scatter sharded gradients instead of all-reducing them."""
-    contiguous_gradients: bool = True
-    """Copy each gradient into the flat buffer when it is computed, not all of a unit together."""
-    overlap_comm: bool = True
-    """Overlap collectives with forward and backward."""
-    gradient_predivide_factor: float = 1.0
-    """Divide gradients by this before the reduction, so that a 16-bit sum does not overflow."""
-
-
-def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
-    return CommConfig(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
-                      zero.contiguous_gradients, zero.overlap_comm,
-                      dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
 
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:

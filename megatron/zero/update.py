@@ -304,7 +304,8 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
             event.wait_on_host()
         tiles = []
         for bucket, shard in zip(self._state.buckets, shards, strict=True):
-            grads = bucket.grads.detach_host_grads()
+            assert bucket.grads.offloader is not None, "the device updates"
+            grads = bucket.grads.offloader.detach_sums()
             tiles += [UpdateTile(bucket, part, shard.lend_chunk(part), grads[part], self._new_params[bucket][part])
                       for part in shard.chunks]
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.

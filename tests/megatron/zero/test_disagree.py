@@ -24,10 +24,9 @@ from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
 from megatron.inference import load
-from megatron.zero import step as step_module, step_result
+from megatron.zero import step_result
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.engine import Engine
-from megatron.zero.step import GradNorm
 from mpu.groups import Groups, build
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
@@ -162,23 +161,6 @@ def tensor_rate(rank: int, world: int, side: bool) -> str:
 def test_a_rate_that_is_a_tensor_is_read_on_the_host_and_not_fetched_from_a_device() -> None:
     assert "lr of param group 0 is 0.1" in one(run_ranks(tensor_rate, 2, False))
     assert one(run_ranks(tensor_rate, 2, True)) == ""
-
-
-def steps_alike(rank: int, world: int) -> None:
-    """What is spelled differently is the same."""
-    for side in (False, True):
-        with accelerator_side(side):
-            engine = engine_of(1)
-            for step in range(6):
-                first, second = engine.optimizer.param_groups
-                first["betas"] = [0.9, 0.99] if (rank + step) % 2 else (0.9, 0.99)
-                second["lr"] = second.pop("lr") / 2 if rank else second["lr"] / 2  # another order of the keys
-                trained(engine, rank)
-                assert said(engine.finish_step) == ""
-
-
-def test_lists_and_tuples_and_the_order_of_keys_are_no_difference() -> None:
-    run_ranks(steps_alike, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 1000, 1024, 16384])
@@ -362,18 +344,6 @@ def test_a_state_dict_that_is_gathered_is_of_the_same_parameters() -> None:
     assert "exclude_frozen_parameters is false on rank 0, true on rank 1" in one(run_ranks(exports_alone, 2))
 
 
-def offloads_alone(engine: Engine, rank: int) -> None:
-    if rank == 1:
-        engine.offload_states()
-    for _ in range(2):
-        engine.backward(engine(watched_rows(), (0, 1, 2, 3)))
-        engine.step()
-
-
-def test_a_call_that_one_rank_makes_alone_is_named() -> None:
-    assert "rank 1 is at engine.offload_states()" in one_error(ends_of(offloads_alone, 2, SAME, 1))
-
-
 # ---- batch sizes, which no call compares ---------------------------------------------------------------------------
 
 
@@ -461,36 +431,10 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
 
 
 @pytest.mark.parametrize("one, other, equal", [
-    (1, 1.0, True), (0.0, -0.0, True), (0, -0.0, True), ({0.5, 0.9}, {0.9, 0.5}, True),
+    (1, 1.0, True), ((1, 2), [1, 2], True), (0.0, -0.0, True), (0, -0.0, True), ({0.5, 0.9}, {0.9, 0.5}, True),
     ({0.5, 0.99}, {0.9, 0.99}, False), (1, 1.5, False), (2**53 + 1, 2**53, False), ("0.1", 0.1, False)])
 def test_values_are_compared_as_what_they_are(one: Any, other: Any, equal: bool) -> None:
     assert (settings_of(group(x=one)) == settings_of(group(x=other))) is equal
-
-
-def what_comes_first(rank: int, world: int) -> list[str]:
-    engine, order = engine_of(0), list[str]()
-    engine.backward(engine(rows(rank, 0)))
-    square, make = GradNorm.norm_squared, step_module.make_step_settings
-    with patch.object(GradNorm, "norm_squared", lambda self: (order.append("norm"), square(self))[1]), \
-            patch.object(step_module, "make_step_settings", lambda *given: (order.append("settings"), make(*given))[1]):
-        engine.step()
-    return order
-
-
-def test_the_device_has_the_norm_to_do_while_the_host_looks_at_the_settings() -> None:
-    assert run_ranks(what_comes_first, 2) == [["norm", "settings"]] * 2
-
-
-def test_settings_that_collide_in_one_step_do_not_in_another() -> None:
-    """Of 16,384 ranks a digest has 12 bits."""
-    usual = [digest_of(group(), step=step, ranks=16384) for step in range(1, 5)]
-    collided = 0
-    for number in range(20000):
-        other = group(lr=0.2 + number)
-        if digest_of(other, step=1, ranks=16384) == usual[0]:
-            collided += 1
-            assert [digest_of(other, step=step, ranks=16384) for step in range(2, 5)] != usual[1:]
-    assert collided >= 1
 
 
 def collectives(rank: int, world: int, folder: str) -> dict[str, Counter[str]]:
@@ -562,26 +506,15 @@ def hugging_face(folder: Path, change: Callable[[dict[str, Tensor]], None] = lam
     return folder
 
 
-def another_training(weights: dict[str, Tensor]) -> None:
-    for value in weights.values():
-        value.add_(0.001)
-
-
 def another_block(weights: dict[str, Tensor]) -> None:
     weights["h.1.mlp.c_fc.weight"].mul_(2)
-
-
-def another_precision(weights: dict[str, Tensor]) -> None:
-    weights["ln_f.weight"] = weights["ln_f.weight"].half()
 
 
 def one_bias(weights: dict[str, Tensor]) -> None:
     weights["h.0.attn.c_attn.bias"][47] += 1
 
 
-COPIES = {"another training": (another_training, "and 16 more"),
-          "a block": (another_block, "blocks.1.mlp.fc.weight is "),
-          "a precision": (another_precision, "ln_f.weight is float32 [16]"),
+COPIES = {"a block": (another_block, "blocks.1.mlp.fc.weight is "),
           "the end of a bias": (one_bias, "blocks.0.attn.qkv.bias is ")}
 
 
@@ -606,7 +539,7 @@ def test_copies_of_a_folder_that_differ_are_not_used(what: str, tmp_path: Path) 
     assert (error == "") == (what == "") and (not what or COPIES[what][1] in error), error
 
 
-@pytest.mark.parametrize("what, stage", [*zip(COPIES, (0, 1, 3, 0), strict=True), ("", 1)])
+@pytest.mark.parametrize("what, stage", [("a block", 3), ("the end of a bias", 0), ("", 1)])
 def test_weights_of_copies_of_a_folder_that_differ_are_not_loaded(what: str, stage: int, tmp_path: Path) -> None:
     first = hugging_face(tmp_path / "first")
     second = hugging_face(tmp_path / "second", *([COPIES[what][0]] if what else []))

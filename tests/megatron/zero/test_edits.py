@@ -14,7 +14,6 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param
-from tests.distributed import run_ranks
 from tests.megatron.zero.kept import master
 from tests.megatron.zero.test_call_orders import WIDTH, Model
 
@@ -248,34 +247,6 @@ def test_an_engine_is_destroyed_once(stage: int) -> None:
     engine.destroy()
     step(second)
     second.destroy()
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return (self.unused(self.used(x)) if both else self.used(x)).sum()
-
-
-def refused(rank: int, world: int) -> list[bool]:
-    engine = engine_of(2, "fp32", Half(), ignore_unused_parameters=False)
-    said = []
-    for both in (False, True):
-        engine.backward(engine(torch.ones(2, 4), both or rank == 0))
-        for _ in range(3):
-            try:
-                engine.step()
-            except ConfigError as error:
-                said.append("got no gradient" in str(error))
-            else:
-                break
-    return [*said, engine.global_steps == 1]
-
-
-def test_a_step_without_all_gradients_is_refused_until_another_backward() -> None:
-    assert run_ranks(refused, 2) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("work", ("fp32", "bf16"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,24 +169,3 @@ def test_a_param_group_that_comes_later_is_refused() -> None:
     with pytest.raises(ConfigError, match="add_param_group after zero.initialize"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(engine.core.param_groups) == 1
-
-
-def test_an_empty_param_group_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model()
-    zero.initialize(model=model, model_parameters=[{"params": [], "weight_decay": 0.5}, {"params": model.parameters()}],
-                    config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}})
-    assert "warning: param group 0 of the optimizer is empty" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_looking_costs_little(stage: int) -> None:
-    model = Model()
-    model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(599))
-    engine = engine_of(stage, model)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        engine.core._param_guard.check_before_step()
-        times.append(time.perf_counter() - start)
-    print(f"stage {stage}: {1e6 * min(times):.0f} us for 1,200 parameters")
-    assert min(times) < 0.02
