@@ -36,7 +36,7 @@ magnitude of its parameter; the update divides it by the element's sqrt(variance
 
 
 class CompressedGradExchange:
-    """The exchange of one engine; idle until the rule is compressed. Its methods are collective over the world."""
+    """The exchange of one engine. All methods are collective over the world; properties are local."""
 
     def __init__(self, state: EngineState, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
@@ -48,20 +48,20 @@ class CompressedGradExchange:
         """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
         self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups, self._rule)
                                  for bucket in self._state.buckets] if self._rule.is_compressed else []
-        self._set_skip_reduction(self._rule.is_compressed)
+        self._set_skip_reduction()
 
-    def _set_skip_reduction(self, is_skipped: bool) -> None:
+    def _set_skip_reduction(self, *, is_paused: bool = False) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.skip_reduction = is_skipped
+            bucket.grads.skip_reduction = self._rule.is_compressed and not is_paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Between two steps: backward passes inside reduce their gradients as without compression."""
-        self._set_skip_reduction(False)
+        self._set_skip_reduction(is_paused=True)
         try:
             yield
         finally:
-            self._set_skip_reduction(self._rule.is_compressed)
+            self._set_skip_reduction()
 
     def begin_step(self) -> str | None:
         """Call it before the first backward of a step. Returns a note if compression begins with this step."""
@@ -73,7 +73,7 @@ class CompressedGradExchange:
             masked_note = f"; {masked} numbers that never had a gradient are left out" if masked else ""
             return (f" {self._rule.name}: from step {self._state.counters.optimizer_steps + 1} on "
                     f"{self._rule.compression_note}: {numbers} on each tensor parallel rank{masked_note}")
-        self._set_skip_reduction(self._rule.is_compressed)
+        self._set_skip_reduction()
         return None
 
     def _state_sum(self, kind: str) -> float:

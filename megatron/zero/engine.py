@@ -383,7 +383,7 @@ class ZeroEngine:
         self._micro_batches = 0
         all_succeed_or_raise(lambda: self.state.load_segments(names, read))
         self.state.publish_loaded()
-        self._optimizer_step.compressed_exchange.sync_with_rule()
+        self._sync_exchange_with_rule()
         self.increment_weight_version()
 
     def scalar_state(self) -> dict[str, Any]:
@@ -394,16 +394,21 @@ class ZeroEngine:
     def reset_optimizer_state(self) -> None:
         self.finish_step()  # a deferred step still has to be counted before the counter is reset
         self.state.reset_optimizer_state()
-        self._optimizer_step.compressed_exchange.sync_with_rule()
+        self._sync_exchange_with_rule()
 
     def restore_scalar_state(self, saved: dict[str, Any]) -> None:
         self.state.restore_scalar_state(saved)
-        self._optimizer_step.compressed_exchange.sync_with_rule()
+        self._sync_exchange_with_rule()
 
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
         """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
-        return self._optimizer_step.compressed_exchange.bucket_exchanges
+        exchange = self._optimizer_step.compressed_exchange
+        return () if exchange is None else exchange.bucket_exchanges
+
+    def _sync_exchange_with_rule(self) -> None:
+        if self._optimizer_step.compressed_exchange is not None:
+            self._optimizer_step.compressed_exchange.sync_with_rule()
 
 
 def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -161,9 +161,11 @@ class OptimizerStep:
         self._norm = GradNorm(state.buckets, groups)
         self.update = (DelayedOptimizerUpdate if engine_storage.delays_update
                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
-        self.compressed_exchange = CompressedGradExchange(state, groups, rule, param_groups)
+        self.compressed_exchange = CompressedGradExchange(state, groups, rule,
+                                                          param_groups) if rule.supports_compression else None
+        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
-            not rule.supports_compression and state.moq is None  # MoQ counts bits on the host
+            self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
         self._next_note: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
@@ -182,7 +184,8 @@ class OptimizerStep:
         if first:
             self._losses = []
             self._loss_divisors.clear()
-            self._next_note = self.compressed_exchange.begin_step() or self._next_note
+            if self.compressed_exchange is not None:
+                self._next_note = self.compressed_exchange.begin_step() or self._next_note
         self._losses.append(loss.detach())
         self._loss_divisors[f"1/{divisor}"] += 1
 
@@ -191,7 +194,7 @@ class OptimizerStep:
         """Backward passes inside this context do not count for a step."""
         self._is_paused = True
         try:
-            with self.compressed_exchange.paused():
+            with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
                 yield
         finally:
             self._is_paused = False
@@ -226,6 +229,7 @@ class OptimizerStep:
         elif self._result_or_raise(report).applied:
             factor = report.host_result.grad_multiplier
             if self._rule.is_compressed:
+                assert self.compressed_exchange is not None
                 factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
                 report.host_result = report.host_result._replace(norm=norm)
             if self._state.moq is not None:

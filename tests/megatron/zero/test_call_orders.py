@@ -39,11 +39,11 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, precision: str = "fp32",
-              **section: Any) -> Engine:
+              lr: float = 0.1, **section: Any) -> Engine:
     return zero.initialize(model=model or Model(), config={
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
 
 

@@ -69,37 +69,23 @@ def one(found: list[str]) -> str:
 # ---- hyper-parameters ----------------------------------------------------------------------------------------------
 
 
-def set_rate(engine: Engine) -> None:
-    engine.optimizer.param_groups[0]["lr"] = 0.25
+def group(engine: Engine, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = engine.optimizer.param_groups[number]
+    return found
 
 
-def set_decay(engine: Engine) -> None:
-    engine.optimizer.param_groups[1]["weight_decay"] = 0.125
-
-
-def set_betas(engine: Engine) -> None:
-    engine.optimizer.param_groups[1]["betas"] = (0.5, 0.75)
-
-
-def set_in_a_list(engine: Engine) -> None:
-    engine.optimizer.param_groups[0]["betas"][0] = 0.5
-
-
-def step_a_scheduler(engine: Engine) -> None:
-    torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5).step()
-
-
-def new_key(engine: Engine) -> None:
-    engine.optimizer.param_groups[0]["scale"] = 2
-
-
-CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
-    "a rate": (set_rate, "lr of param group 0 is 0.1 on {others}, 0.25 on {last}"),
-    "a decay": (set_decay, "weight_decay of param group 1 is 0.5 on {others}, 0.125 on {last}"),
-    "betas": (set_betas, "betas of param group 1 is [0.9, 0.999] on {others}, [0.5, 0.75] on {last}"),
-    "in place": (set_in_a_list, "betas of param group 0 is [0.9, 0.999] on {others}, [0.5, 0.999] on {last}"),
-    "a scheduler": (step_a_scheduler, "lr of param group 1 is 0.1 on {others}, 0.05 on {last}"),
-    "a key": (new_key, "scale of param group 0 is not there on {others}, 2.0 on {last}")}
+CHANGES: dict[str, tuple[Callable[[Engine], object], str]] = {
+    "a rate": (lambda e: group(e, 0).update(lr=0.25), "lr of param group 0 is 0.1 on {others}, 0.25 on {last}"),
+    "a decay": (lambda e: group(e, 1).update(weight_decay=0.125),
+                "weight_decay of param group 1 is 0.5 on {others}, 0.125 on {last}"),
+    "betas": (lambda e: group(e, 1).update(betas=(0.5, 0.75)),
+              "betas of param group 1 is [0.9, 0.999] on {others}, [0.5, 0.75] on {last}"),
+    "in place": (lambda e: group(e, 0)["betas"].__setitem__(0, 0.5),
+                 "betas of param group 0 is [0.9, 0.999] on {others}, [0.5, 0.999] on {last}"),
+    "a scheduler": (lambda e: torch.optim.lr_scheduler.ExponentialLR(e.optimizer, 0.5).step(),
+                    "lr of param group 1 is 0.1 on {others}, 0.05 on {last}"),
+    "a key": (lambda e: group(e, 0).update(scale=2),
+              "scale of param group 0 is not there on {others}, 2.0 on {last}")}
 
 
 def steps_with_others(rank: int, world: int, stage: int, what: str, side: bool) -> str:
@@ -396,7 +382,7 @@ def test_where_a_step_of_more_micro_batches_exchanges_otherwise_the_number_is_na
 # ---- the text of a step's settings ---------------------------------------------------------------------------------
 
 
-def group(**other: Any) -> dict[str, Any]:
+def param_group(**other: Any) -> dict[str, Any]:
     return {"params": [], "lr": 0.1, "betas": (0.9, 0.99), **other}
 
 
@@ -409,7 +395,7 @@ def digest_of(*groups: dict[str, Any], step: int = 3, ranks: int = 2) -> int:
 
 
 def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
-    groups = [group(), group(weight_decay=0.5, note=[1, 2], rate=torch.tensor(0.5)), {"params": []}]
+    groups = [param_group(), param_group(weight_decay=0.5, note=[1, 2], rate=torch.tensor(0.5)), {"params": []}]
     first = settings_of(*groups)
     assert (first["betas of param group 0"], first["lr of param group 0"]) == ("[0.9, 0.99]", "0.1")
     kept, seen = dict(first), {digest_of(*groups)}
@@ -417,7 +403,7 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
         lambda: groups[1].update(lr=0.2), lambda: groups[1]["note"].append(3), lambda: groups[1]["rate"].fill_(0.25),
         lambda: groups[0].update(lr=float("nan")), lambda: groups[0].update(lr=None), lambda: groups[0].pop("betas"),
         lambda: groups[2].update(betas=(0.9, 0.99)), lambda: groups[0].update(flag=True),
-        lambda: groups[0].update(flag=1), lambda: groups.append(group()), lambda: groups[1].update(note=(1, 2)),
+        lambda: groups[0].update(flag=1), lambda: groups.append(param_group()), lambda: groups[1].update(note=(1, 2)),
         lambda: groups[1].update(rate=0.5), lambda: groups[1].update(lr=0.5, weight_decay=0.2),
         lambda: groups[2].update(note=groups[1].pop("note"))]
     for number, change in enumerate(changes, 2):
@@ -434,7 +420,7 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
     (1, 1.0, True), ((1, 2), [1, 2], True), (0.0, -0.0, True), (0, -0.0, True), ({0.5, 0.9}, {0.9, 0.5}, True),
     ({0.5, 0.99}, {0.9, 0.99}, False), (1, 1.5, False), (2**53 + 1, 2**53, False), ("0.1", 0.1, False)])
 def test_values_are_compared_as_what_they_are(one: Any, other: Any, equal: bool) -> None:
-    assert (settings_of(group(x=one)) == settings_of(group(x=other))) is equal
+    assert (settings_of(param_group(x=one)) == settings_of(param_group(x=other))) is equal
 
 
 def collectives(rank: int, world: int, folder: str) -> dict[str, Counter[str]]:
@@ -487,7 +473,7 @@ def test_what_only_another_rank_gives_as_client_state_is_told(tmp_path: Path) ->
 # ---- copies of a folder --------------------------------------------------------------------------------------------
 
 
-def hugging_face(folder: Path, change: Callable[[dict[str, Tensor]], None] = lambda weights: None) -> Path:
+def hugging_face(folder: Path, change: Callable[[dict[str, Tensor]], object] = lambda weights: None) -> Path:
     folder.mkdir()
     h, generator = 16, torch.Generator().manual_seed(0)
     shapes = {"wte.weight": (64, h), "wpe.weight": (8, h), "ln_f.weight": (h,), "ln_f.bias": (h,)}
@@ -506,16 +492,9 @@ def hugging_face(folder: Path, change: Callable[[dict[str, Tensor]], None] = lam
     return folder
 
 
-def another_block(weights: dict[str, Tensor]) -> None:
-    weights["h.1.mlp.c_fc.weight"].mul_(2)
-
-
-def one_bias(weights: dict[str, Tensor]) -> None:
-    weights["h.0.attn.c_attn.bias"][47] += 1
-
-
-COPIES = {"a block": (another_block, "blocks.1.mlp.fc.weight is "),
-          "the end of a bias": (one_bias, "blocks.0.attn.qkv.bias is ")}
+COPIES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "a block": (lambda weights: weights["h.1.mlp.c_fc.weight"].mul_(2), "blocks.1.mlp.fc.weight is "),
+    "the end of a bias": (lambda weights: weights["h.0.attn.c_attn.bias"][47:].add_(1), "blocks.0.attn.qkv.bias is ")}
 
 
 def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str:

@@ -30,25 +30,14 @@ def side(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def halve(p: Any) -> None:
-    p.grad = p.grad * 0.5
-
-
-def halve_in_place(p: Any) -> None:
-    p.grad *= 0.5
-
-
-def set_ones(p: Any) -> None:
-    p.grad = torch.ones_like(p)
-
-
-def forget(p: Any) -> None:
-    p.grad = None
+EDITS: list[Callable[[Any], object]] = [
+    lambda p: setattr(p, "grad", p.grad * 0.5), lambda p: p.grad.mul_(0.5),
+    lambda p: setattr(p, "grad", torch.ones_like(p)), lambda p: setattr(p, "grad", None), nn.Module.zero_grad]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("edit", [halve, halve_in_place, set_ones, forget, nn.Module.zero_grad])
-def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], None], stage: int, side: str) -> None:
+@pytest.mark.parametrize("edit", EDITS, ids=["halve", "halve in place", "ones", "none", "zero_grad"])
+def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], object], stage: int, side: str) -> None:
     engine, plain = made(stage), Model()
     for number in range(2):
         engine.backward(engine(batch(number)))

@@ -86,6 +86,10 @@ def a_layer_more(rank: int) -> nn.Module:
     return Named(NAMES if rank == 0 else (*NAMES, "delta"))
 
 
+def another_name(rank: int) -> nn.Module:
+    return Named(NAMES if rank == 0 else ("alpha", "beta", "delta"))
+
+
 def another_shape(rank: int) -> nn.Module:
     model = Named()
     model.layers["beta"].weight = nn.Parameter(torch.ones(4, 4) if rank == 0 else torch.ones(2, 8))
@@ -110,6 +114,18 @@ def tied(rank: int) -> nn.Module:
     return model
 
 
+def of_another_module(rank: int) -> nn.Module:
+    model = Blocks(In, Out)
+    if rank == 1:
+        zero.register_external_parameter(model, model.blocks[0].inner.weight)
+    return model
+
+
+def tiles_swapped(rank: int) -> nn.Module:
+    order = ("first", "second") if rank == 0 else ("second", "first")
+    return nn.Sequential(nn.ModuleDict({name: zero.TiledLinear(4, 4, in_splits=2, out_splits=2) for name in order}))
+
+
 def split_on_one_rank(rank: int) -> nn.Module:
     """Nobody waits: it is one that no rank has in common with another."""
     model = Named()
@@ -123,16 +139,31 @@ def buffers_swapped(rank: int) -> nn.Module:
     return Named(buffers=("mean", "std") if rank == 0 else ("std", "mean"))
 
 
+def another_buffer(rank: int) -> nn.Module:
+    return Named(buffers=("mean", "std") if rank == 0 else ("mean", "std", "more"))
+
+
+def whole_numbers(rank: int) -> nn.Module:
+    model = Named()
+    model.std = torch.ones(2, dtype=torch.int64 if rank == 0 else torch.int32)
+    return model
+
+
 MODELS: dict[Callable[[int], nn.Module], str] = {
     swapped: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {UNORDERED_BUILD_HINT}",
     a_layer_more: "parameter 3 is nothing on rank 0, 'layers.delta.weight' on rank 1; build the same model",
+    another_name: "parameter 2 is 'layers.gamma.weight' on rank 0, 'layers.delta.weight' on rank 1; build the same",
     another_shape: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [2, 8]",
     frozen: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] (frozen) in",
     units_swapped: "parameter 0 is 'blocks.0.inner.weight' on rank 0, 'blocks.0.outer.weight' on rank 1",
     tied: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on rank 1",
+    of_another_module: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on",
+    tiles_swapped: f"on rank 1; {UNORDERED_BUILD_HINT}",
     split_on_one_rank: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] of "
                        "zero.Init in",
-    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {UNORDERED_BUILD_HINT}"}
+    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {UNORDERED_BUILD_HINT}",
+    another_buffer: "buffer 2 is nothing on rank 0, 'more' on rank 1; build the same model on every rank",
+    whole_numbers: "buffer 'std' is int64 [2] on rank 0, int32 [2] on rank 1; build the same model on every rank"}
 
 
 def refused(rank: int, world: int, stage: int) -> dict[str, str]:
