@@ -32,6 +32,7 @@ MIN_STEP, FIRST_STEP, MAX_STEP = 1e-4, 1e-3, 1e-2
 MAX_DIRECTIONS = 4
 """Directions that are kept at a time."""
 
+
 @dataclass(frozen=True)
 class ShiftedRounding:
     """Replaces a bucket's rounding while its weights are shifted."""
@@ -164,7 +165,8 @@ class BlockVectors:
         for (bucket, mine), (_, theirs) in zip(self._by_bucket(one), self._by_bucket(other), strict=True):
             sums = torch.zeros(2, dtype=torch.float64, device=bucket.device)
             for part in self._segments[bucket]:
-                sums[int(part.slot.partition is not None)] += mine[_place(part)].double() @ theirs[_place(part)].double()
+                product = mine[_place(part)].double() @ theirs[_place(part)].double()
+                sums[int(part.slot.partition is not None)] += product
             replicated, sharded = all_reduce(sums, bucket.shard_group)
             total += float(replicated) + float(all_reduce(sharded, self._tp))
         return total

@@ -33,8 +33,8 @@ from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
 from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
-from megatron.zero.state import (LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, StepCounters,
-                                 broadcast_module_buffers)
+from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
+                                 snapshot_module_buffers)
 from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
 from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
@@ -260,11 +260,11 @@ class ZeroEngine:
         """Between two steps: each backward inside reduces its gradients over the ranks. The yielded function discards
         the gradients and restores the module buffers; so does the end of the block."""
         before, self._is_boundary = self._is_boundary, True
-        buffers = ModuleBufferSnapshot(self.module)
+        restore_buffers = snapshot_module_buffers(self.module)
 
         def reset() -> None:
             self.zero_grad()
-            buffers.restore()
+            restore_buffers()
             self.increment_weight_version()
 
         try:

@@ -15,9 +15,6 @@ from dataclasses import dataclass, fields, replace
 
 from megatron.config.tree import ZeroConfig, flag_name
 
-SHARDED_FROM_STAGE = {"optim": 1, "grads": 2, "params": 3}
-"""Kind of state -> the first stage that shards it."""
-
 
 @dataclass(frozen=True)
 class StagePolicy:
@@ -39,24 +36,24 @@ class StagePolicy:
 
 
 def stage_policy(stage: int) -> StagePolicy:
-    return StagePolicy(*(stage >= SHARDED_FROM_STAGE[kind] for kind in ("optim", "grads", "params")))
+    return StagePolicy(optim_is_sharded=stage >= 1, grads_are_sharded=stage >= 2, params_are_sharded=stage >= 3)
 
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
     """One line for each setting that is not at its default and has no effect in this run."""
-    stage, is_sharded = zero.zero_stage, zero.zero_stage >= SHARDED_FROM_STAGE["optim"]
+    stage, policy = zero.zero_stage, stage_policy(zero.zero_stage)
     reasons: list[tuple[str, str]] = []
-    if stage < SHARDED_FROM_STAGE["params"]:
+    if not policy.params_are_sharded:
         reasons += [(item.name, f"at stage {stage}, where parameters are not sharded") for item in fields(ZeroConfig)
                     if item.name.startswith("stage3_")]
-    if is_sharded:
+    if policy.optim_is_sharded:
         reasons.append(("allgather_partitions", "here: each device has one way to gather weights"))
     else:
         reasons += [(name, f"at stage {stage}, where nothing is sharded")
                     for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions")]
     if on_cuda:
         reasons += [(name, "on GPUs, where a bucket is sent at once")
-                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else []))]
+                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if policy.optim_is_sharded else []))]
         reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a bucket"))
     if precision == "fp32":
         reasons.append(("load_from_fp32_weights", "in fp32, where the weights are the masters"))

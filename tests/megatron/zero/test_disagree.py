@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr
-from functools import partial
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -421,35 +417,6 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
     ({0.5, 0.99}, {0.9, 0.99}, False), (1, 1.5, False), (2**53 + 1, 2**53, False), ("0.1", 0.1, False)])
 def test_values_are_compared_as_what_they_are(one: Any, other: Any, equal: bool) -> None:
     assert (settings_of(param_group(x=one)) == settings_of(param_group(x=other))) is equal
-
-
-def collectives(rank: int, world: int, folder: str) -> dict[str, Counter[str]]:
-    engine, found = engine_of(1), dict[str, Counter[str]]()
-    trained(engine, rank)
-    for what, call in {"save": lambda: engine.save_checkpoint(folder, "a", {"epoch": 1}),
-                       "load": lambda: engine.load_checkpoint(folder, "a"),
-                       "export": lambda: engine.save_16bit_model(folder),
-                       "batch": lambda: engine.set_train_batch_size(8),
-                       "micro-batch": lambda: engine.set_train_micro_batch_size(1)}.items():
-        with ExitStack() as stack:
-            counted = found[what] = Counter[str]()
-            for name in ("all_reduce", "broadcast"):
-                stack.enter_context(patch.object(dist, name, partial(_count, counted, name, getattr(dist, name))))
-            call()
-    return found
-
-
-def _count(counted: Counter[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    counted[name] += 1
-    return function(*args, **kwargs)
-
-
-def test_what_calls_compare_is_one_exchange_of_each_and_none_of_a_batch_size(tmp_path: Path) -> None:
-    """Without any comparison a save has 11 sums, a load 9, an export 2."""
-    found = one([*map(str, run_ranks(collectives, 2, str(tmp_path)))])
-    assert found == str({"save": Counter(all_reduce=12, broadcast=6), "load": Counter(all_reduce=10, broadcast=10),
-                         "export": Counter(all_reduce=3, broadcast=2), "batch": Counter(),
-                         "micro-batch": Counter()}), found
 
 
 def client_states(rank: int, world: int, folder: str) -> tuple[dict[str, Any], str]:
