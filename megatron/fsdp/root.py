@@ -231,7 +231,7 @@ class FSDPRoot:
     def apply_master_edits(self) -> None:
         """The masters were written: recompute the working parameters and invalidate gathered ones."""
         for bucket in self.buckets:
-            bucket.take_user_writes()
+            bucket.write_guard.take_writes()
         self._copy_masters_to_params()
 
     def apply_user_writes(self) -> None:
@@ -239,7 +239,7 @@ class FSDPRoot:
         written = False
         for bucket in self.buckets:
             if not bucket.is_unsharded:
-                written |= bucket.take_user_writes()
+                written |= bucket.write_guard.take_writes()
         if written:
             self.steps += 1
             self._copy_masters_to_params()
@@ -247,7 +247,7 @@ class FSDPRoot:
     def _copy_masters_to_params(self) -> None:
         self.passes.weight_version += 1
         for bucket in self.buckets:
-            bucket.drop_secondary_shard()
+            bucket.secondary_shard = None  # out of date
             bucket.copy_masters_to_params()
 
     # ---- backward -----------------------------------------------------------------------------------------------

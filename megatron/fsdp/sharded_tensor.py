@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.fsdp.full_params import local_masters, param_ranges
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.param_writes import shift_version_counters
-from megatron.zero.partitioned_param import ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder
+from megatron.zero.partitioned_param import (ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder,
+                                             shift_version_counters)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import ChunkStorageMetadata

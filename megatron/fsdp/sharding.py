@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from data.storage import crc32
+from megatron.config.tree import ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
@@ -37,7 +38,7 @@ from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.host import HostStorage
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage
 from megatron.zero.partitioned_param import full_shape, param_owner
-from megatron.zero.stages import CommConfig, stage_policy
+from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_module_buffers
 from megatron.zero.units import ROOT
 from mpu import groups
@@ -318,7 +319,7 @@ def _create_bucket(name: str, members: list[tuple[str, nn.Parameter]], settings:
         pins = settings.pin_memory and device.type == "cuda"
         storage = EngineStorage(HostStorage(own, 0, pinned=pins), HostStorage(work, 0, pinned=pins), copy_streams, pins)
     dtypes = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
-    config = BucketingConfig(policy, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
+    config = BucketingConfig(policy, ZeroConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
                              group, device, 0, lambda parameter: 0, log, storage, buffer_pool, ShardedParamViews(),
                              values_are_equal=not settings.sync_module_states)
     bucket = FlatBucket(name, members, config, policy if members[0][1].requires_grad else policy.for_frozen_params)
