@@ -23,7 +23,7 @@ from mpu.split import ParallelError, split_range
 
 T = TypeVar("T")
 
-MAX_BROADCAST_DIMS = 4
+MAX_SENT_DIMS = 4
 
 
 class _GlobalGroups:
@@ -189,6 +189,6 @@ def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
             return {}, f"broadcast_data: key {key!r} is not in the batch {sorted(data)}"
         if data[key].dtype != dtype:
             return {}, f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}: convert it"
-        if data[key].dim() > MAX_BROADCAST_DIMS:
-            return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_BROADCAST_DIMS} are sent"
+        if data[key].dim() > MAX_SENT_DIMS:
+            return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_SENT_DIMS} are sent"
     return {key: list(data[key].shape) for key in keys}, None
