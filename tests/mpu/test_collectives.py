@@ -12,7 +12,7 @@ from torch import Tensor
 from mpu.backends import via_host
 from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
                              all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
-                             reduce_scatter, reduce_scatter_into)
+                             reduce_scatter_into)
 from mpu.groups import SOLO, build, group_from_process_group
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
@@ -37,7 +37,6 @@ def _out_of_place(rank: int, world: int, dtype: torch.dtype) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(all_gather(x, tp, dim), torch.cat(inputs, dim))
     assert torch.equal(all_gather(x.transpose(0, 1), tp), torch.cat([y.transpose(0, 1) for y in inputs], -1))
-    assert torch.equal(reduce_scatter(x, tp), total.chunk(world, -1)[rank])
     assert torch.equal(x, inputs[rank]), "an out-of-place collective changed its argument"
 
 
@@ -141,31 +140,22 @@ def _small(rank: int, world: int) -> None:
     assert all_reduce_scalar(0.25, group, "sum") == world / 4
     assert all_reduce_scalar(2**53 - 1 if rank else 0, group) == 2**53 - 1
     barrier(group)
+    for src in range(world):
+        given = values[src] if rank == src else object()  # what the others give is not even looked at
+        assert broadcast_json(given, group, src) == values[src]
 
 
-def share_value(rank: int, world_size: int) -> None:
-    group = build().world
-    for src in range(world_size):
-        value = {"of": src, "text": "ü" * src * 50, "none": None}
-        given = value if rank == src else object()  # what the others give is not even looked at
-        assert broadcast_json(given, group, src) == value
-
-
-def test_one_value_travels_as_json() -> None:
-    run_ranks(share_value, 3)
-    assert broadcast_json((1, "x"), SOLO) == [1, "x"]
-
-
-def test_values_of_different_lengths_travel_as_json() -> None:
-    run_ranks(_small, 2)
+def test_values_travel_as_json_whatever_their_lengths() -> None:
+    run_ranks(_small, 3)
 
 
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
     x = torch.ones(3)
-    assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x and reduce_scatter(x, SOLO) is x
+    assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x
     y = torch.zeros(3)
     all_gather_into(y, x, SOLO).wait()
     assert torch.equal(x, y) and all_reduce_scalar(3, SOLO) == 3 and all_gather_json([1], SOLO) == [[1]]
+    assert broadcast_json((1, "x"), SOLO) == [1, "x"]
     barrier(SOLO)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitiali
 KEY = rng_key(1234, "blocks.0.attn.qkv.weight")
 
 
-def whole(numel: int, std: float = 1.0) -> Tensor:
+def whole(numel: int) -> Tensor:
     out = torch.empty(numel)
-    NormalInitializer(KEY, std, StridedSegments(numel, numel, 0))(out, 0)
+    NormalInitializer(KEY, 1.0, StridedSegments(numel, numel, 0))(out, 0)
     return out
 
 
@@ -92,13 +93,15 @@ def test_they_are_normal_and_tensors_are_independent() -> None:
     ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 20), Partition(1)),
     ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int) -> None:
-    parts = []
+@pytest.mark.parametrize("initializer", [NormalInitializer, UniformInitializer])
+def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int,
+                                                 initializer: Any) -> None:
+    parts, given = [], {"std": 2.0} if initializer is NormalInitializer else {}
     for rank in range(tp):
         local = list(shape)
         if partition is not None:
             local[partition.dim] //= tp
-        source = NormalInitializer(KEY, 2.0, strided_segments_of(tuple(local), partition, rank, tp))
+        source = initializer(KEY, segments=strided_segments_of(tuple(local), partition, rank, tp), **given)
         flat = torch.empty(math.prod(local))
         source(flat, 0)
         for start, count in ((0, 3), (5, 17), (len(flat) - 4, 4)):
@@ -108,7 +111,9 @@ def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partiti
         parts.append(flat.view(local))
     joined = parts[0] if partition is None else join_local_slices(parts, partition)
     rows = shape[0] if partition is None or partition.size is None else partition.size
-    assert torch.equal(joined[:rows], whole(rows * shape[1], 2.0).view(rows, shape[1]))
+    numel = rows * shape[1]
+    initializer(KEY, segments=StridedSegments(numel, numel, 0), **given)(expected := torch.empty(numel), 0)
+    assert torch.equal(joined[:rows], expected.view(rows, shape[1]))
     assert not joined[rows:].any()
 
 
@@ -154,15 +159,3 @@ def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
     assert part.equal(found[777:1777])
     even = (torch.arange(n) + 0.5) / n
     assert float((found.sort().values - even).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
-
-
-@pytest.mark.parametrize("partition", [Partition(0), Partition(0, stride=3), Partition(1)])
-def test_uniform_parts_of_ranks_are_slices_of_one_tensor(partition: Partition) -> None:
-    whole, parts, shape = torch.empty(48 * 12), [], (48, 12)
-    UniformInitializer(KEY, StridedSegments(48 * 12, 48 * 12, 0))(whole, 0)
-    local = tuple(size // (2 if dim == partition.dim else 1) for dim, size in enumerate(shape))
-    for rank in range(2):
-        out = torch.empty(math.prod(local))
-        UniformInitializer(KEY, strided_segments_of(local, partition, rank, 2))(out, 0)
-        parts.append(out.view(local))
-    assert join_local_slices(parts, partition).equal(whole.view(shape))

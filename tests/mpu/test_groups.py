@@ -19,19 +19,26 @@ from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
 
-def _grid(rank: int, world: int, tp: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    groups = build(tp)
-    return [(group.rank, group.size, group.ranks) for group in (groups.world, groups.tp, groups.dp)]
+def _grid(rank: int, world: int) -> tuple[list[tuple[int, int, tuple[int, ...]]], list[list[int]]]:
+    """(rank, size and ranks of each group, the process groups that this rank makes)"""
+    with patch.object(dist, "new_group", Mock(wraps=dist.new_group)) as new_group:
+        groups = build(2)
+    mine = groups.world, groups.tp, groups.dp
+    assert all(group_from_process_group(group.process_group_or_none) == group for group in mine)
+    assert group_from_process_group(None) == SOLO
+    assert all(group.name == group.control_name and group.own_backend_serves_cpu for group in mine), "over gloo"
+    made = [call.args[0] for call in new_group.call_args_list]
+    return [(group.rank, group.size, group.ranks) for group in mine], made
 
 
 def test_four_ranks_in_pairs() -> None:
+    """A rank makes its own groups only, and finds them again from torch's handles."""
     everyone = (0, 1, 2, 3)
-    assert run_ranks(_grid, 4, 2) == [
-        [(0, 4, everyone), (0, 2, (0, 1)), (0, 2, (0, 2))],
-        [(1, 4, everyone), (1, 2, (0, 1)), (0, 2, (1, 3))],
-        [(2, 4, everyone), (0, 2, (2, 3)), (1, 2, (0, 2))],
-        [(3, 4, everyone), (1, 2, (2, 3)), (1, 2, (1, 3))],
-    ]
+    assert run_ranks(_grid, 4) == [
+        ([(0, 4, everyone), (0, 2, (0, 1)), (0, 2, (0, 2))], [[0, 1], [0, 2]]),
+        ([(1, 4, everyone), (1, 2, (0, 1)), (0, 2, (1, 3))], [[0, 1], [1, 3]]),
+        ([(2, 4, everyone), (0, 2, (2, 3)), (1, 2, (0, 2))], [[2, 3], [0, 2]]),
+        ([(3, 4, everyone), (1, 2, (2, 3)), (1, 2, (1, 3))], [[2, 3], [1, 3]])]
 
 
 def test_without_torch_distributed_the_world_is_one_rank() -> None:
@@ -39,37 +46,6 @@ def test_without_torch_distributed_the_world_is_one_rank() -> None:
     assert build() == Groups(SOLO, SOLO, SOLO)
     with pytest.raises(ParallelError, match="size 2 needs 2 ranks"):
         build(2)
-
-
-def _refused(rank: int, world: int) -> str:
-    with pytest.raises(ParallelError) as caught:
-        build(4)
-    return str(caught.value)
-
-
-def test_a_size_larger_than_the_world_is_an_error_and_not_clamped() -> None:
-    assert all("size 4 does not divide the world size 2" in text for text in run_ranks(_refused, 2))
-
-
-def _found_again(rank: int, world: int) -> bool:
-    groups = build(2)
-    assert group_from_process_group(None) == SOLO
-    return all(group_from_process_group(group.process_group_or_none) == group
-               for group in (groups.world, groups.tp, groups.dp))
-
-
-def test_a_group_is_found_again_from_torchs_handle() -> None:
-    assert all(run_ranks(_found_again, 4))
-
-
-def _made(rank: int, world: int) -> list[list[int]]:
-    with patch.object(dist, "new_group", Mock(wraps=dist.new_group)) as new_group:
-        build(2)
-    return [call.args[0] for call in new_group.call_args_list]
-
-
-def test_a_rank_makes_its_own_groups_only() -> None:
-    assert run_ranks(_made, 4) == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
 
 
 def _split(rank: int, world: int) -> list[Any]:
@@ -111,15 +87,6 @@ def _controls(rank: int, world: int) -> list[bool]:
 
 def test_each_group_of_a_backend_for_devices_has_one_control_group() -> None:
     assert run_ranks(_controls, 4) == [[True] * 4] * 4
-
-
-def _is_its_own_control(rank: int, world: int) -> bool:
-    groups = build(2)
-    return all(group.name == group.control_name and group.own_backend_serves_cpu for group in (groups.world, groups.tp))
-
-
-def test_a_group_over_gloo_is_its_own_control_group() -> None:
-    assert all(run_ranks(_is_its_own_control, 4))
 
 
 def _waits(rank: int, world: int) -> list[timedelta]:
@@ -191,8 +158,8 @@ def test_classic_accessors() -> None:
 
 
 def test_classic_vocabulary_ranges() -> None:
-    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50)
-    assert mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4) == (25, 50)
+    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50) \
+        == mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4)
 
 
 GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group",

@@ -22,10 +22,6 @@ def test_padded_vocabulary_is_the_smallest_that_fits(tp: int) -> None:
     assert pad_vocab(size, 128, tp) == size
 
 
-def test_rank_grid_matches_the_worked_example() -> None:
-    assert rank_grid(8, 2) == ([(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2, 4, 6), (1, 3, 5, 7)])
-
-
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (6, 3), (8, 8), (12, 4)])
 def test_every_rank_is_in_one_group_of_each_kind_and_they_meet_once(world: int, tp: int) -> None:
     tp_groups, dp_groups = rank_grid(world, tp)

@@ -397,25 +397,18 @@ def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) ->
         torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
 
 
-def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
-    optim = OptimConfig(optimizer="adam", adam_w_mode=False, weight_decay=0.5, adam_beta2=0.99)
-    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
-    expected = torch_run(torch.optim.Adam, {"weight_decay": 0.5, "betas": (0.9, 0.99)})
-    # The fused kernel rounds in another place.
-    torch.testing.assert_close(flat_run(rule, hyper)[""], expected[""], atol=2e-6, rtol=0)
+ADAM = {"weight_decay": 0.5, "betas": (0.9, 0.99), "fused": True}
 
 
-def test_amsgrad_is_torchs_with_and_without_adam_w_mode() -> None:
-    for mode, cls in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
-        optim = OptimConfig(adam_w_mode=mode, optimizer_params=("amsgrad=true",), weight_decay=0.5)
-        assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)),
-                     torch_run(cls, {"amsgrad": True, "weight_decay": 0.5, "fused": True}))
-
-
-def test_parameters_given_as_text_reach_the_optimizer() -> None:
-    optim = OptimConfig(optimizer="sgd", sgd_momentum=0.5, optimizer_params=("nesterov=true",), weight_decay=0.0)
-    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
-    assert_equal(flat_run(rule, hyper), torch_run(torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "fused": True}))
+@pytest.mark.parametrize("given, cls, hyper", [
+    ({"adam_w_mode": False}, torch.optim.Adam, ADAM),
+    ({"optimizer_params": ("amsgrad=true",)}, torch.optim.AdamW, {**ADAM, "amsgrad": True}),
+    ({"optimizer_params": ("amsgrad=true",), "adam_w_mode": False}, torch.optim.Adam, {**ADAM, "amsgrad": True}),
+    ({"optimizer": "sgd", "sgd_momentum": 0.5, "optimizer_params": ("nesterov=true",)}, torch.optim.SGD,
+     {"momentum": 0.5, "nesterov": True, "fused": True, "weight_decay": 0.5})], ids=str)
+def test_what_is_configured_is_torchs_optimizer(given: dict[str, Any], cls: Any, hyper: dict[str, Any]) -> None:
+    optim = OptimConfig(**{"optimizer": "adam", "weight_decay": 0.5, "adam_beta2": 0.99, **given})
+    assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)), torch_run(cls, hyper))
 
 
 @pytest.mark.parametrize(("given", "told"), [
