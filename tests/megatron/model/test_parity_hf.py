@@ -14,12 +14,10 @@ from megatron.checkpoint.convert.importers import HUGGING_FACE
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from megatron.optim.schedulers import LRSchedule
-from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
 from mpu.partition import local_slice, partition_of
 from tests.distributed import run_ranks
-from tests.megatron import helpers
-from tests.megatron.helpers import tiny_model
+from tests.megatron.helpers import engine_of, tiny_model
 from tests.megatron.zero.run import gradient_runs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,14 +32,12 @@ def our_config() -> ModelConfig:
                       vocab_size=VOCAB)
 
 
-def our_model(tp=None) -> GPT2:
+def our_model() -> GPT2:
     """With weights as large as those of a trained model: at N(0, 0.02) all after the embeddings hardly matters."""
-    model = GPT2(our_config(), **({} if tp is None else {"tp": tp}))
-    generator = torch.Generator().manual_seed(11)
+    model, generator = GPT2(our_config()), torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if tp is None:
-                parameter += torch.randn(parameter.shape, generator=generator) * 0.05
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.05
         model.wte.weight[VOCAB:] = 0
     return model
 
@@ -78,10 +74,6 @@ def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(twin(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def engine_of(model: GPT2, groups=None, accumulation: int = 1, **optim: float) -> ZeroEngine:
-    return helpers.engine_of(model, groups or build(), accumulation=accumulation, **optim)
-
-
 def test_logits_at_every_position_equal_hf() -> None:
     model = our_model()
     twin, tokens = hf_twin(model), rows(4, seed=1)[:, :-1]
@@ -96,7 +88,7 @@ def test_logits_at_every_position_equal_hf() -> None:
 def test_loss_and_every_gradient_equal_hf() -> None:
     model = our_model()
     twin, batch = hf_twin(model), rows(4, seed=2)
-    engine = engine_of(model)
+    engine = engine_of(model, build(), accumulation=1)
     ours, theirs = engine(batch[:, :-1], batch[:, 1:], grad_scale=engine.backward_scale), hf_loss(twin, batch)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     engine.backward(ours)
@@ -142,7 +134,7 @@ def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: di
     for name, parameter in model.named_parameters():
         whole, partition = torch.from_numpy(weights[name]), partition_of(parameter)
         parameter.data.copy_(whole if partition is None else local_slice(whole, partition, groups.tp.rank, tp))
-    engine, schedule = engine_of(model, groups, accumulation, **OPTIM), the_schedule()
+    engine, schedule = engine_of(model, groups, accumulation=accumulation, **OPTIM), the_schedule()
     model.train()
     found = []
     for step, batch in enumerate(batches):
