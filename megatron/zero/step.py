@@ -23,6 +23,7 @@ from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog
 from megatron.distributed.rank_text import format_ranks
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
+from megatron.optim.one_bit import OneBitRule
 from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import CompressedGradExchange
@@ -162,7 +163,7 @@ class OptimizerStep:
         self.update = (DelayedOptimizerUpdate if engine_storage.delays_update
                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
         self.compressed_exchange = CompressedGradExchange(state, groups, rule,
-                                                          param_groups) if rule.supports_compression else None
+                                                          param_groups) if isinstance(rule, OneBitRule) else None
         """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
             self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host

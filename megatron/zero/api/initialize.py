@@ -38,11 +38,10 @@ from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
 from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.optim.schedulers import LRSchedule
-from megatron.optim.torch_rule import from_torch
+from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import check_forward_signature
 from megatron.zero.api.engine_monitor import MonitorConfig

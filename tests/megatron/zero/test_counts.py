@@ -52,7 +52,7 @@ def counted_step(engine: ZeroEngine, steps: int) -> Launches:
 
 @contextmanager
 def the_kernel_of_norms() -> Iterator[list[Tensor]]:
-    """Plays norm_kernel.py, which needs Triton, with one launch; tests/mpu/test_norm_kernel.py has what it computes.
+    """Plays mpu/kernels.py, which needs Triton, with one launch; tests/mpu/kernel_cases.py has what it computes.
     The rows that it was asked for."""
     asked: list[Tensor] = []
 
