@@ -35,8 +35,7 @@ from megatron.zero.engine import drop_gradients
 from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
 from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs, map_tensors
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
-from megatron.zero.offload.host import HostStorage
-from megatron.zero.offload.storage import DeviceStorage, EngineStorage
+from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStorage
 from megatron.zero.partitioned_param import full_shape, param_owner
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_module_buffers
@@ -174,11 +173,11 @@ def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Ma
     if group.is_solo:
         return
     check_same_descriptions(
-        {"setting": [[name, str(value)] for name, value in vars(settings).items()],
-         "module sharded before": [[name] for name in sharded_before],
-         "parameter": [[name, describe_tensor(parameter, full_shape(parameter)) +
-                        " (frozen)" * (not parameter.requires_grad)] for name, parameter in parameters.items()],
-         "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]},
+        {"setting": [f"{name}: {value}" for name, value in vars(settings).items()],
+         "module sharded before": sharded_before,
+         "parameter": [f"{name}: {describe_tensor(parameter, full_shape(parameter))}"
+                       + " (frozen)" * (not parameter.requires_grad) for name, parameter in parameters.items()],
+         "buffer": [f"{name}: {describe_tensor(buffer, buffer.shape)}" for name, buffer in buffers.items()]},
         group, f"the ranks shard {where} differently")
     # parameters of zero.Init have no checksum: they are shards of rank 0's values
     checksums = {} if settings.sync_module_states else {

@@ -27,8 +27,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import Segment, align
 from megatron.zero.offload.copy_streams import CopyEvent, StagingDoubleBuffer
 from megatron.zero.offload.direct_io import page_aligned_zeros
-from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import (HOST, WEIGHT, EngineStorage, Location, StateTensors,
+from megatron.zero.offload.storage import (HOST, WEIGHT, EngineStorage, HostShard, Location, StateTensors,
                                            StorageBackend)
 from megatron.zero.state import EngineState
 from mpu.backends import Op
@@ -314,7 +313,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         self._running = self._worker.submit(self._update_tiles, tiles, hypers, scalars(HOST), grad_multiplier,
                                             self._state.counters.optimizer_steps)
         for shard in shards:
-            shard.set_pending_update(self._running)
+            shard.pending_update = self._running
 
     def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars,
                       factor: float | None, taken: int) -> None:

@@ -24,7 +24,7 @@ from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimize
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
+from tests.megatron.zero.offload.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine
 from tests.wires import accelerator_side

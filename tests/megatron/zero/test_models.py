@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
-from tests.megatron.zero.homes.test_equal import everywhere
+from tests.megatron.zero.offload.test_equal import everywhere
 from tests.megatron.zero.models import (WIDTH, AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen,
                                         FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Passes, Permuted,
                                         RankDrop, Records, Slices, ThreeElements, Words)

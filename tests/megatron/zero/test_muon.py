@@ -28,8 +28,8 @@ from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, Model, first, gradient, samples_of
-from tests.megatron.zero.homes.test_ferry import homes
-from tests.megatron.zero.homes.test_two_sides import REASONS
+from tests.megatron.zero.offload.test_ferry import homes
+from tests.megatron.zero.offload.test_two_sides import REASONS
 from tests.megatron.zero.run import (Run, assemble, configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss,
                                      join_tensor_parallel, master_runs, state)
 from tests.two_sides import DEVICE, two_sides

@@ -22,9 +22,9 @@ from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
 from megatron.zero.partitioned_param import Placeholder, param_owner
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from mpu import groups
-from tests.megatron.zero.homes.swap_files import open_swap_files
-from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
-from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.offload.swap_files import open_swap_files
+from tests.megatron.zero.offload.test_equal import alike, batches, outcome, train
+from tests.megatron.zero.offload.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
 from tests.megatron.zero.test_interrupted import Line, at_lines, interrupted
 

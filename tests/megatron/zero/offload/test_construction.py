@@ -23,7 +23,7 @@ from megatron.train.build import model as build_model
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import on_nvme
+from tests.megatron.zero.offload.test_equal import on_nvme
 
 SMALL: dict[str, Any] = {
     "num_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 4096, "max_position_embeddings": 64,

@@ -13,7 +13,7 @@ from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
 from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import PRECISIONS, batches, everywhere, train
+from tests.megatron.zero.offload.test_equal import PRECISIONS, batches, everywhere, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
 
 NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}

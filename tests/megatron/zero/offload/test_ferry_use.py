@@ -12,9 +12,9 @@ import pytest
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, outcome, train
-from tests.megatron.zero.homes.test_ferry import homes
-from tests.megatron.zero.homes.test_use import Change, built, edit, forget, load, put
+from tests.megatron.zero.offload.test_equal import PRECISIONS, alike, batches, everywhere, outcome, train
+from tests.megatron.zero.offload.test_ferry import homes
+from tests.megatron.zero.offload.test_use import Change, built, edit, forget, load, put
 from tests.megatron.zero.run import configure_gpt2
 from tests.wires import accelerator_side
 

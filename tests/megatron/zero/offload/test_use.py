@@ -24,7 +24,7 @@ from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimiz
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import alike, batches, everywhere, on_params, outcome, train
+from tests.megatron.zero.offload.test_equal import alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.run import configure_gpt2
 
 Change = Callable[[Engine], None]

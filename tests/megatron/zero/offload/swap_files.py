@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.zero.offload.async_file import AsyncSwapFile
+from megatron.zero.offload.swap_drive import AsyncSwapFile
 
 
 def content_of(file: AsyncSwapFile) -> Path:

@@ -10,8 +10,8 @@ import pytest
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.homes.test_equal import batches, train
-from tests.megatron.zero.homes.test_ferry import homes
+from tests.megatron.zero.offload.test_equal import batches, train
+from tests.megatron.zero.offload.test_ferry import homes
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side
 

@@ -14,8 +14,8 @@ from megatron.zero.offload.chunk_sizes import OffloadRatio
 from megatron.zero.offload.storage import Location
 from mpu import groups
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.homes.test_equal import on_nvme
-from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.offload.test_equal import on_nvme
+from tests.megatron.zero.offload.test_use import built, configured
 from tests.wires import accelerator_side
 
 SIZES = [39_000, *[7_000] * 12]

@@ -13,14 +13,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from megatron.zero.offload import host
+from megatron.zero.offload import storage
 from megatron.zero.offload.copy_streams import GradOffloader, _CudaCopyEvent, _CudaCopyStream
-from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
+from megatron.zero.offload.storage import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import LateCopyStream, late_copy_streams
-from tests.megatron.zero.homes.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
+from tests.megatron.zero.offload.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
@@ -92,7 +92,7 @@ def check(folder: Path, world: int, numbers: Sequence[int], steps: int) -> None:
 
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
-MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.host"]
+MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.storage"]
 
 
 ONLY_MEMORY = {"FlatBucket.prefetch", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
@@ -153,7 +153,7 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
 
 ORDERS = {
     "a set comes before it has gone": lambda: patch.object(
-        host._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None), create=True),
+        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None), create=True),
     "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
     "a sum goes up before it came": lambda: patch.object(
         GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)

@@ -16,9 +16,9 @@ from megatron.errors import ConfigError, StorageError
 from megatron.zero.api.engine import Engine
 from megatron.zero.offload.direct_io import DirectIoFile
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.swap_files import content_of, open_swap_files
-from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
-from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.offload.swap_files import content_of, open_swap_files
+from tests.megatron.zero.offload.test_equal import alike, batches, outcome, train
+from tests.megatron.zero.offload.test_use import built, configured
 
 
 def on_drive(folder: Path, **cell: Any) -> Engine:

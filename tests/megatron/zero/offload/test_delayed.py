@@ -28,7 +28,7 @@ from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.late_wire import late_wire
 from tests.megatron.helpers import train as train_by_flags
-from tests.megatron.zero.homes.test_equal import ROWS, batches, train
+from tests.megatron.zero.offload.test_equal import ROWS, batches, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
 

@@ -28,7 +28,7 @@ from mpu import groups
 from mpu.grads import row_norms
 from mpu.groups import SOLO
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_ferry import homes
+from tests.megatron.zero.offload.test_ferry import homes
 from tests.megatron.zero.run import configure_gpt2
 from tests.two_sides import DEVICE, MixedSides, Sides, two_sides
 
