@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -58,8 +59,7 @@ class FSDPRoot:
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [bucket.show_sharded for bucket in self.buckets
-                        if isinstance(bucket.show_sharded, ShardedParamViews)]
+        self._shards = [cast(ShardedParamViews, bucket.show_sharded) for bucket in self.buckets]
         self.reduces_grads = True
         self.grad_divisors: dict[FlatBucket, float] = {}
         """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
@@ -103,7 +103,6 @@ class FSDPRoot:
 
     def release_units(self) -> list[Unit]:
         """Detach the hooks and return the units, for a new root around them."""
-        self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
         detach_main_grad_writers(self.units)
