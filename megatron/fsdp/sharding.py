@@ -24,9 +24,8 @@ from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import restore_full_params
 from megatron.fsdp.root import VOLATILE, FSDPRoot
-from megatron.fsdp.sharded_tensor import ShardedParamViews
+from megatron.fsdp.sharded_tensor import ShardedParamViews, gather_masters
 from megatron.zero.api.initialize import init_distributed
 from megatron.zero.api.model_checks import check_same_descriptions, describe_tensor
 from megatron.zero.bucket import FlatBucket
@@ -36,7 +35,7 @@ from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.host import HostStorage
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage
-from megatron.zero.partitioned_param import full_shape, param_owner
+from megatron.zero.partitioned_param import full_shape, param_owner, release_param, set_param_data
 from megatron.zero.stages import CommConfig, stage_policy
 from megatron.zero.state import broadcast_module_buffers
 from megatron.zero.units import ROOT
@@ -286,7 +285,9 @@ def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBuc
             continue
         kept = [(slot.name, parameter) for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
                 if id(parameter) not in shared]
-        restore_full_params(bucket)
+        for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
+            set_param_data(parameter, value.clone())
+            release_param(parameter)
         if kept:
             yield _create_bucket(bucket.name, kept, member.settings, root.dp, root.device, root.log, root.buffer_pool)
 

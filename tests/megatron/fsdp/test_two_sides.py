@@ -109,8 +109,8 @@ def test_nor_in_any_case(world: int, tmp_path: Path) -> None:
 
 STEPS = 4
 ON_HOST = [("odd sizes", "torch", None), ("tied", "nested", None), ("frozen", "torch", torch.bfloat16),
-            ("odd sizes", "nested", torch.bfloat16), ("tied", "torch", torch.float16),
-            ("root ends in a block", "twice nested", None)]
+           ("odd sizes", "nested", torch.bfloat16), ("tied", "torch", torch.float16),
+           ("root ends in a block", "twice nested", None)]
 
 
 def outcome(name: str, way: str, rank: int, **given: Any) -> tuple[list[float], dict[str, list[float]]]:
