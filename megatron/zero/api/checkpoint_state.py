@@ -71,8 +71,8 @@ def _is_serializable(value: Any) -> bool:
 
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
 LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
-OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_groups": list, "lr_scheduler": dict, "tied": dict,
-                   "loop": dict}
+OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_groups": list, "lr_scheduler": dict,
+                                         "tied": dict, "loop": dict}
 """Fields of the shared state that may be missing or None, with their types."""
 
 
