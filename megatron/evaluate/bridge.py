@@ -17,6 +17,7 @@ from lm_eval.api.model import TemplateLM
 
 from megatron.config.tree import require
 from megatron.evaluate.context import EvalContext
+from megatron.evaluate.eval_args import EvalModelArgs
 from megatron.evaluate.scoring import continuation_request
 from megatron.evaluate.tasks import document_requests
 from megatron.inference.decoder import Decoder
@@ -45,7 +46,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
            **more: Any) -> MegatronLM:
         """`more`: other fields of ModelSource, such as `dtype` and `model_parallel_size`."""
-        return cls(EvalContext.open(ModelSource(load, load_hf, **more), batch_size))
+        return cls(EvalContext.open(EvalModelArgs(ModelSource(load, load_hf, **more), batch_size)))
 
     @property
     def eot_token_id(self) -> int:

@@ -64,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.inference import load
 
     start = time.monotonic()
-    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
+    context = EvalContext.open(model_args)
     log = process_group.rank_0_printer(context.rank)
-    for note in model_args.notes:
-        log(note)
     # before the weights are read, because the data may be unusable
     task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
     description = load.describe(context.opened, context.dtype, context.model_info.tokenizer)
@@ -94,12 +92,10 @@ def report_values(request: EvalRequest, context: EvalContext, task: EvalTask, me
         "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                                               "ids": tokenizer.vocab_size},
         "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size}
-    optional = {"target": request.scored_target, "part": request.part}
-    found |= {name: value for name, value in optional.items() if value is not None}
-    found |= {"window": context.model_info.max_positions, "stride": task.stride}
-    if task.num_truncated is not None:
-        found["truncated"] = task.num_truncated
-    return found | dict(metrics) | {"seconds": round(seconds, 3)}
+    found |= {"target": request.scored_target, "part": request.part, "window": context.model_info.max_positions,
+              "stride": task.stride, "truncated": task.num_truncated}
+    return {name: value for name, value in found.items() if value is not None or name == "stride"} | {
+        **metrics, "seconds": round(seconds, 3)}
 
 
 def format_json(values: Mapping[str, Any]) -> str:

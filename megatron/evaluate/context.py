@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 from typing import final
 
@@ -13,10 +13,10 @@ from data.preprocess import TextReadOptions
 from megatron.config.tree import require
 from megatron.distributed import process_group
 from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.evaluate.eval_args import EvalModelArgs
 from megatron.evaluate.scoring import Scorer
 from megatron.evaluate.tasks import EvalModelInfo
 from megatron.inference import load
-from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
@@ -33,10 +33,10 @@ class EvalContext:
     batch_size: int
 
     @classmethod
-    def open(cls, source: ModelSource, batch_size: int,
-             compared_flags: Mapping[str, object] | None = None) -> EvalContext:
-        """Does not read the weights yet. Collective, with equal `compared_flags` on all ranks."""
-        env, size = process_group.init(must_match=compared_flags), source.model_parallel_size
+    def open(cls, args: EvalModelArgs) -> EvalContext:
+        """Does not read the weights yet; prints the notes on rank 0. Collective."""
+        source, size = args.source, args.source.model_parallel_size
+        env = process_group.init(must_match=args.compared_flags)
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)
@@ -56,8 +56,10 @@ class EvalContext:
         part_files = {part: settings[f"{part}_data"] for part in ("valid", "test") if settings.get(f"{part}_data")}
         model_info = EvalModelInfo(tokenizer, window, reading, settings.get("split"), part_files,
                                    settings.get("data_cache_path"))
+        for note in args.notes if groups.world.rank == 0 else ():
+            print(note, file=sys.stderr, flush=True)
         return cls(opened, model_info, groups, source.dtype or opened.precision,
-                   process_group.device_for(env, None), batch_size)
+                   process_group.device_for(env, None), args.batch_size)
 
     @property
     def rank(self) -> int:

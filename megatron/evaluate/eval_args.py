@@ -108,10 +108,10 @@ IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--u
 @dataclass(frozen=True)
 class EvalModelArgs:
     source: ModelSource
-    batch_size: int
-    notes: Sequence[str]
+    batch_size: int = 8
+    notes: Sequence[str] = ()
     """On flags without effect."""
-    compared_flags: Mapping[str, object]
+    compared_flags: Mapping[str, object] | None = None
     """All flags, which must be equal on every rank."""
 
 

@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.evaluate.bridge import MegatronLM
     from megatron.evaluate.context import EvalContext
 
-    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
-    for note in model_args.notes if context.rank == 0 else ():
-        print(note, file=sys.stderr, flush=True)
+    context = EvalContext.open(model_args)
     with _stdout_to_stderr(context.rank == 0):
         manager, tasks = TaskManager(include_path=flags.include_path), list[Any]()
         for name in task_names:

@@ -75,9 +75,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_words(run: Path) -> list[str]:
     """Texts whose last word is the one the model takes for the likeliest."""
     from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.eval_args import EvalModelArgs
     from megatron.inference.model_args import ModelSource
 
-    setting = EvalContext.open(ModelSource(str(run), None), 1)
+    setting = EvalContext.open(EvalModelArgs(ModelSource(str(run), None), 1))
     model, tokenizer = setting.load_model(), setting.model_info.tokenizer
     found = []
     for number in range(1000):

@@ -51,23 +51,16 @@ ALL_ROWS = [("0", "none"), ("1", "none"), ("1", "cpu"), ("2", "none"), ("2", "cp
             ("3", "cpu+params"), ("3", "nvme"), ("3", "nvme+params")]
 
 
-def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = printed(capsys, monkeypatch, *FLAGS)
-    lines = text.splitlines()
-    assert [line.split()[:3] for line in lines if line.startswith("*")] == [["*", "2", "none"]] * 2
-    assert list(cells(text)) == ALL_ROWS
-    assert max(map(len, lines)) <= 120
-
-
 @pytest.mark.parametrize("argv", [
-    ["--preset", "1T", "--ranks", "512"], ["--preset", "1T", "--ranks", "1", "--batch-size", "64"],
+    FLAGS, ["--preset", "1T", "--ranks", "512"], ["--preset", "1T", "--ranks", "1", "--batch-size", "64"],
     ["--preset", "tiny"], ["--preset", "100B", "--ranks", "1024", "--ranks-per-node", "16"]], ids=" ".join)
-def test_columns_never_merge_and_lines_are_no_wider_than_a_page(
+def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Columns never merge, and lines are no wider than a page."""
     text = printed(capsys, monkeypatch, *argv)
+    marked = [line.split()[:3] for line in text.splitlines() if line.startswith("*")]
+    assert marked == [["*", "2" if argv == FLAGS else "0", "none"]] * 2 and list(cells(text)) == ALL_ROWS
     assert all(len(row) == 13 for row in cells(text).values()) and max(map(len, text.splitlines())) <= 120
 
 
@@ -154,11 +147,12 @@ def test_an_offload_file_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}, "offload_param": {"device": "cpu"}}}))
+    path.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 1, "train_batch_size": 16, "fp16": {"enabled": True}, "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}, "offload_param": {"device": "cpu"}}}))
     argv = ["--preset", "10B", "--ranks", "8", "--deepspeed_config", str(path)]
     run = planned(*argv)
-    assert run.placement == StatePlacement("nvme", "cpu")
+    assert (run.placement, run.accumulation, run.param_bytes) == (StatePlacement("nvme", "cpu"), 2, 2)
     text = printed(capsys, monkeypatch, *argv)
     assert "*" in text and "nvme, params cpu" in text
 
@@ -215,8 +209,11 @@ def test_on_a_cpu_every_row_has_the_state_on_the_device_but_for_what_is_asked(
     (["--offload-optimizer-device", "nvme", "--zero-stage", "1"], "nvme needs --offload-optimizer-nvme-path"),
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),
     (["--ranks-per-node", "0"], "--ranks-per-node is 0"), (["--tflops", "-1"], "--tflops is -1"),
-    (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"),
-])
+    (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"), (["--card-gb", "-1"], "--card-gb is -1"),
+    (["--ranks", "0"], "--ranks is 0"), (["--gpus", "8"], "--gpus 8 is not a flag here: use --ranks N"),
+    (["--nproc_per_node=8"], "--nproc-per-node 8 is not a flag here: use --ranks N"),
+    (["--zero-stagee", "1"], "did you mean --zero-stage"),
+    (["--ranks", "3", "--model-parallel-size", "2"], "3 is not divisible by 2")])
 def test_what_cannot_be_planned_is_refused_in_one_line(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planned("--preset", "tiny", *argv)
@@ -309,27 +306,6 @@ def test_a_thousand_ranks_are_planned_without_any() -> None:
     # Weights and optimizer state of stage 3 are 14 bytes a parameter, in 1024 equal parts; vectors stay whole.
     whole = 2 * run.persistent.numel
     assert run.params_device_bytes + run.device_optimizer_bytes == pytest.approx(14 * 10.28e9 / 1024 + whole, rel=0.02)
-
-
-def test_a_deepspeed_config_is_read_like_in_training(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
-                                "zero_optimization": {"stage": 2}}))
-    run = planned("--preset", "124M", "--ranks", "4", "--deepspeed_config", str(path))
-    assert (run.accumulation, run.param_bytes, run.config.zero.zero_stage) == (4, 2, 2)
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["--preset", "tiny", "--ranks", "0"], "--ranks is 0"),
-    (["--preset", "tiny", "--gpus", "8"], "--gpus 8 is not a flag here: use --ranks N"),
-    (["--preset", "tiny", "--nproc_per_node=8"], "--nproc-per-node 8 is not a flag here: use --ranks N"),
-    (["--preset", "tiny", "--card-gb", "-1"], "--card-gb is -1"),
-    (["--preset", "tiny", "--zero-stagee", "1"], "did you mean --zero-stage"),
-    (["--preset", "tiny", "--ranks", "3", "--model-parallel-size", "2"], "3 is not divisible by 2"),
-])
-def test_wrong_flags_are_refused_as_in_training(argv: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        plan.parse(argv)
 
 
 # Bytes per parameter of docs/zero.md, in 16 bit: weights, optimizer and gradients that last; n ranks.

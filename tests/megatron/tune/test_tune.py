@@ -67,34 +67,38 @@ def outcomes(place: list[str]) -> list[dict]:
 # ---- one trial ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TrialResult]:
+    """The result of a trial of the fake trainer, which does one thing or another."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(way: str, *flags: str, limit: float | None = 60.0) -> TrialResult:
+        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
+        return TrialRunner(tmp_path, 3, 5, limit, FAKE).run(1, asked(*flags), 0.01)
+    return run
+
+
 @pytest.mark.parametrize("way, state, words", [
     ("memory", "memory", "error: rank 0 is out of memory"), ("limit", "memory", "MemoryError"),
     ("crash", "crash", "what nobody has thought of"), ("cut", "crash", "while it wrote a line"),
     ("silent", "crash", "ended well without the times of steps 3 to 5"),
     ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_whatever_becomes_of_a_trial_is_a_result(
-        way: str, state: str, words: str, ranks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials = TrialRunner(tmp_path, 3, 5, 2.0 if way == "hang" else 60.0, FAKE)
+def test_whatever_becomes_of_a_trial_is_a_result_and_nothing_of_it_is_left(
+        way: str, state: str, words: str, fake: Callable[..., TrialResult], tmp_path: Path) -> None:
     begin = time.monotonic()
-    outcome = trials.run(1, asked("--ranks", ranks), 0.1)
+    outcome = fake(way, "--ranks", "2", limit=2.0 if way == "hang" else 60.0)
     assert outcome.state == state and time.monotonic() - begin < 30
     assert outcome.seconds == (0.101 if state == "done" else None)
-    assert words in outcome.words
+    assert words in outcome.words and not _processes(tmp_path)
 
 
-def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., TrialResult]) -> None:
     """What follows the first step has the short limit."""
     monkeypatch.setattr(trial, "EXTRA_SECONDS", 1.0)
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "slow", "2": "stuck", "3": "hang"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials, flags = TrialRunner(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
-    assert trials.run(1, asked(*flags), 0.01).state == "done"
-    stuck = trials.run(2, asked(*flags, "--zero-stage", "2"), 0.01)
+    assert fake("slow", "--startup-timeout-seconds", "15", limit=None).state == "done"
+    stuck = fake("stuck", "--startup-timeout-seconds", "15", limit=None)
     assert (stuck.state, stuck.words) == ("hang", "not over 2 s after its first step")
-    still = trials.run(3, asked("--startup-timeout-seconds", "3", "--zero-stage", "3"), 0.01)
+    still = fake("hang", "--startup-timeout-seconds", "3", limit=None)
     assert (still.state, still.words) == ("hang", "no step in 3 s")
 
 
@@ -116,31 +120,19 @@ def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() ->
     ("OSError: [Errno 12] Cannot allocate memory", "memory"),
     ("allocator: retries a request that was out of memory\nAssertionError: a bug", "crash"),
     ("a MemoryError would be told\n[rank0]: RuntimeError: a bug", "crash")])
-def test_lack_of_memory_is_in_the_line_of_an_error(
-        said: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": f"says {said}"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    outcome = TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1)
+def test_lack_of_memory_is_in_the_line_of_an_error(said: str, state: str, fake: Callable[..., TrialResult]) -> None:
+    outcome = fake(f"says {said}")
     assert outcome == TrialResult(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
 
 
 def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        fake: Callable[..., TrialResult], tmp_path: Path) -> None:
     for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
-    assert TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == TrialResult("done", 0.101)
+    assert fake("done") == TrialResult("done", 0.101)
     assert len((tmp_path / "001-3/metrics.jsonl").read_text().splitlines()) == 5
     assert len((tmp_path / "001/metrics.jsonl").read_text().splitlines()) == 1
-
-
-def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert TrialRunner(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
-    assert not _processes(tmp_path)
 
 
 def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,24 +173,20 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> None:
-    run = asked("--lr", "3e-4", "--no-overlap-comm", "--split", "90,5,5", "--checkpoint-activations", "--bf16",
-                "--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path))
-    config = trial_config(run, tmp_path / "m.jsonl", 5)
-    assert parse_args(config_to_flags(config)) == config
-    assert config.save.save is None and config.log.tensorboard_dir is None
-    assert config.train.train_iters == run.config.train.train_iters and config.train.exit_interval == 5
-    assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
-
-
 @pytest.mark.parametrize("flags", [
+    ["--lr", "3e-4", "--no-overlap-comm", "--split", "90,5,5", "--checkpoint-activations", "--bf16", "--save", "DIR",
+     "--load", "DIR", "--tensorboard-dir", "DIR"],
     ["--quantize-training", "--train-iters", "20000"], ["--exit-interval", "4"], ["--exit-duration-in-mins", "0.001"],
     ["--optimizer", "onebit_adam", "--onebit-freeze-step", "100", "--train-iters", "1000"], ["--train-iters", "3"]])
-def test_what_is_set_for_a_long_run_can_be_tried(flags: list[str], tmp_path: Path) -> None:
-    """Checks and schedules are those of the run, and the trial is left after its steps."""
-    config = trial_config(asked(*flags), tmp_path / "m.jsonl", 5)
+def test_the_flags_of_a_trial_make_its_configuration_which_is_that_of_the_run_but_for_its_end(
+        flags: list[str], tmp_path: Path) -> None:
+    run = asked(*flags)
+    config = trial_config(run, tmp_path / "m.jsonl", 5)
     assert parse_args(config_to_flags(config)) == config
-    assert config.train.exit_interval == 5 and config.train.train_iters >= 5 and not config.train.exit_duration_in_mins
+    assert config.train.exit_interval == 5 and not config.train.exit_duration_in_mins
+    assert config.train.train_iters == max(5, run.config.train.train_iters)
+    assert config.save.save is None and config.log.tensorboard_dir is None
+    assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
 
 
 def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they_are(tmp_path: Path) -> None:
@@ -516,15 +504,12 @@ print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
     assert space.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
 
 
-def test_it_runs_on_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_on_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for count, device in ((2, "cuda"), (0, "cpu")):
         monkeypatch.setattr(cli, "num_visible_gpus", lambda: count)
         assert cli.parse(MODEL)[0].device == device
-
-
-def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="give --card-gb"):
+    with pytest.raises(ConfigError, match="give --card-gb"):  # no driver tells its memory
         space.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
 
 
