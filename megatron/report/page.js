@@ -27,9 +27,9 @@ const brief = (value) => value && Math.abs(value) < 1e-3 ? value.toExponential(2
 
 /** The smallest range of all finite values; `margin`: what is added at both ends, as a share of it. */
 function extent(values, margin) {
-  const finite = values.filter(Number.isFinite);
-  if (!finite.length) return [0, 1];
-  const low = Math.min(...finite), high = Math.max(...finite);
+  let low = Infinity, high = -Infinity;
+  for (const value of values) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (low > high) return [0, 1];
   const more = high > low ? (high - low) * margin : Math.abs(low) / 10 || 1;
   return [low - more, high + more];
 }
