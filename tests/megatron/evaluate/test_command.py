@@ -150,7 +150,7 @@ def test_the_command_line_of_megatron_s_evaluation_works(folder: Path) -> None:
 
 @pytest.mark.parametrize(("flag", "value", "its"), [
     ("--num-layers", 3, "its own is 2"), ("--ffn-hidden-size", 7, "--intermediate-size 7, and its own is 128"),
-    ("--seq-length", 16, "--seq-length 16: windows are the 32 positions"),
+    ("--seq-length", 16, "--seq-length 16, and its own is 32"),
 ])
 def test_a_script_that_says_another_shape_is_refused(folder: Path, flag: str, value: int, its: str) -> None:
     with pytest.raises(ConfigError, match=its):
