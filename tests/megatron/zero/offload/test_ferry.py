@@ -153,7 +153,8 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
 
 ORDERS = {
     "a set comes before it has gone": lambda: patch.object(
-        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None), create=True),
+        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None),
+        create=True),
     "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
     "a sum goes up before it came": lambda: patch.object(
         GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)
