@@ -24,7 +24,7 @@ from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO, Groups
-from mpu.loss_chunk import VocabShard
+from mpu.cross_entropy import VocabShard
 from tests.distributed import RankError, run_ranks
 from tests.megatron.counting import Launches
 from tests.megatron.evaluate.models import LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines

@@ -236,7 +236,7 @@ def a_local_state_dict_of_another_shape(rank: int) -> None:
     model.load_local_state_dict({name: tensor[:1] for name, tensor in model.local_state_dict().items()})
 
 
-ORDER = "the ranks shard Pair differently: parameter 0 is 'a.weight' on rank 0, 'b.weight' on rank 1; a model that is"
+ORDER = "the ranks shard Pair differently: parameter 0 is a.weight: float32 [4, 4] on rank 0, b.weight: float32 [4, 4] "
 CLIPPING, SUMMON, COPY = "clip_grad_norm_", "summon_full_params", "state dict"
 
 MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
