@@ -342,8 +342,10 @@ class InPlaceWriteGuard:
 
     def first_written(self) -> str | None:
         """The first parameter that was written to since `accept_writes`."""
-        counts = zip(self._layout.slots, self._current_versions(), self._versions)
-        return next((slot.name for slot, now, before in counts if now != before), None)
+        counts = self._current_versions()
+        if counts == self._versions:
+            return None
+        return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._versions) if now != before)
 
     def shift_versions(self, by: int) -> None:
         """Shift the version counters for a reshard (+1) or a gather (-1), without counting it as a write."""

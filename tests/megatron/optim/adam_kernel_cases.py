@@ -21,8 +21,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import Groups
 from tests.megatron.counting import Launches, on_the_accelerator_side
-from tests.megatron.zero.kept import master, work
-from tests.megatron.zero.run import configure_gpt2
+from tests.megatron.zero.run import configure_gpt2, master, work
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

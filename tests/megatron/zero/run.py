@@ -21,12 +21,13 @@ from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.initialize import initialize
+from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Segment
+from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
 from mpu.partition import join_local_slices, partition_of
-from tests.megatron.zero.kept import master, states, work
 
 CLIP, DECAY = 0.5, 0.1
 
@@ -99,6 +100,29 @@ def state(engine: ZeroEngine) -> list[Tensor]:
     precision and moments."""
     return [tensor for bucket in engine.buckets
             for tensor in (master(bucket), work(bucket), *states(bucket))]
+
+
+def kept(bucket: FlatBucket, kind: str) -> Tensor:
+    """A copy of all numbers of one kind."""
+    out = torch.empty(bucket.master_state.numel, dtype=bucket.master_state.dtype)
+    bucket.master_state.read(kind, 0, out)
+    return out
+
+
+def master(bucket: FlatBucket) -> Tensor:
+    return kept(bucket, WEIGHT)
+
+
+def work(bucket: FlatBucket) -> Tensor:
+    """A copy of the rank's part of the weights at work."""
+    out = torch.empty(bucket.param_shard.numel, dtype=bucket.param_shard.dtype)
+    bucket.param_shard.read(WEIGHT, 0, out)
+    return out
+
+
+def states(bucket: FlatBucket) -> list[Tensor]:
+    """Of the optimizer."""
+    return [kept(bucket, kind) for kind in bucket.master_state.kinds if kind != WEIGHT]
 
 
 def gradient_runs(engine: ZeroEngine) -> Iterator[tuple[Segment, Tensor]]:

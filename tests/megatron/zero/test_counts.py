@@ -20,8 +20,7 @@ from mpu import grads, groups
 from mpu.groups import Group, Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
-from tests.megatron.zero.kept import master
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
 
 TOKENS = torch.arange(16).view(2, 8)
 

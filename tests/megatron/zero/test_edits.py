@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param
 from tests.megatron.zero import test_call_orders as call_orders
-from tests.megatron.zero.kept import master
+from tests.megatron.zero.run import master
 from tests.megatron.zero.test_call_orders import WIDTH, Model
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {

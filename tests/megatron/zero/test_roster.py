@@ -12,7 +12,7 @@ from torch import nn
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from tests.megatron.zero.kept import master
+from tests.megatron.zero.run import master
 from tests.megatron.zero.test_call_orders import STAGES, WIDTH, Model, engine_of, rows, whole
 
 

@@ -15,8 +15,7 @@ from megatron import zero
 from megatron.zero.api.engine import Engine
 from megatron.zero.gradients import FlatGradients
 from tests.distributed import run_ranks
-from tests.megatron.zero.kept import master
-from tests.megatron.zero.run import gradient_runs
+from tests.megatron.zero.run import gradient_runs, master
 from tests.wires import accelerator_side, counted
 
 N, STAGES = 200, (0, 1, 2, 3)

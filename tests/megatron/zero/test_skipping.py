@@ -20,8 +20,7 @@ from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
-from tests.megatron.zero.kept import master
-from tests.megatron.zero.run import configure, engine_around
+from tests.megatron.zero.run import configure, engine_around, master
 
 
 @pytest.fixture(params=["cpu", "accelerator"])

@@ -15,9 +15,8 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.kept import kept, work
 from tests.megatron.zero.offload.swap_files import open_swap_files
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, kept, work
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 4, 8, 61
 
