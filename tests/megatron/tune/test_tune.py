@@ -449,11 +449,11 @@ def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.Monkey
                                         "that lacks least needs [0-9.]+ MiB; "):
         tuner.search("--card-gb 1e-6")
     monkeypatch.setattr(host_memory, "available_bytes",
-                        lambda: 2 * (307712 << 10))  # 0.5 MiB more than the libraries of a rank
-    monkeypatch.setattr(cli, "num_visible_gpus", lambda: 2)
+                        lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
+    monkeypatch.setattr(cli, "num_visible_gpus", lambda: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
-        tuner.search("--device cuda --card-gb 0.0005 --autotuning-overwrite")
+        tuner.search("--ranks 1 --device cuda --card-gb 0.0005 --autotuning-overwrite")
 
 
 @pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
