@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
 from megatron.zero.api.engine import Engine  # noqa: E402
-from megatron.zero.offload.capacity_check import measure_rates  # noqa: E402
 from megatron.zero.offload.nvme import NvmeStorage  # noqa: E402
+from megatron.zero.offload.swap_drive import measure_rates  # noqa: E402
 from mpu import groups  # noqa: E402
 
 FLAG = "--nvme-path"

@@ -23,9 +23,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from torch import Tensor  # noqa: E402
 
-from megatron.zero.offload.async_file import AsyncSwapFile  # noqa: E402
 from megatron.zero.offload.direct_io import page_aligned_bytes  # noqa: E402
-from megatron.zero.offload.swap_drive import AioSettings, SwapDrive  # noqa: E402
+from megatron.zero.offload.swap_drive import AioSettings, AsyncSwapFile, SwapDrive  # noqa: E402
 
 BLOCK = 8 << 20
 Action = Callable[[], object]

@@ -49,7 +49,7 @@ NAMES_OF_DISTRIBUTED = {
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.flop_recorder"}
 MAY_READ_A_CLOCK = {"megatron.recompute.activation_checkpoint", "megatron.distributed.watchdog",
-                    "megatron.zero.offload.capacity_check", "megatron.zero.offload.nvme"}
+                    "megatron.zero.offload.nvme", "megatron.zero.offload.swap_drive"}
 LIBRARY = ("mpu", "megatron.layer_drop", "megatron.bit_schedule", "megatron.config", "megatron.model",
            "megatron.recompute", "megatron.optim", "megatron.zero")
 """Packages that a script of one's own uses: what they do depends on their arguments alone."""
@@ -249,7 +249,7 @@ def test_flags_are_checked_before_torch_is_imported():
 
 
 @pytest.mark.parametrize("pattern, modules", [
-    (r"fcntl\.flock\(", ["data.file_lock"]),
+    (r"fcntl\.flock\(", ["data.storage"]),
     # zero_to_fp32.py is copied into save folders, where it stands alone
     (r"class \w+\((argparse\.)?ArgumentParser\)", ["data.cli", "megatron.checkpoint.zero_to_fp32"]),
 ])

@@ -16,8 +16,7 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 
 from megatron.config.tree import require
-from megatron.evaluate.context import EvalContext
-from megatron.evaluate.scoring import continuation_request
+from megatron.evaluate.scoring import EvalContext, continuation_request
 from megatron.evaluate.tasks import document_requests
 from megatron.inference.decoder import Decoder
 from megatron.inference.detokenizer import SequenceDetokenizer
@@ -37,8 +36,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def __init__(self, context: EvalContext) -> None:
         super().__init__()
         self._context, self._tokenizer = context, context.model_info.tokenizer
-        self._model = context.load_model()
-        self._scorer = context.build_scorer(self._model)
+        self._scorer = context.load_scorer()
         self._decoder: Decoder | None = None  # made when first needed: its KV cache takes memory
 
     @classmethod
@@ -78,7 +76,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         """The texts of all requests, on every rank; data parallel ranks share the work."""
         dp, tokenizer, detokenizer = self._context.groups.dp, self._tokenizer, SequenceDetokenizer(self._tokenizer)
         wanted = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
-        self._decoder = self._decoder or Decoder(self._model, self._context.batch_size)
+        self._decoder = self._decoder or Decoder(self._scorer.model, self._context.batch_size)
         generator = Generator(self._decoder, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod,
                               should_stop=detokenizer.has_stop_string)
         texts = {str(text.request.number): detokenizer.decode(text)

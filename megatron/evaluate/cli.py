@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.cli import StrictArgumentParser
-from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalModelArgs, EvalRequest, build_model_parser,
-                                         model_args_from_flags, task_name)
+from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalRequest, build_model_parser, source_from_flags,
+                                         task_name)
+from megatron.inference.model_args import ModelSource, flags_to_compare
 
 if TYPE_CHECKING:
-    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.scoring import EvalContext
     from megatron.evaluate.tasks import EvalTask
 
 MODULE = "python -m megatron.evaluate"
@@ -45,29 +46,26 @@ def build_parser() -> StrictArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[EvalModelArgs, EvalRequest, bool]:
-    """The model, the task, and whether to print JSON."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSource, EvalRequest]:
     flags: argparse.Namespace = build_parser().parse_args(argv)
-    model = model_args_from_flags(flags)
+    source = source_from_flags(flags)
     request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
                           strict=flags.strict, stride=flags.stride, part=flags.part)
     request.check_data_exists()
-    return model, request, flags.json
+    return flags, source, request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    model_args, request, as_json = parse(sys.argv[1:] if argv is None else argv)
+    flags, source, request = parse(sys.argv[1:] if argv is None else argv)
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise
-    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.scoring import EvalContext
     from megatron.evaluate.tasks import prepare_task
     from megatron.inference import load
 
     start = time.monotonic()
-    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
-    log = process_group.rank_0_printer(context.rank)
-    for note in model_args.notes:
-        log(note)
+    context = EvalContext.open(source, flags.batch_size, flags_to_compare(flags))
+    log = process_group.rank_0_printer(context.groups.world.rank)
     # before the weights are read, because the data may be unusable
     task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
     description = load.describe(context.opened, context.dtype, context.model_info.tokenizer)
@@ -77,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task.num_truncated:
         log(f"warning: {task.num_truncated:,} examples are longer than the window of {window} tokens: their beginning "
             "is not read (truncated)")
-    metrics = task.metrics(context.build_scorer(context.load_model())(task.requests))
+    metrics = task.metrics(context.load_scorer()(task.requests))
     values = report_values(request, context, task, metrics, time.monotonic() - start)
-    if context.rank == 0:
-        print(format_json(values) if as_json else format_table(values), flush=True)
+    if context.groups.world.rank == 0:
+        print(format_json(values) if flags.json else format_table(values), flush=True)
     process_group.shutdown()
     return 0
 
@@ -94,12 +92,10 @@ def report_values(request: EvalRequest, context: EvalContext, task: EvalTask, me
         "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                                               "ids": tokenizer.vocab_size},
         "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size}
-    optional = {"target": request.scored_target, "part": request.part}
-    found |= {name: value for name, value in optional.items() if value is not None}
-    found |= {"window": context.model_info.max_positions, "stride": task.stride}
-    if task.num_truncated is not None:
-        found["truncated"] = task.num_truncated
-    return found | dict(metrics) | {"seconds": round(seconds, 3)}
+    found |= {"target": request.scored_target, "part": request.part, "window": context.model_info.max_positions,
+              "stride": task.stride, "truncated": task.num_truncated}
+    return {name: value for name, value in found.items() if value is not None or name == "stride"} | {
+        **metrics, "seconds": round(seconds, 3)}
 
 
 def format_json(values: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megatron.config.config_errors import ErrorList
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import model_args
-from megatron.inference.model_args import ModelSource, flags_to_compare, model_parser, model_source_from_args
+from megatron.inference.model_args import ModelSource, model_parser, model_source_from_args
 
 PROTOCOLS: Mapping[str, tuple[str, ...]] = {
     "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
@@ -105,16 +105,6 @@ IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--u
                              "--sequence-parallel")
 
 
-@dataclass(frozen=True)
-class EvalModelArgs:
-    source: ModelSource
-    batch_size: int
-    notes: Sequence[str]
-    """On flags without effect."""
-    compared_flags: Mapping[str, object]
-    """All flags, which must be equal on every rank."""
-
-
 def build_model_parser(module: str, description: str, examples: str) -> StrictArgumentParser:
     parser = model_parser(module, description, examples)
     parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
@@ -123,10 +113,10 @@ def build_model_parser(module: str, description: str, examples: str) -> StrictAr
     return parser
 
 
-def model_args_from_flags(flags: argparse.Namespace) -> EvalModelArgs:
-    notes = model_args.translate_megatron_flags(flags)
+def source_from_flags(flags: argparse.Namespace) -> ModelSource:
+    """Rank 0 prints a note about flags without effect."""
+    model_args.translate_megatron_flags(flags)
     require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
     source = model_source_from_args(flags)
-    if flags.seq_length is not None:
-        source = replace(source, shape={**source.shape, "seq_length": flags.seq_length})
-    return EvalModelArgs(source, flags.batch_size, notes, flags_to_compare(flags))
+    length = {} if flags.seq_length is None else {"seq_length": flags.seq_length}
+    return replace(source, shape={**source.shape, **length})

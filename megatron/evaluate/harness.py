@@ -18,7 +18,8 @@ from data.cli import StrictArgumentParser
 from megatron.config.tree import require
 from megatron.distributed.exit_codes import run_command
 from megatron.errors import ConfigError
-from megatron.evaluate.eval_args import build_model_parser, model_args_from_flags
+from megatron.evaluate.eval_args import build_model_parser, source_from_flags
+from megatron.inference.model_args import flags_to_compare
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -50,21 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--include-path {flags.include_path}: no such folder")
     require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")
     require(find_spec("lm_eval") is not None, f"{MODULE} needs lm-eval: pip install lm_eval (the extra [eval])")
-    model_args, task_names = model_args_from_flags(flags), flags.tasks.split(",")
+    source = source_from_flags(flags)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
     from megatron.distributed import process_group
     from megatron.evaluate.bridge import MegatronLM
-    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.scoring import EvalContext
 
-    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
-    for note in model_args.notes if context.rank == 0 else ():
-        print(note, file=sys.stderr, flush=True)
-    with _stdout_to_stderr(context.rank == 0):
+    context = EvalContext.open(source, flags.batch_size, flags_to_compare(flags))
+    is_first = context.groups.world.rank == 0
+    with _stdout_to_stderr(is_first):
         manager, tasks = TaskManager(include_path=flags.include_path), list[Any]()
-        for name in task_names:
+        for name in flags.tasks.split(","):
             try:
                 loaded = manager.load([name])
             except Exception as error:
@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                   "(docs/evaluate.md)") from error
             tasks += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
     lm = MegatronLM(context)
-    with _stdout_to_stderr(context.rank == 0):
+    with _stdout_to_stderr(is_first):
         results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=flags.num_fewshot,
                                   limit=flags.limit, log_samples=False)
-    if context.rank == 0:
+    if is_first:
         reported = {name: results[name] for name in REPORTED_KEYS if name in results}
         print(json.dumps(reported, default=handle_non_serializable) if flags.json else make_table(results),
               flush=True)

@@ -1,4 +1,5 @@
-"""Log-likelihood scoring: token windows with targets, scored in batches over data and tensor parallel ranks.
+"""Opens a model for evaluation, and log-likelihood scoring: token windows with targets, scored in batches over data and
+tensor parallel ranks.
 
 A window reads tokens [start, stop - 1) and scores tokens [first, stop). Token 0 has no context and is never scored;
 every other token is scored once. Batches are formed by length before they are dealt to data parallel ranks, so
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -22,12 +23,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.storage import DataError
+from data.tokenizer import Tokenizer
+from megatron.config.tree import require
+from megatron.distributed import process_group
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import NumericsError
+from megatron.inference import load
+from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
+from mpu import groups as mpu_groups
 from mpu.collectives import all_gather, all_gather_json, all_reduce
+from mpu.cross_entropy import VocabShard
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-from mpu.loss_chunk import VocabShard
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,20 @@ def rolling_windows(tokens: int, length: int) -> Iterator[TokenWindow]:
 
 
 TokenIds = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class EvalModelInfo:
+    """What tasks need to know of the model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
+    """How training read and split its text: the section `data` of its configuration."""
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids in the smallest integer type, because all data is in memory."""
+        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +145,7 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
 @final
 class Scorer:
     def __init__(self, model: GPT2, groups: Groups, batch_size: int, *, shows_progress: bool = False) -> None:
-        self._model, self._groups, self._batch_size = model.eval(), groups, batch_size
+        self.model, self._groups, self._batch_size = model.eval(), groups, batch_size
         self._device, self._shows_progress = model.device, shows_progress
 
     @torch.no_grad()
@@ -163,12 +185,45 @@ class Scorer:
         rows = torch.arange(len(requests)).repeat_interleave(torch.tensor(counts)).to(self._device)  # [n]
         positions = torch.cat([torch.arange(request.first_target, len(request.tokens))
                                for request in requests]).to(self._device)  # [n], of the targets
-        hidden = self._model.hidden_states(inputs[:, :-1])[rows, positions - 1]  # [b, s, h] -> [n, h]
-        targets, tp, vocabulary = inputs[rows, positions], self._model.tp, self._model.config.known_vocab_size
+        hidden = self.model.hidden_states(inputs[:, :-1])[rows, positions - 1]  # [b, s, h] -> [n, h]
+        targets, tp, vocabulary = inputs[rows, positions], self.model.tp, self.model.config.known_vocab_size
         chunk_bytes = GPU_LOGITS_BYTES if on_accelerator(hidden) else CPU_LOGITS_BYTES
         chunk = max(1, chunk_bytes * tp.size // (4 * vocabulary))
-        stats = torch.cat([local_target_stats(self._model.local_logits(x), target, tp, vocabulary)
+        stats = torch.cat([local_target_stats(self.model.local_logits(x), target, tp, vocabulary)
                            for x, target in zip(hidden.split(chunk), targets.split(chunk), strict=True)])
         logprobs, greedy = combine_target_stats(stats, tp)
         return torch.stack([torch.stack([part.sum() for part in logprobs.split(counts)]),
                             torch.stack([part.all() for part in greedy.split(counts)]).double()])
+
+
+@final
+@dataclass(frozen=True)
+class EvalContext:
+    """A model that is opened but not read yet, and what it will run on."""
+
+    opened: load.OpenedModel
+    model_info: EvalModelInfo
+    groups: Groups
+    dtype: str
+    device: torch.device
+    batch_size: int
+
+    @classmethod
+    def open(cls, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> EvalContext:
+        """`must_match`: flags that must be equal on all ranks. Collective."""
+        env, size = process_group.init(must_match=must_match), source.model_parallel_size
+        require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
+                f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
+        groups = mpu_groups.build(size)
+        opened = load.open_model(source, groups)
+        tokenizer = all_succeed_or_raise(lambda: load.build_tokenizer(opened, source.tokenizer), groups.world)
+        require(tokenizer.eod < opened.shape.known_vocab_size,
+                f"{opened.name} has no token for the end of a document")
+        model_info = EvalModelInfo(tokenizer, opened.shape.max_position_embeddings, opened.data)
+        return cls(opened, model_info, groups, source.dtype or opened.precision, process_group.device_for(env, None),
+                   batch_size)
+
+    def load_scorer(self) -> Scorer:
+        """Reads the weights. Collective."""
+        model = load.build_model(self.opened, self.groups, load.DTYPES[self.dtype], self.device)
+        return Scorer(model, self.groups, self.batch_size, shows_progress=self.groups.world.rank == 0)

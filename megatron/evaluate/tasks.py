@@ -13,8 +13,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,36 +22,16 @@ import numpy as np
 from data.compressed import open_decompressed, read_errors_for
 from data.indexed import IndexedCorpus
 from data.input_files import JSON_LINES, kind_of
+from data.text_files import Separator
 from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
 from data.storage import DataError, parse_error_text
-from data.tokenizer_base import Tokenizer
 from megatron.config.tree import require
 from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
-from megatron.evaluate.scoring import (ScoringRequest, TargetScore, TokenIds, continuation_request,
+from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
                                        overlapping_windows, rolling_windows, window_requests)
 from megatron.inference.prompts import BOM, decode_utf8
-
-
-@dataclass(frozen=True)
-class EvalModelInfo:
-    """What tasks need to know of the model."""
-
-    tokenizer: Tokenizer
-    max_positions: int
-    text_reading: TextReadOptions = TextReadOptions()
-    """How training turned files into documents."""
-    split: str | None = None
-    """--split of the training run."""
-    split_data_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Parts with separate data files in training, and these files."""
-    cache_path: str | None = None
-    """Folder of the tokenized corpora; None: beside the text files."""
-
-    def encode(self, text: str) -> TokenIds:
-        """Token ids in the smallest integer type, because all data is in memory."""
-        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +86,8 @@ class EvalTask:
 
 def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
     """Read and tokenize the data. Raises DataError if it is unusable."""
-    prepare: Mapping[str, Callable[[EvalRequest, EvalModelInfo], EvalTask]] = {
-        "wikitext": _wikitext_task, "lambada": _lambada_task, "perplexity": _perplexity_task}
-    return prepare[request.task](request, model_info)
+    prepare = {"wikitext": _wikitext_task, "lambada": _lambada_task, "perplexity": _perplexity_task}[request.task]
+    return prepare(request, model_info)
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -135,7 +114,16 @@ def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
             raise DataError(f"{where}: not JSON ({parse_error_text(error)}); expected an object") from error
         if not isinstance(values, dict):
             raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
-        yield _text_of(values, keys, where), where
+        key = next((key for key in keys if key in values), None)
+        if key is None:
+            known = ", ".join(map(repr, values)) or "no keys"
+            raise DataError(f"{where}: expected a key {' or '.join(map(repr, keys))}, found {known}")
+        text = values[key]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {key!r}: expected text, found {type(text).__name__}")
+        if not text.isascii() and text.encode("utf-8", "replace").decode() != text:  # tokenizers would change them
+            raise DataError(f"{where}: a lone surrogate (\\ud800 to \\udfff) is no text")
+        yield text, where
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
 
@@ -145,19 +133,6 @@ def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             yield decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where
-
-
-def _text_of(values: Mapping[str, Any], keys: Sequence[str], where: str) -> str:
-    key = next((key for key in keys if key in values), None)
-    if key is None:
-        known = ", ".join(map(repr, values)) or "no keys"
-        raise DataError(f"{where}: expected a key {' or '.join(map(repr, keys))}, found {known}")
-    text = values[key]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {key!r}: expected text, found {type(text).__name__}")
-    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:  # tokenizers would change them
-        raise DataError(f"{where}: a lone surrogate (\\ud800 to \\udfff) is no text")
-    return text
 
 
 # ---- windows -----------------------------------------------------------------------------------------------------
@@ -185,21 +160,16 @@ def _join(documents: Iterable[TokenIds], model_info: EvalModelInfo, *, first: bo
 
 # ---- WikiText ----------------------------------------------------------------------------------------------------
 
-IS_LITERAL, IS_PATTERN = False, True
-DETOKENIZER_RULES: tuple[tuple[bool, str, str], ...] = (
-    (IS_LITERAL, "s '", "s'"),
-    (IS_PATTERN, r"/' [0-9]/", r"/'[0-9]/"), *((IS_LITERAL, f" @{mark}@ ", mark) for mark in "-,."),
-    *((IS_LITERAL, f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
-    (IS_PATTERN, r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
-    (IS_PATTERN, r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"),
-    *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}") for mark in "\"'"),
-    *((IS_LITERAL, " ".join("=" * count), "=" * count) for count in (4, 3, 2)),
-    (IS_LITERAL, " ° ", "°"),
-    (IS_LITERAL, " \n", "\n"),
-    (IS_LITERAL, "\n ", "\n"),
-    (IS_LITERAL, " N ", " 1 "),
-    (IS_LITERAL, " 's", "'s"))
+DETOKENIZER_RULES: tuple[tuple[str | re.Pattern[str], str], ...] = (
+    ("s '", "s'"),
+    (re.compile(r"/' [0-9]/"), r"/'[0-9]/"), *((f" @{mark}@ ", mark) for mark in "-,."),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    *((re.compile(rf"{mark}\s*([^{mark}]*?)\s*{mark}"), rf"{mark}\1{mark}") for mark in "\"'"),
+    *((" ".join("=" * count), "=" * count) for count in (4, 3, 2)),
+    (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"))
 """The rules of Megatron-LM and lm-eval, letter by letter and in their order: each one changes the results."""
 
 MAX_LOSS = 20.0
@@ -207,8 +177,8 @@ MAX_LOSS = 20.0
 
 
 def detokenize(text: str) -> str:
-    for is_pattern, old, new in DETOKENIZER_RULES:
-        text = re.sub(old, new, text) if is_pattern else text.replace(old, new)
+    for old, new in DETOKENIZER_RULES:
+        text = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
     return text
 
 
@@ -303,7 +273,10 @@ def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iter
     """(token ids, text) of the documents of --part."""
     prefix = request.data if is_corpus_prefix(request.data) else None
     if prefix is None and os.path.isdir(request.data):  # tokenized into a cached corpus, as in training
-        prefix, _ = cached_corpus(request.data, model_info.tokenizer, model_info.text_reading, model_info.cache_path)
+        settings = model_info.data_settings
+        reading = TextReadOptions(settings.get("text_key", TextReadOptions.json_key),
+                                  Separator.parse(settings.get("document_separator")))
+        prefix, _ = cached_corpus(request.data, model_info.tokenizer, reading, settings.get("data_cache_path"))
     if prefix is not None:
         yield from _corpus_documents(prefix, request, model_info)
         return
@@ -320,7 +293,7 @@ def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
     if kind_of(path) != JSON_LINES:
         yield read_text(path)
         return
-    for text, _ in read_json_texts(path, *dict.fromkeys((model_info.text_reading.json_key, "text"))):
+    for text, _ in read_json_texts(path, *dict.fromkeys((model_info.data_settings.get("text_key", "text"), "text"))):
         yield text
 
 
@@ -343,13 +316,15 @@ def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int)
     """Numbers of the documents of --part, out of `documents`."""
     if request.part is None:
         return range(documents)
-    require(model_info.split is not None,
+    split, files = model_info.data_settings.get("split"), None
+    require(split is not None,
             f"--part {request.part}: the model does not say how its text was split: --load a run of ours")
-    require(request.part not in model_info.split_data_files,
-            f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
-            f"{' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part")
-    part = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
+    if request.part != "train":
+        files = model_info.data_settings.get(f"{request.part}_data")
+    require(not files, f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
+            f"{' '.join(files or ())}: give that as --data, without --part")
+    part = split_documents(parse_split(str(split)), documents)[PARTS.index(request.part)]
     if not part:
-        raise DataError(f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} "
+        raise DataError(f"--part {request.part}: --split {split} leaves it no document of the {documents} "
                         f"in {request.data}")
     return part

@@ -120,7 +120,7 @@ def open_output(args: argparse.Namespace) -> Iterator[IO[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
-    notes = model_args.translate_generate_samples_flags(args)
+    model_args.translate_generate_samples_flags(args)
     check_args(args)
     source = model_source_from_args(args)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
@@ -142,8 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         first and bool(args.interactive or not has_other_use and sys.stdin.isatty()), groups.world))
     terminal = Terminal() if first and interactive else None
     log = terminal.print_message if terminal is not None else process_group.rank_0_printer(env.rank)
-    for note in notes:
-        log(note)
     prompts = all_succeed_or_raise(lambda: open_prompts(args, log) if first and not interactive else PromptSource(()),
                                    groups.world)
     loaded = load.load_model(source, groups, process_group.device_for(env, None))

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
-from data.format import TokenizerFacts
-from data.tokenizer_base import Tokenizer
+from data.indexed import TokenizerFacts
+from data.tokenizer import Tokenizer
 from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.int8_weights import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima
@@ -187,7 +187,7 @@ def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
 
 
 def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
-    """Collective."""
+    """Raises ConfigError if it has another shape than the flags say. Collective."""
     if source.load_hf:
         opened = open_hf_folder(source.load_hf, groups)
     else:
@@ -198,6 +198,11 @@ def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
     allowed = f"{', '.join(most)} and {last}" if most else last
     require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "
             f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
+    its = {**asdict(shape), "intermediate_size": shape.ffn_size, "seq_length": shape.max_position_embeddings}
+    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}"
+                 for name, value in source.shape.items() if value != its[name]]
+    require(not differing, f"{opened.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
+            "or name another --load")
     is_hf = source.load_hf is not None
     return replace(opened, data=source.tokenizer if is_hf and source.tokenizer else {**opened.data, **source.tokenizer})
 
@@ -205,7 +210,6 @@ def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
 def load_model(source: ModelSource, groups: Groups, device: torch.device) -> LoadedModel:
     """Collective."""
     opened = open_model(source, groups)
-    check_model_shape(opened, source.shape)
     tokenizer = all_succeed_or_raise(lambda: build_tokenizer(opened, source.tokenizer), groups.world)
     dtype = source.dtype or opened.precision
     model = build_model(opened, groups, DTYPES[dtype], device)
@@ -242,14 +246,6 @@ def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
     assert_same_weights(weights, groups.world)
     tokenizer_fields = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
     return OpenedModel(weights, weights.model, tokenizer_fields, "fp32", folder)
-
-
-def check_model_shape(opened: OpenedModel, expected: Mapping[str, float]) -> None:
-    its = {**asdict(opened.shape), "intermediate_size": opened.shape.ffn_size}
-    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}" for name, value in expected.items()
-                 if value != its[name]]
-    require(not differing, f"{opened.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
-            "or name another --load")
 
 
 def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:

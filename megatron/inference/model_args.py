@@ -18,6 +18,7 @@ from megatron.config.cli_help import command_parser
 from megatron.config.run_config import refuse_checkpoint_key
 from megatron.config.schema import location_presence
 from megatron.config.tree import require
+from megatron.distributed import process_group
 
 TOKENIZER_FLAGS = {
     "tokenizer_type": ("KIND", "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer, CharacterLevelTokenizer"),
@@ -119,17 +120,19 @@ class _IgnoredOption(argparse.Action):
         args.meaningless = [*(args.meaningless or ()), flag]
 
 
-def translate_megatron_flags(args: argparse.Namespace) -> list[str]:
-    """Translates `args` in place; returns a note about flags without effect."""
+def translate_megatron_flags(args: argparse.Namespace) -> None:
+    """Translates `args` in place; rank 0 prints a note about flags without effect."""
     require(args.pipeline_model_parallel_size == 1, "--pipeline-model-parallel-size is "
             f"{args.pipeline_model_parallel_size}: there is no pipeline parallelism; use --model-parallel-size")
     precisions = sorted({*(args.precisions or ()), *([f"--{args.dtype}"] if args.dtype else ())})
     require(len(precisions) < 2, f"{' and '.join(precisions)}: give one precision")
     args.dtype = precisions[0].removeprefix("--") if precisions else None
-    return [f"note: {', '.join(args.meaningless)}: no effect here"] if args.meaningless else []
+    if args.meaningless:
+        log = process_group.rank_0_printer(process_group.read_environment().rank)
+        log(f"note: {', '.join(args.meaningless)}: no effect here")
 
 
-def translate_generate_samples_flags(args: argparse.Namespace) -> list[str]:
+def translate_generate_samples_flags(args: argparse.Namespace) -> None:
     """Flags of generate_samples.py: 0 means "not given", and `--genfile` asks for texts without a prompt."""
     if args.genfile is not None and args.num_samples:
         given = {"prompts": args.prompts, "--file": args.file, "--output": args.output,
@@ -141,4 +144,4 @@ def translate_generate_samples_flags(args: argparse.Namespace) -> list[str]:
         args.meaningless = [*(args.meaningless or ()), "--genfile"]
     args.num_samples = 1 if args.num_samples == 0 else args.num_samples
     args.top_p = args.top_p or 1.0
-    return translate_megatron_flags(args)
+    translate_megatron_flags(args)

@@ -35,12 +35,14 @@ class Request:
     number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
-    """At least 1."""
+    """At least 1; with `top_logprobs` also 0."""
     sampling: Sampling = Sampling()
     random_stream: str = ""
     """Seed of its random numbers."""
     stops: tuple[str, ...] = ()
     """Stop strings, which are not part of the answer."""
+    top_logprobs: int | None = None
+    """For a server: once the text has ended all its tokens are scored, with this many likeliest at each position."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, final
 
-from data.tokenizer_base import Tokenizer
+from data.tokenizer import Tokenizer
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field
@@ -153,8 +153,8 @@ class ApiRequest:
     def generation_requests(self) -> list[Request]:
         """In the order of the prompts, each with its own random numbers."""
         prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
-        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops)
-                for place, prompt in enumerate(prompts)]
+        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
+                        self.top_logprobs) for place, prompt in enumerate(prompts)]
 
     @property
     def num_prompt_tokens(self) -> int:

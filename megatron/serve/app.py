@@ -149,8 +149,8 @@ class ServeApp:
         return json_response({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.format_prometheus(self.count_connections()), 200,
-                        {**COMMON_HEADERS, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        text = self._metrics.format_prometheus(*self._queue.count_texts(), self.count_connections())
+        return Response(text, 200, {**COMMON_HEADERS, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _show_models(self, request: Request) -> Response:
         """The list of models, or the model of the path."""
@@ -169,7 +169,7 @@ class ServeApp:
             raise HttpError(408, "the request did not arrive in time") from None
         asked = await asyncio.get_running_loop().run_in_executor(
             self._pool, lambda: parse(parse_json_object(body), self._model))
-        pending = self._queue.submit(asked.generation_requests(), asked.top_logprobs)
+        pending = self._queue.submit(asked.generation_requests())
         return GenerationResponse(asked, pending, self._queue, self._pool)
 
     async def _read_json_body(self, request: Request) -> bytes:

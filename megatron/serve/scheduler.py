@@ -1,7 +1,7 @@
 """Continuous batching: the request queue that clients and model share, and the loops of the model's ranks.
 
-Rank 0 leads: before each step it takes a StepPlan from the queue (sequences to start, cancel and score) and broadcasts
-it, and all ranks execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out.
+Rank 0 leads: before each step it takes a StepPlan from the queue (sequences to start and to cancel) and broadcasts it,
+and all ranks execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out.
 Tokens come back to the clients' thread as records, for `RequestQueue.handle_events`.
 """
 
@@ -33,15 +33,14 @@ class ServerMetrics:
         self._began = time.time()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._seconds = 0.0
-        self.prompt_tokens = self.generated_tokens = 0
-        self.texts_running = self.texts_waiting = self.texts_dropped = 0
+        self.prompt_tokens = self.generated_tokens = self.texts_dropped = 0
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """`route` is one of ours or "other", so that clients cannot create labels."""
         self._requests[route, status] += 1
         self._seconds += seconds
 
-    def format_prometheus(self, connections: int) -> str:
+    def format_prometheus(self, texts_running: int, texts_waiting: int, connections: int) -> str:
         lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
         lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
                   for (route, status), count in sorted(self._requests.items())]
@@ -50,8 +49,8 @@ class ServerMetrics:
                 ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
                 ("generated_tokens_total", "counter", self.generated_tokens, "Tokens of texts."),
                 ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
-                ("texts_running", "gauge", self.texts_running, "Texts that have a row of the model."),
-                ("texts_waiting", "gauge", self.texts_waiting, "Texts that wait for a row."),
+                ("texts_running", "gauge", texts_running, "Texts that have a row of the model."),
+                ("texts_waiting", "gauge", texts_waiting, "Texts that wait for a row."),
                 ("connections", "gauge", connections, "Open connections."),
                 ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
             lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
@@ -62,30 +61,18 @@ class ServerMetrics:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
-    """A finished text whose tokens LogprobScorer scores."""
-
-    number: int
-    ids: tuple[int, ...]
-    top_logprobs: int
-    """Number of likeliest tokens at each position."""
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """What every rank does in the next step."""
 
     cancel: tuple[int, ...] = ()
     start: tuple[Request, ...] = ()
-    score: tuple[ScoreRequest, ...] = ()
     is_last: bool = False
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepPlan:
         start = (Request(**{**one, "prompt": tuple(one["prompt"]), "stops": tuple(one["stops"]),
                             "sampling": Sampling(**one["sampling"])}) for one in values["start"])
-        score = (ScoreRequest(**{**one, "ids": tuple(one["ids"])}) for one in values["score"])
-        return cls(tuple(values["cancel"]), tuple(start), tuple(score), values["is_last"])
+        return cls(tuple(values["cancel"]), tuple(start), values["is_last"])
 
 
 @dataclass(frozen=True)
@@ -127,19 +114,34 @@ class StepExecutor:
     def __init__(self, generator: Generator, model: GPT2, vocabulary: int) -> None:
         """Tokens from `vocabulary` on are padding."""
         self.generator, self._model, self._vocabulary = generator, model, vocabulary
+        self._to_score = deque[GeneratedSequence]()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.generator.num_running or self._to_score)
 
     def __call__(self, plan: StepPlan) -> Iterator[TokenEvent | SequenceLogprobs]:
-        """Yields the new token of each running text, and the scores."""
+        """Yields the new token of each running text, and the scores of a text that has ended."""
         for number in plan.cancel:
             self.generator.cancel(number)
-        yield from map(TokenEvent.of, self.generator.start(plan.start))
-        yield from map(TokenEvent.of, self.generator.step())
-        yield from map(self.score, plan.score)
+        self._to_score = deque(text for text in self._to_score if text.request.number not in plan.cancel)
+        yield from self._events([GeneratedSequence(request, finish_reason="length") for request in plan.start
+                                 if not request.max_new_tokens])
+        yield from self._events(self.generator.start([request for request in plan.start if request.max_new_tokens]))
+        yield from self._events(self.generator.step())
+        if self._to_score:  # one a step: the running texts wait for it
+            yield self._score(self._to_score.popleft())
+
+    def _events(self, sequences: Sequence[GeneratedSequence]) -> Iterator[TokenEvent]:
+        for text in sequences:
+            if text.request.top_logprobs is not None and text.finish_reason not in (None, "not finite"):
+                self._to_score.append(text)
+            yield TokenEvent.of(text)
 
     @torch.inference_mode()
-    def score(self, request: ScoreRequest) -> SequenceLogprobs:
+    def _score(self, sequence: GeneratedSequence) -> SequenceLogprobs:
         """Scores every token of a text, and the likeliest tokens there, in another forward over the text."""
-        tokens = torch.tensor(request.ids, device=self._model.device)
+        tokens = torch.tensor(sequence.ids, device=self._model.device)
         logprobs: list[float] = []
         likeliest: list[tuple[tuple[int, float], ...]] = []
         if len(tokens) > 1:
@@ -148,9 +150,9 @@ class StepExecutor:
             for rows, targets in zip(hidden.split(chunk), tokens[1:].split(chunk), strict=True):
                 found = self._model.logits(rows)[:, : self._vocabulary].float().log_softmax(-1)  # [n, V]
                 logprobs += found.gather(1, targets[:, None])[:, 0].tolist()
-                values, places = found.topk(min(request.top_logprobs, self._vocabulary))
+                values, places = found.topk(min(sequence.request.top_logprobs or 0, self._vocabulary))
                 likeliest += [tuple(zip(*pair)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
-        return SequenceLogprobs(request.number, tuple(logprobs), tuple(likeliest))
+        return SequenceLogprobs(sequence.request.number, tuple(logprobs), tuple(likeliest))
 
 
 POLL_SECONDS = 0.2
@@ -164,20 +166,15 @@ def run_leader(executor: StepExecutor, world: Group, queue: RequestQueue,
                on_stop: Callable[[], None], grace: float) -> bool:
     """The loop of rank 0: runs until a stop is requested and the open requests are done (True), or `grace` seconds
     later (False)."""
-    running, until, last_broadcast = set[int](), float("inf"), time.monotonic()
+    until, last_broadcast = float("inf"), time.monotonic()
     while not queue.is_finished and time.monotonic() < until:
-        plan = queue.next_plan(executor.generator.free_slots, running)
-        is_idle = plan == StepPlan() and not running
+        plan = queue.next_plan(executor.generator.free_slots, executor.is_idle)
+        is_idle = executor.is_idle and plan == StepPlan()
         if world.size > 1 and (not is_idle or time.monotonic() - last_broadcast >= HEARTBEAT_SECONDS):
             broadcast_json(asdict(plan), world)
             last_broadcast = time.monotonic()
         if not is_idle:
-            running.difference_update(plan.cancel)
-            events = list(executor(plan))
-            for event in events:
-                if isinstance(event, TokenEvent):
-                    (running.add if event.finish_reason is None else running.discard)(event.number)
-            publish(events)
+            publish(list(executor(plan)))
         if until == float("inf") and stop_requested():
             until = time.monotonic() + grace
             queue.close()
@@ -205,20 +202,20 @@ NON_FINITE_MESSAGE = ("the model produced non-finite logits after this prompt: t
 class PendingRequest:
     """Used by the clients' thread only."""
 
-    def __init__(self, requests: Sequence[Request], top_logprobs: int | None) -> None:
-        """With `top_logprobs`, each finished text is scored, with this many likeliest tokens at each position."""
-        self.sequences = [GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
-                          for request in requests]
-        self.top_logprobs = top_logprobs
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.sequences = list(map(GeneratedSequence, requests))
         self.logprobs: dict[int, SequenceLogprobs] = {}
-        """By request number."""
+        """By request number, of requests with `top_logprobs`."""
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
+    def has_ended(self, sequence: GeneratedSequence) -> bool:
+        request = sequence.request
+        return sequence.finish_reason is not None and (request.top_logprobs is None or request.number in self.logprobs)
+
     @property
     def is_done(self) -> bool:
-        ended = all(text.finish_reason is not None for text in self.sequences)
-        return ended and (self.top_logprobs is None or len(self.logprobs) == len(self.sequences))
+        return all(map(self.has_ended, self.sequences))
 
     async def wait_for_change(self) -> None:
         """Raises the error of a failed request, and ConnectionResetError for a cancelled one."""
@@ -241,24 +238,21 @@ class RequestQueue:
         self._condition = threading.Condition()
         """Guards the attributes below, which both threads use."""
         self._to_start: deque[Request] = deque()
-        self._to_score: deque[ScoreRequest] = deque()
         self._to_cancel: set[int] = set()
         self.is_closed = False
         self.frontend_error: BaseException | None = None
         """What ended the clients' thread."""
 
-    def next_plan(self, free_slots: int, running: set[int]) -> StepPlan:
-        """Takes the work of the next step; if there is none and no text is running, waits up to POLL_SECONDS for it."""
+    def next_plan(self, free_slots: int, is_idle: bool) -> StepPlan:
+        """Takes the work of the next step; an idle model waits up to POLL_SECONDS for it."""
         with self._condition:
-            if not (self._to_start or self._to_score or running):
+            if is_idle and not (self._to_start or self._to_cancel):
                 self._condition.wait(POLL_SECONDS)
             if self.frontend_error is not None:
                 raise self.frontend_error
-            cancelled = tuple(self._to_cancel & running)
-            self._to_cancel.clear()
-            count = min(free_slots + len(cancelled), len(self._to_start))
-            return StepPlan(cancelled, tuple(self._to_start.popleft() for _ in range(count)),
-                            (self._to_score.popleft(),) if self._to_score else ())  # one: the others wait for tokens
+            cancelled, self._to_cancel = tuple(self._to_cancel), set()
+            count = min(free_slots, len(self._to_start))
+            return StepPlan(cancelled, tuple(self._to_start.popleft() for _ in range(count)))
 
     def close(self) -> None:
         """Later requests are refused."""
@@ -270,25 +264,26 @@ class RequestQueue:
         with self._condition:
             return self.is_closed and not self._active
 
-    def submit(self, requests: Sequence[Request], top_logprobs: int | None = None) -> PendingRequest:
-        """Requests for no new token are only scored."""
+    def count_texts(self) -> tuple[int, int]:
+        """(running, waiting)"""
+        running = min(len(self._active), self._rows)
+        return running, len(self._active) - running
+
+    def submit(self, requests: Sequence[Request]) -> PendingRequest:
         if len(self._active) + len(requests) > self._rows + self._max_waiting:
             raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for {len(requests)} "
                             "more than there is room for: come again", code="queue_full",
                             headers=(("Retry-After", "1"),))
         pending = PendingRequest([replace(request, number=self._number + place)
-                                  for place, request in enumerate(requests)], top_logprobs)
+                                  for place, request in enumerate(requests)])
         with self._condition:
             if self.is_closed:
                 raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
             self._active |= {text.request.number: (pending, text) for text in pending.sequences}
-            self._to_start += (text.request for text in pending.sequences if text.finish_reason is None)
+            self._to_start += (text.request for text in pending.sequences)
             self._condition.notify()
         self._number += len(requests)
-        for text in pending.sequences:
-            self._finish_or_score(pending, text)
         self._metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
-        self._update_metrics()
         return pending
 
     def cancel(self, pending: PendingRequest, error: Exception) -> None:
@@ -298,10 +293,8 @@ class RequestQueue:
             del self._active[number]
         with self._condition:
             self._to_start = deque(one for one in self._to_start if one.number not in numbers)
-            self._to_score = deque(one for one in self._to_score if one.number not in numbers)
             self._to_cancel |= numbers
         self._metrics.texts_dropped += len(numbers)
-        self._update_metrics()
         pending.error = error
         pending.changed.set()
 
@@ -312,29 +305,17 @@ class RequestQueue:
             pending, text = self._active[event.number]
             if isinstance(event, SequenceLogprobs):
                 pending.logprobs[event.number] = event
-                del self._active[event.number]
             else:
                 if event.count > len(text.tokens):
                     text.tokens.append(event.token)
                     text.logprobs.append(event.logprob)
                     self._metrics.generated_tokens += 1
                 text.finish_reason = event.finish_reason
-                self._finish_or_score(pending, text)
-                if event.finish_reason == "not finite":
-                    self.cancel(pending, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
+            if text.finish_reason == "not finite":
+                self.cancel(pending, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
+            elif pending.has_ended(text):
+                del self._active[event.number]
             pending.changed.set()
-        self._update_metrics()
-
-    def _finish_or_score(self, pending: PendingRequest, sequence: GeneratedSequence) -> None:
-        if sequence.finish_reason is None:
-            return
-        number = sequence.request.number
-        if pending.top_logprobs is None:
-            del self._active[number]
-            return
-        with self._condition:
-            self._to_score.append(ScoreRequest(number, tuple(sequence.ids), pending.top_logprobs))
-            self._condition.notify()
 
     def fail(self, error: HttpError) -> None:
         """Ends all open requests with `error`."""
@@ -343,8 +324,3 @@ class RequestQueue:
             pending.error = error
             pending.changed.set()
         self._active.clear()
-        self._update_metrics()
-
-    def _update_metrics(self) -> None:
-        self._metrics.texts_running = min(len(self._active), self._rows)
-        self._metrics.texts_waiting = len(self._active) - self._metrics.texts_running

@@ -34,11 +34,10 @@ from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, check_shared_state,
-    checkpoint_label, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
-    restore_param_groups, shared_state_label)
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_param_groups, check_shared_state, checkpoint_label,
+    error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups,
+    shared_state_label)
 from megatron.zero.api.init import GatheredParameters
-from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.optimizer import LRSchedulerProtocol
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
@@ -180,8 +179,6 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     groups = shared.get("param_groups")
     if wanted and groups is not None:
         check_param_groups(groups, engine.param_groups, checkpoint_label(checkpoint))
-        check_hyper_parameters([{name: group[name] for name in group if name in wanted} for group in groups],
-                               engine.param_groups, where)
     _load_tensors(engine, checkpoint, optimizer)
     if options.counters:
         own = ({} if options.loss_scale
@@ -354,8 +351,6 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
 
     engine.assert_collective_call(LOAD)
     assert_same_arguments("load_module_state_dict", {"strict": strict}, engine.groups.world)
-    check_same_descriptions(describe_buffers(engine.module), engine.groups.world,
-                            "the ranks call load_module_state_dict with different buffers in the model")
     all_succeed_or_raise(check, engine.groups.world)
     named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}

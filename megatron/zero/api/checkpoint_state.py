@@ -71,6 +71,9 @@ def _is_serializable(value: Any) -> bool:
 
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
 LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
+OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_groups": list, "lr_scheduler": dict,
+                                         "tied": dict, "loop": dict}
+"""Fields of the shared state that may be missing or None, with their types."""
 
 
 def checkpoint_label(checkpoint: Checkpoint) -> str:
@@ -85,7 +88,8 @@ def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
     where = shared_state_label(checkpoint)
-    state = StrictRecord(checkpoint.shared_state, where)
+    state = StrictRecord({name: value for name, value in checkpoint.shared_state.items()
+                          if value is not None or name not in OPTIONAL_FIELDS}, where)
     state.take_field("run_id", str)
     engine = StrictRecord(state.take_field("engine", dict), f"{where}: field 'engine'")
     if engine.fields:  # imported weights come from no engine
@@ -96,27 +100,19 @@ def check_shared_state(checkpoint: Checkpoint) -> None:
         if "quantisation" in engine.fields:
             _check_quantisation(StrictRecord(engine.take_field("quantisation", dict), f"{where}: field 'quantisation'"))
         engine.check_all_taken()
-    if state.fields.get("optimizer") is not None:
-        state.take_field("optimizer", str)
-    owed = state.take_field("owed", list) if "owed" in state.fields else ()
-    if not all(isinstance(kind, str) for kind in owed):
-        raise CheckpointError(f"{where}: field 'owed': expected names of kinds of state")
-    for index, group in enumerate(state.take_field("param_groups", list) if "param_groups" in state.fields else ()):
-        StrictRecord(group, f"{where}: param_groups[{index}]")
-    if state.fields.get("lr_scheduler") is not None:
-        state.take_field("lr_scheduler", dict)
-    for name, value in state.take_field("buffers", dict).items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
-    tied = state.take_field("tied", dict) if "tied" in state.fields else {}
-    if not all(isinstance(name, str) for name in tied.values()):
-        raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
-    loop = StrictRecord(state.take_field("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
+    optional: dict[str, Any] = {name: state.take_field(name, kind) for name, kind in OPTIONAL_FIELDS.items()
+                                if name in state.fields}
+    buffers = state.take_field("buffers", dict)
+    for name, values, kind in (("owed", optional.get("owed", []), str), ("buffers", buffers.values(), Tensor),
+                               ("tied", optional.get("tied", {}).values(), str),
+                               ("param_groups", optional.get("param_groups", []), dict)):
+        if not all(isinstance(value, kind) for value in values):
+            raise CheckpointError(f"{where}: field {name!r}: its values must be {kind.__name__}")
+    loop = StrictRecord(optional.get("loop", {}), f"{where}: field 'loop'")
     for name in LOOP_COUNTERS:
-        if loop.fields.get(name) is not None:
-            loop.take_count(name)
+        if name in loop.fields:
+            loop.take_optional_count(name)
     state.take_field("client_state", dict)
-    state.fields = {name: value for name, value in state.fields.items() if value is not None}
     state.check_all_taken()
 
 
@@ -124,35 +120,13 @@ def _check_quantisation(state: StrictRecord) -> None:
     """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
     state.take_count("counter")
     rounded = state.take_field("rounded", list) if "rounded" in state.fields else ()
-    if not all(isinstance(name, str) for name in rounded):
-        raise CheckpointError(f"{state.where}: field 'rounded': expected names of parameters")
-    counts = {len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors")}
-    counts.add(len([name for name in state.take_field("blocks", list) if isinstance(name, str)]))
+    blocks = state.take_field("blocks", list)
+    if not all(isinstance(name, str) for name in (*blocks, *rounded)):
+        raise CheckpointError(f"{state.where}: fields 'blocks' and 'rounded': expected names")
+    counts = {len(blocks), *(len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors"))}
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
     state.check_all_taken()
-
-
-def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise CheckpointError unless saved values have the types of the groups' values."""
-    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
-        for name, value in values.items():
-            if name in group and not _is_same_kind(group[name], value):
-                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
-                                      f"of {group[name]!r:.80}")
-
-
-def _is_same_kind(current: Any, value: Any) -> bool:
-    if current is None or value is None:
-        return True
-    if isinstance(current, list | tuple):
-        return (isinstance(value, list | tuple) and len(value) == len(current)
-                and all(map(_is_same_kind, current, value)))
-    if isinstance(current, str):
-        return isinstance(value, str)
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
 
 
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:

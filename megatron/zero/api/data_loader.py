@@ -25,10 +25,10 @@ class BatchSizes:
 
     def __init__(self, core: ZeroEngine, config: Config) -> None:
         self._core, self._dp = core, core.groups.dp.size
+        self._configured_size = config.global_batch_size(self._dp)
         core.micro_batch = self.micro_batch_size = config.train.batch_size
         self.consumed_samples = 0
         """Of all optimizer steps, whatever their batch size."""
-        self._step_is_open = self._was_changed = False
         # fp32 accumulation buffers can only be allocated with the engine
         self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or DTYPES[config.precision.name] == torch.float32)
@@ -37,18 +37,10 @@ class BatchSizes:
     def train_batch_size(self) -> int:
         return self.micro_batch_size * self._core.accumulation_steps * self._dp
 
-    def after_step(self, step_ended: bool) -> None:
-        """After each call of `step`; `step_ended` if it was an optimizer step."""
-        self._step_is_open = not step_ended
-        self.consumed_samples += self.train_batch_size if step_ended else 0
-
-    def discard_step(self) -> None:
-        """The accumulated gradients were discarded."""
-        self._step_is_open = False
-
     def state_dict(self) -> dict[str, Any]:
+        size = self.train_batch_size
         return {"global_samples": self.consumed_samples,
-                "train_batch_size": self.train_batch_size if self._was_changed else None}
+                "train_batch_size": None if size == self._configured_size else size}
 
     def restore(self, saved: Mapping[str, Any]) -> str | None:
         """Restore the sample counter. The batch sizes stay those of this run; a note if the saved run had changed its
@@ -64,7 +56,6 @@ class BatchSizes:
         self._check_between_steps("set_train_micro_batch_size")
         require(isinstance(size, int) and size >= 1, f"set_train_micro_batch_size: {size!r}; expected an integer >= 1")
         self._core.micro_batch = self.micro_batch_size = size
-        self._was_changed = True
 
     def set_train_batch_size(self, total: int) -> None:
         self._check_between_steps("set_train_batch_size")
@@ -76,10 +67,9 @@ class BatchSizes:
         require(count == 1 or self._can_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
                 "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
         self._core.set_accumulation_steps(count)
-        self._was_changed = True
 
     def _check_between_steps(self, call: str) -> None:
-        require(not self._step_is_open and not self._core.has_gradients,
+        require(not self._core.has_gradients,
                 f"{call}: a step is under way; call it after the last micro-batch of one")
 
 

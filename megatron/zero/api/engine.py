@@ -141,9 +141,9 @@ class Engine:
                 self._eigenvalues.after_step()
         for line in () if self.core.state.moq is None else self.core.state.moq.take_messages():
             self._print(line)  # the MoQ bit widths that fell in this step
-        self._batch_sizes.after_step(report is not None)
         if report is None:
             return None
+        self._batch_sizes.consumed_samples += self.train_batch_size()
         self.optimizer.mark_step_taken()
         scheduler, arguments = self.lr_scheduler, lr_kwargs or {}
         if scheduler is not None and self.core.is_deferred and is_reversible(scheduler):
@@ -540,31 +540,21 @@ class Engine:
             self._print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones")
             return None, None
         checkpoint = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
-        state = self._restore(checkpoint, LoadOptions(
+        return str(checkpoint.folder), self.restore(checkpoint, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,
             rng=not load_module_only))
-        return str(checkpoint.folder), state
 
     @STATUS.in_activity(LOAD)
     def restore(self, checkpoint: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
-        """`load_checkpoint` for an open checkpoint; returns the client_state."""
-        self.core.assert_collective_call(LOAD)
-        assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
-        return self._restore(checkpoint, options)
-
-    @STATUS.in_activity(LOAD)
-    def _restore(self, checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
-        """Restore after the ranks have agreed on the options."""
+        """`load_checkpoint` for an open checkpoint; returns the client_state. Collective with equal arguments."""
         self.finish_step()
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
-        self._batch_sizes.discard_step()
         self.monitor.reset_loss()
         if options.counters:
             self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest.commit_record)
             loop_state = checkpoint.shared_state.get("loop", {})
-            note = self._batch_sizes.restore(loop_state)
-            if note is not None:
+            if (note := self._batch_sizes.restore(loop_state)) is not None:
                 self._print(f"warning: {note}")
             epochs = self.training_dataloader
             if isinstance(epochs, EpochDataLoader) and loop_state.get("epoch") is not None:

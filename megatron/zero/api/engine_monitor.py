@@ -77,21 +77,17 @@ class EngineMonitor:
 
     def open(self) -> None:
         """Call before the first step. Output errors are raised here, and close the outputs opened so far."""
-        self._sinks = open_sinks(self._configured_sinks())
-
-    def _configured_sinks(self) -> Iterator[MetricsSink]:
         config = self._active_config
-        if config.tensorboard_dir is not None:
-            yield TensorboardSink("tensorboard.output_path:", config.tensorboard_dir)
-        if config.csv_dir is not None:
-            yield CsvSink("csv_monitor.output_path:", config.csv_dir, _warn, by_scalar=True)
-        if config.wandb is not None:
-            yield WandbSink("wandb.enabled", config.wandb, step_metric="samples")
 
-    @property
-    def enabled(self) -> bool:
-        """Some scalar output is configured."""
-        return self.config.writes_scalars
+        def configured_sinks() -> Iterator[MetricsSink]:
+            if config.tensorboard_dir is not None:
+                yield TensorboardSink("tensorboard.output_path:", config.tensorboard_dir)
+            if config.csv_dir is not None:
+                yield CsvSink("csv_monitor.output_path:", config.csv_dir, _warn, by_scalar=True)
+            if config.wandb is not None:
+                yield WandbSink("wandb.enabled", config.wandb, step_metric="samples")
+
+        self._sinks = open_sinks(configured_sinks())
 
     def write_events(self, events: Sequence[ScalarEvent]) -> None:
         """Write further scalars, on rank 0: (name, value, samples seen)."""
@@ -137,33 +133,30 @@ class EngineMonitor:
     def step_done(self, engine: Engine) -> None:
         """After an optimizer step: write the scalars, and a console line if due."""
         self._steps_since_line += 1
-        due = self._active_config.print_interval > 0 and engine.global_steps % self._active_config.print_interval == 0
         self._write_pending_scalars()
-        loss: float | None = None
-        if self._loss is not None and (due or self._sinks and not on_accelerator(self._loss)):
-            loss = float(self._loss.item())
+        loss, self._loss = self._loss, None
+        if loss is None:  # nothing is reported
+            return
+        interval = self._active_config.print_interval
+        is_due = interval > 0 and engine.global_steps % interval == 0
         if self._sinks:
             samples = engine.global_samples
             events = [(f"{TAG_PREFIX}lr", engine.get_lr()[0], samples)]
             if engine.fp16_enabled():
                 events.append((f"{TAG_PREFIX}loss_scale", engine.cur_scale, samples))
-            if due:
+            if is_due:
                 events += [(f"{TAG_PREFIX}elapsed_time_ms_{name}", value, samples)
                            for name, value in self._phase_milliseconds().items()]
-            if loss is not None:
-                self.write_events([(f"{TAG_PREFIX}train_loss", loss, samples), *events])
-            elif self._loss is not None:  # on an accelerator: written after the next step
-                self._pending_scalars = HostScalars(self._loss.view(1)), samples, events
-            else:
-                self.write_events(events)
-        if due:
-            for line in self._console_lines(engine, loss):
+            self._pending_scalars = HostScalars(loss.view(1)), samples, events
+            if is_due or not on_accelerator(loss):  # otherwise written after the next step
+                self._write_pending_scalars()
+        if is_due:
+            for line in self._console_lines(engine, float(loss.item())):
                 print(line, flush=True)
             self._seconds.clear()
             self._bytes.clear()
             self._nvme_stats = None
             self._steps_since_line = 0
-        self._loss = None
 
     def _write_pending_scalars(self) -> None:
         pending, self._pending_scalars = self._pending_scalars, None
@@ -187,10 +180,9 @@ class EngineMonitor:
         spent = self._seconds if self._active_config.times else {}
         return {name: seconds * 1e3 / self._steps_since_line for name, seconds in spent.items()}
 
-    def _console_lines(self, engine: Engine, loss: float | None) -> Iterator[str]:
-        known = "" if loss is None else f", loss={loss:.6g}"
+    def _console_lines(self, engine: Engine, loss: float) -> Iterator[str]:
         yield (f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
-               f"mom={engine.get_mom()}{known}")
+               f"mom={engine.get_mom()}, loss={loss:.6g}")
         if times := self._phase_milliseconds():
             yield "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
             if self._nvme_stats is not None:

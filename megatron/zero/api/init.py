@@ -91,7 +91,8 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}",
                                details=f"{modifier_rank} {names}")
-    for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
+    owners = [owner for owner in dict.fromkeys(map(owning_engine, holders)) if owner is not None]
+    for owner in owners:
         owner.finish_delayed_update()
 
     def check_before_gather() -> None:
@@ -128,7 +129,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
         _reshard_all(holders, None)
         return
     with ExitStack() as changes:
-        for owner in filter(None, map(owning_engine, holders)):
+        for owner in owners:
             changes.enter_context(owner.guard_state_change("edit"))
         all_succeed_or_raise(lambda: _reshard_all(holders, modifier_rank), dp)
 

@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -38,11 +38,10 @@ from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
 from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.optim.schedulers import LRSchedule
-from megatron.optim.torch_rule import from_torch
+from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import check_forward_signature
 from megatron.zero.api.engine_monitor import MonitorConfig
@@ -96,10 +95,11 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_from_mpu(mpu)
-    settings = _read_settings(source, argument, groups)
+    config, ds_config = _read_config(source, argument, groups)
     if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
-        settings = replace(settings, config=replace(settings.config, model=shape))
-    config = settings.config
+        config = replace(config, model=shape)
+    names_optimizer, names_scheduler = (ds_config is None or key in ds_config.keys
+                                        for key in ("optimizer.type", "scheduler.type"))
     with config.key_names.translate_errors():
         assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
                                   "the ranks give zero.initialize different configurations")
@@ -110,10 +110,12 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         torch.cuda.set_device(device)  # control messages use the current device
     with config.key_names.translate_errors():
         check_parameters(model)
-        evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
+        evaluates = not (names_optimizer or names_scheduler) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
+        if optimizer is None and not (names_optimizer or evaluates):
+            raise ConfigError(NO_OPTIMIZER)
         rule, param_groups, defaults, client = _build_rule_and_groups(
-            settings, model, () if evaluates else model_parameters, optimizer, evaluates)
+            config, model, () if evaluates else model_parameters, optimizer)
         if not evaluates:
             _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
@@ -134,15 +136,24 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                               quantize=config.quantize, seed=config.train.seed)
         start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
-        scheduler = _build_scheduler(settings, lr_scheduler, wrapped)
+        if lr_scheduler is None and names_scheduler:
+            scheduler: LRSchedulerProtocol | None = LRScheduleAdapter(
+                wrapped, build_lr_schedule(config), ds_cross_keys.param_group_min_lr(ds_config) if ds_config else None)
+        elif isinstance(lr_scheduler, LRSchedule):
+            scheduler = LRScheduleAdapter(wrapped, lr_scheduler)
+        elif lr_scheduler is None or hasattr(lr_scheduler, "state_dict"):
+            scheduler = lr_scheduler
+        else:
+            scheduler = lr_scheduler(wrapped)
         schedule_state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
         assert_equal_across_ranks({"lr_scheduler": type(scheduler).__name__, **schedule_state}, groups.world,
                                   "the ranks give zero.initialize different schedules")
-        engine = Engine(core, config, wrapped, scheduler, settings.monitor_config, mpu)
+        engine = Engine(core, config, wrapped, scheduler, _monitor_config(config, ds_config), mpu)
         on_failure.callback(engine.monitor.close)
-        engine.notes = [*offload_lines, *_engine_notes(settings, core)]
+        engine.notes = [*offload_lines, *_engine_notes(config, core, None if ds_config else config.train.train_iters)]
         if groups.world.rank == 0:
-            _print_notes(settings, engine, groups.dp.size)
+            if ds_config is not None:
+                _print_notes(ds_config, engine)
             for number, group in enumerate(() if evaluates else param_groups):
                 if not group["params"]:
                     print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to "
@@ -194,22 +205,10 @@ ENGINE_SECTIONS = ("parallel", "optim", "schedule", "precision", "zero", "offloa
 """Config sections that belong to the engine entirely."""
 
 
-@dataclass(frozen=True)
-class _EngineSettings:
-    """A configuration, and which parts the user gave explicitly."""
-
-    config: Config
-    has_optimizer: bool = True
-    has_scheduler: bool = True
-    monitor_config: MonitorConfig = MonitorConfig()
-    """Empty for the trainer's Config: the trainer has its own log."""
-    ds_config: DsKeyValues | None = None
-    """The parsed file or dict; None for a Config."""
-
-
-def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSettings:
+def _read_config(source: Any, argument: str, groups: Groups) -> tuple[Config, DsKeyValues | None]:
+    """The configuration, and the parsed file or dict; None if `source` is a Config."""
     if isinstance(source, Config):
-        return _EngineSettings(source)
+        return source, None
     errors, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
     ds_config = ds_json.parse_ds_json(source, argument)
     optimizer = DEEPSPEED_TYPES[ds_config.keys.get("optimizer.type", "AdamW")]
@@ -221,32 +220,34 @@ def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSetting
                            + ' ("auto" is for programs that do)' * any(key in ds_config.auto_keys for key in sizes)],
                           ds_config.name)
     errors.raise_if_any()
-    keys = {**ds_config.keys, **ds_config.engine_values}
-    log = config.log
-    monitor_config = MonitorConfig(
+    return config, ds_config
+
+
+def _monitor_config(config: Config, ds_config: DsKeyValues | None) -> MonitorConfig:
+    """Empty for the trainer's Config: the trainer has its own log."""
+    if ds_config is None:
+        return MonitorConfig()
+    keys, log = {**ds_config.keys, **ds_config.engine_values}, config.log
+    return MonitorConfig(
         keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False), keys.get("memory_breakdown", False),
         log.tensorboard_dir, log.csv_dir,
         None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
-    return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys, monitor_config, ds_config)
 
 
-def _engine_notes(settings: _EngineSettings, core: ZeroEngine) -> Iterator[str]:
-    config = settings.config
-    params_are_sharded = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
-    iters = config.train.train_iters if settings.ds_config is None else None  # unknown for a user's loop
+def _engine_notes(config: Config, core: ZeroEngine, train_iters: int | None) -> Iterator[str]:
+    """`train_iters` is None if a script has the loop."""
+    params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
     yield from (*offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded),
-                *config.layer_drop.notes(), *config.quantize.notes(iters), *config.profile.notes(iters),
+                *config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters),
                 *config.autotuning.notes())
     if isinstance(core.rule, Muon):
         yield muon_split_note(core.param_groups)
 
 
-def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> None:
+def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:
     """Print notes about keys that are read differently or have no effect, and with `dump_state` the whole
     configuration, one value per line."""
-    config, ds_config = settings.config, settings.ds_config
-    if ds_config is None:
-        return
+    config = engine.config
     lines = [*config.notes]
     for note in (*engine.notes, *zero_notes(config.zero, precision=config.precision.name,
                                             on_cuda=engine.device.type == "cuda")):
@@ -260,16 +261,13 @@ def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> Non
     for line in lines:
         print(line.strip(), flush=True)
     if ds_config.engine_values.get("dump_state"):
-        sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-        tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
-                "report": asdict(settings.monitor_config)}
-        lines = ["configuration"]
-        for section in ("batch", *ENGINE_SECTIONS, "report"):
-            lines += [f"  {section}.{name}: {value}" for name, value in tree[section].items()]
-        print("\n".join(lines), flush=True)
+        tree = {"batch": dict(zip(BATCH_SIZE_KEYS, engine.get_batch_info(), strict=True)), **config.as_dict(),
+                "report": asdict(engine.monitor.config)}
+        print("configuration", *(f"  {section}.{name}: {value}" for section in ("batch", *ENGINE_SECTIONS, "report")
+                                 for name, value in tree[section].items()), sep="\n", flush=True)
 
 
-def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
+def _build_rule_and_groups(config: Config, model: nn.Module, parameters: Any, client: Any,
                            ) -> tuple[UpdateRule, list[ParamGroup], dict[str, Any], Optimizer | None]:
     """(rule, param groups, defaults, client optimizer): the client's optimizer, or the config's over `parameters`
     (default: the model's). Groups get the default hyper-parameters that they do not set."""
@@ -278,9 +276,6 @@ def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, paramete
         client = client(given)
     if client is not None:
         return from_torch(client), client.param_groups, client.defaults, client
-    if not (settings.has_optimizer or evaluates):
-        raise ConfigError(NO_OPTIMIZER)
-    config = settings.config
     # Tiles end at row boundaries, so that their size does not change results.
     rule, defaults = build_rule(config.optim, min(MAX_TILE_NUMEL, align(config.zero.sub_group_size)))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -308,18 +303,6 @@ def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
                           "add them, or freeze them with requires_grad_(False)")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-
-
-def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptimizer) -> LRSchedulerProtocol | None:
-    if isinstance(given, LRSchedule):
-        return LRScheduleAdapter(optimizer, given)
-    if given is not None:
-        scheduler: LRSchedulerProtocol = given if hasattr(given, "state_dict") else given(optimizer)
-        return scheduler
-    if not settings.has_scheduler:
-        return None
-    own_floor = ds_cross_keys.param_group_min_lr(settings.ds_config) if settings.ds_config else None
-    return LRScheduleAdapter(optimizer, build_lr_schedule(settings.config), own_floor)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

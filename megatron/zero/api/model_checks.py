@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +21,31 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.distributed.consistency import find_differences
-from megatron.distributed.rank_text import format_ranks
+from megatron.distributed.rank_text import describe_differences
 from megatron.errors import ConfigError
 from megatron.zero.partitioned_param import full_shape, param_owner
 from megatron.zero.units import unit_name_by_param
 from mpu.groups import Group
 
-TensorDescription = Sequence[Any]
-"""[name, dtype and shape as text] of a parameter or buffer."""
-
-UNORDERED_BUILD_HINT = ("a model that is built from a set, or from a dict that is filled in another order on each "
-                        "rank, does this; sort the names before it is built")
-
 
 def check_same_model(model: nn.Module, world: Group) -> None:
     """Raise ConfigError on every rank, naming the first parameter or buffer that differs. Collective."""
     unit_of = unit_name_by_param(model)
-    check_same_descriptions({"parameter": [[name, _describe_param(name, parameter, unit_of[parameter])]
-                                           for name, parameter in model.named_parameters()], **describe_buffers(model)},
-                            world, "the ranks give zero.initialize different models")
+    check_same_descriptions(
+        {"parameter": [f"{name}: {_describe_param(name, parameter, unit_of[parameter])}"
+                       for name, parameter in model.named_parameters()],
+         "buffer": [f"{name}: {describe_tensor(buffer, buffer.shape)}" for name, buffer in model.named_buffers()]},
+        world, "the ranks give zero.initialize different models")
 
 
-def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
-    """Compare this rank's descriptions, by kind, with the other ranks'. Collective; raises ConfigError."""
-    if not world.is_solo and (per_rank := find_differences(mine, world)):
-        raise ConfigError(f"{what}: {next(filter(None, (first_difference(per_rank, kind) for kind in mine)))}")
-
-
-def first_difference(per_rank: Sequence[Mapping[str, Sequence[TensorDescription]]], kind: str) -> str:
-    """The first difference of a kind between ranks, with a likely reason; empty if there is none."""
-    for number, rows in enumerate(zip_longest(*(one[kind] for one in per_rank))):
-        names = [None if row is None else row[0] for row in rows]
-        if len(set(names)) > 1:
-            same = len({tuple(sorted(row[0] for row in one[kind])) for one in per_rank}) == 1
-            return (f"{kind} {number} is "
-                    f"{_values_with_ranks(['nothing' if name is None else repr(name) for name in names])}; "
-                    + (UNORDERED_BUILD_HINT if same else "build the same model on every rank"))
-        if len({tuple(row) for row in rows}) > 1:
-            return (f"{kind} {names[0]!r} is {_values_with_ranks([row[1] for row in rows])}; build the same model on "
-                    "every rank")
-    return ""
-
-
-def _values_with_ranks(values: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
-
-
-def describe_buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
-    return {"buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in model.named_buffers()]}
+def check_same_descriptions(mine: Mapping[str, Sequence[str]], world: Group, what: str) -> None:
+    """Compare this rank's descriptions, by kind and in order, with the other ranks'. Collective; raises ConfigError."""
+    numbered = {f"{kind} {number}": text for kind, texts in mine.items() for number, text in enumerate(texts)}
+    if not world.is_solo and (per_rank := find_differences(numbered, world)):
+        first = next(name for each in per_rank for name in each if len({one.get(name) for one in per_rank}) > 1)
+        values = [({first: each[first]} if first in each else {}, [rank]) for rank, each in enumerate(per_rank)]
+        raise ConfigError(f"{what}: {describe_differences(values)}; build the same model in the same order on every "
+                          "rank (a set has another order in each process)")
 
 
 def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:

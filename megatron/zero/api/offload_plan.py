@@ -16,23 +16,24 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from megatron import host_memory
 from megatron.config.tree import Config, flag_name
 from megatron.config.zero_config import unused_offload_settings
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.process_group import read_environment
+from megatron.errors import ConfigError
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.offload.capacity_check import NvmeUsage, check_host_memory, probe_nvme
 from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_buffer_sets,
                                                param_chunk_numel, step_chunk_numel)
 from megatron.zero.offload.copy_streams import CopyStreams, StagingDoubleBuffer, create_copy_streams
 from megatron.zero.offload.direct_io import page_aligned_zeros
-from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import WEIGHT, DeviceStorage, EngineStorage, Location, StorageBackend
-from megatron.zero.offload.swap_drive import AioSettings, SwapDrive
+from megatron.zero.offload.storage import (WEIGHT, DeviceStorage, EngineStorage, HostShard, HostStorage, Location,
+                                           StorageBackend, StreamingHostStorage)
+from megatron.zero.offload.swap_drive import AioSettings, SwapDrive, probe_drive
 from megatron.zero.partitioned_param import full_shape
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
@@ -149,22 +150,16 @@ def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, de
     places = offload.offload_optimizer_device, offload.offload_param_device
     copy_streams = create_copy_streams(device) if places != ("none", "none") else None
     if copy_streams is not None:
-        all_succeed_or_raise(lambda: _check_host_memory(config, rule, model, groups.dp.size), groups.world)
+        all_succeed_or_raise(lambda: check_host_memory(config, rule, model, groups.dp.size), groups.world)
     update, notes = choose_update_side(config, rule, model, device, groups, copy_streams)
-    nvme_drives = NvmeDrives(config)
     if "nvme" not in places:
-        return _create_storage(config, rule, device, nvme_drives, copy_streams, update), notes
-    try:
-        storage = all_succeed_or_raise(lambda: _create_storage(config, rule, device, nvme_drives, copy_streams, update),
-                                       groups.world)
-        expected = expected_nvme_usage(config, rule, model, groups.dp.size, read_environment().local_world_size)
-        return storage, notes + all_succeed_or_raise(lambda: nvme_drives.probe(expected), groups.world)
-    except BaseException:
-        nvme_drives.close()
-        raise
+        return _create_storage(config, rule, device, {}, copy_streams, update), notes
+    drives = all_succeed_or_raise(lambda: open_drives(config), groups.world)
+    notes += all_succeed_or_raise(lambda: probe_drives(config, rule, model, groups.dp.size, drives), groups.world)
+    return _create_storage(config, rule, device, drives, copy_streams, update), notes
 
 
-def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme_drives: NvmeDrives,
+def _create_storage(config: Config, rule: UpdateRule, device: torch.device, drives: Mapping[str, SwapDrive],
                     copy_streams: CopyStreams | None, update: UpdateSide) -> EngineStorage:
     offload, work = config.offload, DTYPES[config.precision.name]
     pins_optimizer = device.type == "cuda" and offload.offload_optimizer_pin_memory
@@ -176,7 +171,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     optimizer: StorageBackend = DeviceStorage(device)
     if offload.offload_optimizer_device == "nvme":
         step_chunk = step_chunk_numel(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
-        optimizer = NvmeStorage(nvme_drives.drive("optimizer"), "optimizer", rule.states, nvme_settings(
+        optimizer = NvmeStorage(drives["optimizer"], "optimizer", rule.states, nvme_settings(
             chunk_numel=step_chunk if rule.elementwise else 0, buffer_sets=STEP_BUFFER_SETS, pinned=pins_optimizer,
             pipeline_read=offload.offload_optimizer_pipeline_read,
             pipeline_write=offload.offload_optimizer_pipeline_write))
@@ -190,7 +185,7 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     if offload.offload_param_device == "nvme":
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
         chunk = param_chunk_numel(size, step_chunk)
-        params = NvmeStorage(nvme_drives.drive("param"), "param", (), nvme_settings(
+        params = NvmeStorage(drives["param"], "param", (), nvme_settings(
             chunk_numel=chunk, write_chunk_numel=step_chunk, buffer_sets=param_buffer_sets(size, buffers, chunk),
             dtype=work, host_numel=offload.offload_param_max_in_cpu, pinned=pins_params))
     elif offload.offload_param_device == "cpu" and copy_streams is not None:
@@ -202,16 +197,22 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
                          DeviceStorage(device) if splits else None, OffloadRatio(offload.offload_optimizer_ratio))
 
 
-def _check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int) -> None:
-    """Raise ConfigError if this node's share of the state offloaded to the host does not fit."""
+def check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int) -> None:
+    """Raise ConfigError if this node's share of the state offloaded to the host exceeds the available memory (if it is
+    known): the kernel's OOM killer would end a process without a message."""
     offload, work = config.offload, DTYPES[config.precision.name].itemsize
     share = offload.offload_optimizer_ratio * (offload.offload_optimizer_device == "cpu")
     each = share * (4 * (1 + len(rule.states)) + work)
     each += work * (offload.offload_param_device == "cpu")
     numel = -(-sum(full_shape(parameter).numel() for parameter in model.parameters()) // dp_size)
-    flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
-                     if getattr(offload, name) == "cpu")
-    check_host_memory(int(each * numel), read_environment().local_world_size, flags)
+    available, ranks = host_memory.available_bytes(), read_environment().local_world_size
+    needed = int(each * numel) * ranks
+    if available is not None and needed > available:
+        flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
+                         if getattr(offload, name) == "cpu")
+        raise ConfigError(f"{flags}: the {ranks} ranks of this node keep {needed / 2**30:.1f} GiB on the host, and "
+                          f"{host_memory.describe_owner('it')} has {available / 2**30:.1f} GiB available: use more "
+                          "nodes, or --offload-optimizer-device nvme")
 
 
 def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded: bool) -> list[str]:
@@ -248,56 +249,37 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
     return notes
 
 
-def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int, ranks: int,
-                        ) -> dict[str, NvmeUsage]:
-    """Of `ranks` ranks of a node, by kind of state. Ignores padding, and that the offload ratio applies to whole
-    buckets."""
+def open_drives(config: Config) -> dict[str, SwapDrive]:
+    """Kind of state ("optimizer" or "param") -> its drive on this rank, one for each path."""
+    offload = config.offload
+    aio = AioSettings(**{name: getattr(offload, f"aio_{name}") for name in AioSettings.__dataclass_fields__})
+    by_path: dict[str, SwapDrive] = {}
+    drives = {}
+    for kind in ("optimizer", "param"):
+        if getattr(offload, f"offload_{kind}_device") == "nvme":
+            name = f"offload_{kind}_nvme_path"
+            path: str = getattr(offload, name)
+            drives[kind] = by_path[path] = by_path.get(path) or SwapDrive(path, flag=flag_name(name), aio=aio)
+    return drives
+
+
+def probe_drives(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int, drives: Mapping[str, SwapDrive],
+                 ) -> list[str]:
+    """One line per drive with the expected load of this node's ranks, measured by local rank 0; empty on the others.
+    Ignores padding, and that the offload ratio applies to whole buckets."""
+    env = read_environment()
+    if env.local_rank != 0:
+        return []
     sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
-    numel = -(-sum(sizes) // dp_size)
-    state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
+    state = int(4 * -(-sum(sizes) // dp_size) * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
     sharded = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // dp_size)
-    on_drive = max(0, sharded - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
-    state, on_drive = ranks * state, ranks * on_drive
-    return {"optimizer": NvmeUsage("optimizer state", state, state, state),
-            "param": NvmeUsage("weights", on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
-
-
-class NvmeDrives:
-    """This rank's swap drives, one for each configured path."""
-
-    def __init__(self, config: Config) -> None:
-        self._offload = config.offload
-        self._drives: dict[str, SwapDrive] = {}
-        self._kinds_by_path: dict[str, list[str]] = {}
-
-    def drive(self, kind: str) -> SwapDrive:
-        """The drive for a kind of state ("optimizer" or "param")."""
-        name = f"offload_{kind}_nvme_path"
-        path: str = getattr(self._offload, name)
-        self._kinds_by_path.setdefault(path, []).append(kind)
-        if path not in self._drives:
-            self._drives[path] = SwapDrive(path, flag=flag_name(name), aio=AioSettings(
-                block_size=self._offload.aio_block_size, queue_depth=self._offload.aio_queue_depth,
-                intra_op_parallelism=self._offload.aio_intra_op_parallelism,
-                single_submit=self._offload.aio_single_submit, overlap_events=self._offload.aio_overlap_events))
-        return self._drives[path]
-
-    def close(self) -> None:
-        """Free the space: building the engine failed."""
-        for drive in self._drives.values():
-            drive.close()
-
-    def probe(self, expected: Mapping[str, NvmeUsage]) -> list[str]:
-        """One line per drive with its expected load, measured by local rank 0; empty on the others."""
-        lines = []
-        for path, kinds in self._kinds_by_path.items() if read_environment().local_rank == 0 else ():
-            usages = [expected[kind] for kind in kinds if expected[kind].stored]
-            if not usages:
-                lines.append(f" nvme {path}: nothing of this run will be there")
-                continue
-            total = NvmeUsage(" and ".join(usage.contents for usage in usages), sum(usage.stored for usage in usages),
-                              sum(usage.read for usage in usages), sum(usage.written for usage in usages))
-            other = sum(expected[kind].stored for other, kinds in self._kinds_by_path.items() for kind in kinds
-                        if other != path and os.stat(other).st_dev == os.stat(path).st_dev)
-            lines.append(probe_nvme(path, self._drives[path].flag, total, other))
-        return lines
+    weights = max(0, sharded - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
+    state, weights = env.local_world_size * state, env.local_world_size * weights
+    loads = {"optimizer": ("optimizer state", state, state, state),
+             "param": ("weights", weights, 2 * weights * config.accumulation(dp_size), weights)}
+    lines = []
+    for drive in dict.fromkeys(drives.values()):
+        names, *nbytes = zip(*(loads[kind] for kind in drives if drives[kind] is drive))
+        contents = " and ".join(name for name, stored in zip(names, nbytes[0]) if stored)
+        lines.append(probe_drive(drive, contents, *map(sum, nbytes)))
+    return lines

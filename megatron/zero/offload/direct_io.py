@@ -15,7 +15,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from functools import cache
+from typing import final
 
 import torch
 from torch import Tensor
@@ -45,39 +46,32 @@ class DirectIoFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         whole = len(data) // PAGE_SIZE * PAGE_SIZE
-        parts = [data[:whole]]
+        self._transfer(os.pwritev, data[:whole], offset)
         if whole < len(data):
             last = memoryview(mmap.mmap(-1, PAGE_SIZE))
             last[:len(data) - whole] = data[whole:]
-            parts.append(last)
-        self._transfer(os.pwritev, parts, offset)
+            self._transfer(os.pwritev, last, offset + whole)
 
     def read(self, into: memoryview, offset: int) -> None:
         whole = len(into) // PAGE_SIZE * PAGE_SIZE
-        parts, last = [into[:whole]], None
+        self._transfer(os.preadv, into[:whole], offset)
         if whole < len(into):
             last = memoryview(mmap.mmap(-1, PAGE_SIZE))
-            parts.append(last)
-        self._transfer(os.preadv, parts, offset)
-        if last is not None:
+            self._transfer(os.preadv, last, offset + whole)
             into[whole:] = last[:len(into) - whole]
 
-    def _transfer(self, call: PositionedCall, parts: list[memoryview], offset: int) -> None:
+    def _transfer(self, call: PositionedCall, data: memoryview, offset: int) -> None:
         """Repeat the call until all bytes are transferred."""
-        while parts := [part for part in parts if len(part)]:
-            count = self._call(call, parts, offset)
+        while len(data):
+            try:
+                count = call(self._direct, [data], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._direct == self.descriptor:
+                    raise
+                count = call(self.descriptor, [data], offset)
             if count == 0:
                 raise OSError(errno.EIO, "the file ends before its time")
-            offset += count
-            parts = _skip_bytes(parts, count)
-
-    def _call(self, call: PositionedCall, parts: list[memoryview], offset: int) -> int:
-        try:
-            return call(self._direct, parts, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or self._direct == self.descriptor:
-                raise
-        return call(self.descriptor, parts, offset)
+            data, offset = data[count:], offset + count
 
 
 def round_up_to_page(nbytes: int) -> int:
@@ -88,16 +82,6 @@ def _close_all(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
-
-
-def _skip_bytes(parts: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    left = []
-    for part in parts:
-        skipped = min(count, len(part))
-        count -= skipped
-        left.append(part[skipped:])
-    return left
 
 
 def _preallocate(descriptor: int, size: int) -> None:
@@ -125,9 +109,6 @@ else."""
 
 os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
 
-_PIN_WARNINGS: list[str] = []
-"""Reasons why page-locking failed; the warning is printed once per process."""
-
 _CUDA_HOST_REGISTER_PORTABLE = 1
 """cudaHostRegister flag: page-locked for every device of the process."""
 
@@ -140,7 +121,7 @@ def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
         try:
             memory.pin()
         except RuntimeError as error:
-            _warn_once(str(error).partition("\n")[0])
+            _warn_not_pinned(str(error).partition("\n")[0])
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
@@ -156,35 +137,18 @@ class _HostMapping(mmap.mmap):
     def pin(self) -> None:
         all_bytes = torch.frombuffer(self, dtype=torch.uint8)
         all_bytes.zero_()  # faults the pages in with all threads; cudaHostRegister would use one
-        address, self._device = all_bytes.data_ptr(), _current_device()
-        if int(error := _cudart().cudaHostRegister(address, len(self), _CUDA_HOST_REGISTER_PORTABLE)):
-            _clear_cuda_error()
-            raise RuntimeError(_cudart().cudaGetErrorString(error))
+        address, self._device, runtime = all_bytes.data_ptr(), torch.cuda.current_device(), torch.cuda.cudart()
+        if int(error := runtime.cudaHostRegister(address, len(self), _CUDA_HOST_REGISTER_PORTABLE)):
+            with suppress(Exception):  # an unneeded kernel consumes the sticky error, which the next one would report
+                torch.zeros(1, device="cuda")
+            raise RuntimeError(runtime.cudaGetErrorString(error))
         self._registered_address = address
 
     def __del__(self) -> None:  # unregister before the memory is unmapped
         if self._registered_address:
             with suppress(Exception):  # at interpreter exit CUDA may be shut down
-                _synchronize(self._device)  # a copy may still be running
-                _cudart().cudaHostUnregister(self._registered_address)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _current_device() -> int:
-    return torch.cuda.current_device()
-
-
-def _synchronize(device: int) -> None:
-    torch.cuda.synchronize(device)
-
-
-def _clear_cuda_error() -> None:
-    """Launch an unneeded kernel that consumes the sticky error; otherwise the next real kernel would report it."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+                torch.cuda.synchronize(self._device)  # a copy may still be running
+                torch.cuda.cudart().cudaHostUnregister(self._registered_address)
 
 
 def _map_pages(nbytes: int) -> _HostMapping:
@@ -194,16 +158,13 @@ def _map_pages(nbytes: int) -> _HostMapping:
         raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
     _LIVE_MAPPINGS.add(memory)
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        try:
+        with suppress(AttributeError, OSError):  # not supported by this system
             memory.madvise(getattr(mmap, name))
-        except (AttributeError, OSError):
-            pass  # not supported by this system
     return memory
 
 
-def _warn_once(reason: str) -> None:
-    if _PIN_WARNINGS:
-        return
-    _PIN_WARNINGS.append(reason)
+@cache
+def _warn_not_pinned(reason: str) -> None:
+    """Once per process."""
     print(f"warning: memory cannot be page-locked ({reason}); offloading uses ordinary memory, which is copied more "
           "slowly: raise the limit (ulimit -l), or set pin_memory to false", file=sys.stderr, flush=True)

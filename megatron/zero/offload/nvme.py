@@ -21,14 +21,12 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.metrics.step_metrics import NvmeStats
-from megatron.zero.offload.async_file import AsyncSwapFile, SwapRequest
 from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
-from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import (WEIGHT, ChunkIterator, DeviceShard, Location, StateTensors,
+from megatron.zero.offload.storage import (WEIGHT, ChunkIterator, DeviceShard, HostShard, Location, StateTensors,
                                            StorageBackend, StoredShard)
-from megatron.zero.offload.swap_drive import SwapDrive
+from megatron.zero.offload.swap_drive import AsyncSwapFile, SwapDrive, SwapRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ class NvmeStorage(StorageBackend):
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
         file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles)
         self._files.append(file)
-        self._grow_buffers(largest_chunk(parts))
+        self._buffer_numel = max(self._buffer_numel, largest_chunk(parts))
         return NvmeShard(self, file, numel, parts)
 
     @property
@@ -245,11 +243,15 @@ class NvmeStorage(StorageBackend):
         found = next((buffers for buffers in self._free_buffers if buffers.chunk_key == key), None)
         if found is not None:
             self._free_buffers.remove(found)
-        elif len(self._free_buffers) + len(self._chunks_in_use) < self.settings.buffer_sets:
-            found = self._allocate_buffers()
-        else:
+        elif len(self._free_buffers) + len(self._chunks_in_use) >= self.settings.buffer_sets:
             found = self._free_buffers.popleft()
-        self._drain_io(found)
+        if found is not None:
+            self._drain_io(found)
+        nbytes = self._buffer_numel * self.settings.dtype.itemsize
+        if found is None or found.chunk_key != key and len(found.buffers[WEIGHT]) < nbytes:
+            # the largest chunk may have been allocated after these buffers
+            found = _StagingBuffers({kind: page_aligned_bytes(nbytes, pinned=self.settings.pinned)
+                                     for kind in self.kinds})
         if found.chunk_key != key:
             found.chunk_key = key
             found.valid_kinds.clear()
@@ -261,18 +263,6 @@ class NvmeStorage(StorageBackend):
         assert buffers.chunk_key is not None
         self._chunks_in_use.discard(buffers.chunk_key)
         self._free_buffers.append(buffers)
-
-    def _allocate_buffers(self) -> _StagingBuffers:
-        size = self._buffer_numel * self.settings.dtype.itemsize
-        return _StagingBuffers({kind: page_aligned_bytes(size, pinned=self.settings.pinned) for kind in self.kinds})
-
-    def _grow_buffers(self, numel: int) -> None:
-        """Buffers fit the largest chunk. The root's bucket is allocated first and is mostly the largest, so this rarely
-        repeats."""
-        if numel > self._buffer_numel:
-            self.wait_for_writes()
-            self._buffer_numel = numel
-            self._free_buffers.clear()
 
     def wait_for_writes(self) -> None:
         for buffers in self._free_buffers:

@@ -1,4 +1,4 @@
-"""The interface of offload storage, and its device implementation.
+"""The interface of offload storage, and storage on the device and in host memory.
 
     for chunk in shard.chunks:
         with shard.open(chunk, writes=True) as tensors:     # kind -> tensor, on the device or on the host
@@ -8,12 +8,18 @@ A `StorageBackend` holds one `StoredShard` for each bucket: this rank's fp32 mas
 its 16-bit parameters. All kinds of a shard have equal length. A *chunk* is the slice of a shard that is accessed at a
 time. `open` gives views where the data is in memory; from NVMe it gives a host copy, which is written back. An
 optimizer step uses `StorageBackend.iter_chunks`, which prefetches the next chunk.
+
+`HostStorage` keeps flat, page-locked tensors and is updated where it is, one chunk at a time. `StreamingHostStorage`
+copies each chunk to the device for the update and back: at most three chunks are on the device, one arriving, one in
+use and one leaving.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,8 +28,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.offload.chunk_sizes import OffloadRatio
+from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS, OffloadRatio, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
+from megatron.zero.offload.direct_io import page_aligned_zeros
 
 StateTensors = Mapping[str, Tensor]
 """Kind ("weight", "exp_avg", ...) -> the elements of one chunk."""
@@ -219,3 +226,141 @@ class DeviceStorage(StorageBackend):
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         for step in steps:
             yield [shard.tensors for shard, _ in step if isinstance(shard, DeviceShard)]
+
+
+@final
+class HostShard(StoredShard):
+    """A shard in host memory; `open` gives views. Reads wait for pending copies and updates first."""
+
+    location = Location.HOST
+
+    def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice], *, pinned: bool) -> None:
+        super().__init__(numel, dtype, chunks)
+        self._pinned = pinned
+        self._tensors = {WEIGHT: page_aligned_zeros(numel, dtype, pinned=pinned)}
+        self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
+        """(stream, start, stop) -> the last copy of that range on that stream."""
+        self.pending_update: Future[None] | None = None
+
+    def add_kinds(self, kinds: Sequence[str]) -> None:
+        super().add_kinds(kinds)
+        self._tensors |= {kind: page_aligned_zeros(self.numel, self.dtype, pinned=self._pinned) for kind in kinds}
+
+    @contextmanager
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
+        yield {kind: self.view(kind)[chunk] for kind in self.kinds if kinds is None or kind in kinds}
+
+    def view(self, kind: str) -> Tensor:
+        self.wait_for_pending()
+        return self._tensors[kind]
+
+    def lend_chunk(self, chunk: slice) -> StateTensors:
+        """Views of a chunk for a background update; the caller sets `pending_update`."""
+        self.wait_for_pending()
+        return {kind: everything[chunk] for kind, everything in self._tensors.items()}
+
+    def wait_for_pending(self) -> None:
+        if self.pending_update is not None:
+            wait([self.pending_update])
+            self.pending_update = None
+        for event in self._pending_copies.values():
+            event.wait_on_host()
+        self._pending_copies.clear()
+
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
+        return self.copy_chunk_to_device({WEIGHT: out}, slice(0, self.numel), stream)
+
+    def copy_chunk_to_device(self, out: StateTensors, chunk: slice, stream: CopyStream,
+                             after: Sequence[CopyEvent] = ()) -> CopyEvent:
+        """Copy the kinds in `out` from the host, after `after` and after pending copies into this range."""
+        after = [*after, *self._overlapping_copies(chunk, stream)]
+        for kind, target in out.items():
+            event = stream.copy(target, self._tensors[kind][chunk], after)
+        self._pending_copies[stream, chunk.start, chunk.stop] = event
+        return event
+
+    def copy_chunk_from_device(self, values: StateTensors, chunk: slice, stream: CopyStream) -> CopyEvent:
+        """Copy `values` to the host, after pending copies out of this range."""
+        after = self._overlapping_copies(chunk, stream)
+        for kind, source in values.items():
+            event = stream.copy(self._tensors[kind][chunk], source, after)
+        self._pending_copies[stream, chunk.start, chunk.stop] = event
+        return event
+
+    def _overlapping_copies(self, chunk: slice, stream: CopyStream) -> list[CopyEvent]:
+        return [event for (other, start, stop), event in self._pending_copies.items()
+                if other is not stream and start < chunk.stop and chunk.start < stop]
+
+
+class HostStorage(StorageBackend):
+    """Chunks are updated where they are."""
+
+    location = update_location = Location.HOST
+
+    def __init__(self, dtype: torch.dtype, chunk_numel: int, *, pinned: bool) -> None:
+        """`chunk_numel`: elements of a shard that a step updates at a time; 0 for the whole shard."""
+        self._dtype, self._chunk_numel, self._pinned = dtype, chunk_numel, pinned
+        self._shards: list[HostShard] = []
+
+    def allocate_shard(self, name: str, numel: int) -> HostShard:
+        shard = HostShard(numel, self._dtype, split_into_chunks(numel, self._chunk_numel or max(1, numel)),
+                          pinned=self._pinned)
+        self._shards.append(shard)
+        return shard
+
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        for ((shard, part),) in steps:
+            with shard.open(part) as kept:
+                yield [kept]
+
+    def wait_for_writes(self) -> None:
+        for shard in self._shards:
+            shard.wait_for_pending()
+
+    def close(self) -> None:
+        self.wait_for_writes()
+
+
+@dataclass
+class _DeviceChunkBuffers:
+    """Device buffers for one chunk, one for each kind."""
+
+    tensors: StateTensors
+    copies_to_host: Sequence[CopyEvent] = ()
+    """Copies of the last chunk back to the host; the buffers are free once these are done."""
+
+
+@final
+class StreamingHostStorage(HostStorage):
+    """Chunks are copied to the device, updated there and copied back."""
+
+    update_location = Location.DEVICE
+
+    def __init__(self, dtype: torch.dtype, chunk_numel: int, copy_streams: CopyStreams, device: torch.device, *,
+                 pinned: bool) -> None:
+        super().__init__(dtype, chunk_numel, pinned=pinned)
+        self._copy_streams, self._device = copy_streams, device
+
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        order = [(shard, part) for ((shard, part),) in steps if isinstance(shard, HostShard)]
+        size = max((part.stop - part.start for _, part in order), default=0)
+        ring = deque(_DeviceChunkBuffers({kind: torch.empty(size, dtype=self._dtype, device=self._device)
+                                          for kind in order[0][0].kinds})
+                     for _ in range(min(STEP_BUFFER_SETS, len(order))))
+        arriving: deque[tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]] = deque()
+        for number, (shard, part) in enumerate(order):
+            # keep one chunk ahead: the next copy overlaps this chunk's update
+            for next_shard, next_chunk in order[number + len(arriving) : number + 2]:
+                ring.rotate(-1)
+                count = next_chunk.stop - next_chunk.start
+                kept: StateTensors = {kind: tensor[:count] for kind, tensor in ring[0].tensors.items()}
+                arriving.append((ring[0], kept, next_shard.copy_chunk_to_device(
+                    kept, next_chunk, self._copy_streams.to_device, ring[0].copies_to_host)))
+            buffers, kept, arrival = arriving.popleft()
+            arrival.wait_on_device()
+            yield [kept]
+            buffers.copies_to_host = [shard.copy_chunk_from_device(kept, part, self._copy_streams.to_host)]
+        for buffers in ring:  # which are freed now
+            for event in buffers.copies_to_host:
+                event.wait_on_device()

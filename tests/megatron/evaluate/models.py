@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
 from megatron.evaluate.eval_args import EvalRequest
-from megatron.evaluate.scoring import Scorer
-from megatron.evaluate.tasks import EvalModelInfo, prepare_task
+from megatron.evaluate.scoring import EvalModelInfo, Scorer
+from megatron.evaluate.tasks import prepare_task
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups
 
@@ -24,7 +24,7 @@ LENGTH = 24
 SHAPE = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, max_position_embeddings=LENGTH,
                     vocab_size=257, init_method_std=0.3, attention_dropout=0.2, hidden_dropout=0.2)
 BYTES = ByteLevelTokenizer()
-SUBJECT = EvalModelInfo(BYTES, LENGTH, split="2,1,1")
+SUBJECT = EvalModelInfo(BYTES, LENGTH, {"split": "2,1,1"})
 
 WIKITEXT = """
  = A title = \n \n Some words , 's and " quotes " ( in brackets ) , 3 @.@ 5 @-@ fold ; N times . \n

@@ -74,11 +74,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_words(run: Path) -> list[str]:
     """Texts whose last word is the one the model takes for the likeliest."""
-    from megatron.evaluate.context import EvalContext
+    from megatron.evaluate.scoring import EvalContext
     from megatron.inference.model_args import ModelSource
 
     setting = EvalContext.open(ModelSource(str(run), None), 1)
-    model, tokenizer = setting.load_model(), setting.model_info.tokenizer
+    model, tokenizer = setting.load_scorer().model, setting.model_info.tokenizer
     found = []
     for number in range(1000):
         context = f"number {number} is"

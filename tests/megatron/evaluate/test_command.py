@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from megatron.checkpoint.cli import main as convert
 from megatron.errors import CheckpointError, ConfigError
-from megatron.evaluate.cli import main
+from megatron.evaluate import harness
+from megatron.evaluate.cli import format_json, format_table, main
+from megatron.evaluate.scoring import ScoringRequest, TargetScore
+from megatron.evaluate.tasks import EvalTask
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus
@@ -144,7 +150,7 @@ def test_the_command_line_of_megatron_s_evaluation_works(folder: Path) -> None:
 
 @pytest.mark.parametrize(("flag", "value", "its"), [
     ("--num-layers", 3, "its own is 2"), ("--ffn-hidden-size", 7, "--intermediate-size 7, and its own is 128"),
-    ("--seq-length", 16, "--seq-length 16: windows are the 32 positions"),
+    ("--seq-length", 16, "--seq-length 16, and its own is 32"),
 ])
 def test_a_script_that_says_another_shape_is_refused(folder: Path, flag: str, value: int, its: str) -> None:
     with pytest.raises(ConfigError, match=its):
@@ -256,3 +262,42 @@ def test_flags_are_checked_before_torch_is_imported() -> None:
                f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout == "[]\n"
+
+
+def test_the_harness_says_what_to_install_and_refuses_in_words() -> None:
+    typed = ["--load", "a", "--tasks", "lambada_openai"]
+    with patch("megatron.evaluate.harness.find_spec", lambda name: None if name == "lm_eval" else find_spec(name)), \
+            pytest.raises(ConfigError, match="needs lm-eval: pip install lm_eval"):
+        harness.main(typed)
+    for more, words in ((["--include-path", "missing"], "--include-path missing: no such folder"),
+                        (["--limit", "0"], "--limit is 0"), (["--batch-size", "0"], "--batch-size is 0"),
+                        (["--load-hf", "b"], "give one of --load and --load-hf"), (["--nonsense"], "--nonsense")):
+        with patch("megatron.evaluate.harness.find_spec", lambda name: name), pytest.raises(ConfigError, match=words):
+            harness.main([*typed, *more])
+
+
+TOKENIZER = {"tokenizer": {"name": "Bytes", "fingerprint": "0123", "ids": 257}, "seconds": 1.25}
+
+
+def metrics(logprob: float, tokens: int, words: int, size: int) -> dict[str, object]:
+    task = EvalTask(requests=[ScoringRequest(np.zeros(tokens + 1, np.uint8), 1)], words=words, bytes=size)
+    return dict(task.metrics([TargetScore(logprob, False)]))
+
+
+def test_what_is_too_large_for_a_number_is_null_in_json() -> None:
+    found = metrics(-1e6, 100, 10, 50) | TOKENIZER
+    values = json.loads(format_json(found), parse_constant=refuse)
+    assert (values["loss"], values["perplexity"], values["adjusted_perplexity"]) == (1e4, None, None)
+    assert values["bits_per_byte"] == 1e6 / math.log(2) / 50
+    assert "\nperplexity           inf\n" in format_table(found)
+
+
+def refuse(word: str) -> float:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_without_words_or_bytes_there_is_nothing_to_divide_by() -> None:
+    found = metrics(-3.0, 2, 0, 0) | TOKENIZER
+    assert found["adjusted_perplexity"] is None and found["bits_per_byte"] is None
+    assert "\nadjusted perplexity  -\nbits per byte        -\n" in format_table(found)
+    assert format_table(found).endswith("\ntokenizer            Bytes 0123 (257 ids)\nseconds              1.2")

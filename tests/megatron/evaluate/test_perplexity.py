@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.preprocess import TextReadOptions
 from data.storage import DataError
 from data.writer import CorpusWriter
 from megatron.errors import ConfigError
 from megatron.evaluate.eval_args import EvalRequest
-from megatron.evaluate.tasks import EvalModelInfo, prepare_task
+from megatron.evaluate.scoring import EvalModelInfo
+from megatron.evaluate.tasks import prepare_task
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, logprob, outcome, write_lines
 
@@ -76,7 +76,7 @@ def test_a_part_is_that_of_the_split_that_the_model_was_trained_with(lines: Path
                 subject=EvalModelInfo(BYTES, LENGTH))
     with pytest.raises(DataError, match="leaves it no document"):
         outcome(model, task="perplexity", protocol="megatron", data=lines, part="test",
-                subject=EvalModelInfo(BYTES, LENGTH, split="1,1,0"))
+                subject=EvalModelInfo(BYTES, LENGTH, {"split": "1,1,0"}))
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, par
     asked = EvalRequest(task="perplexity", protocol=protocol, data=str(data), part=part)
     tracemalloc.start()
     try:
-        task = prepare_task(asked, EvalModelInfo(BYTES, 1024, split="8,1,1"))
+        task = prepare_task(asked, EvalModelInfo(BYTES, 1024, {"split": "8,1,1"}))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -131,7 +131,7 @@ def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, conten
 
 def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
     """Or its `text`, where the file is another one."""
-    model, other = GPT2(SHAPE), EvalModelInfo(BYTES, LENGTH, text_reading=TextReadOptions("body"))
+    model, other = GPT2(SHAPE), EvalModelInfo(BYTES, LENGTH, {"text_key": "body"})
     both = write_lines(tmp_path / "a.jsonl", [{"text": "title", "body": text} for text in TEXTS])
     bodies = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
     expected = outcome(model, task="perplexity", protocol="lm-eval", data=bodies)
@@ -140,7 +140,7 @@ def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
 
 
 def test_a_part_that_had_data_of_its_own_is_not_looked_for_in_the_split(lines: Path) -> None:
-    subject = EvalModelInfo(BYTES, LENGTH, split="2,1,1", split_data_files={"valid": ("mine.jsonl",)})
+    subject = EvalModelInfo(BYTES, LENGTH, {"split": "2,1,1", "valid_data": ("mine.jsonl",)})
     with pytest.raises(ConfigError, match="--valid-data mine.jsonl: give that as --data, without --part"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="valid", subject=subject)
     assert outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="test", subject=subject)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
-import mpu.loss_chunk
+import mpu.cross_entropy
 import mpu.weight_init
 from megatron.config.cli import parse_args
 from megatron.config.tree import Config, build_config
@@ -147,7 +147,7 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
 @pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
 def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: dict[str, Any],
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpu.loss_chunk, "CPU_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(mpu.cross_entropy, "CPU_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(megatron.plan.memory, "CPU_CHUNK_BYTES", 1 << 16)
     check(1, [{"bf16": True, "vocab_size": 3000, **values}])
 
@@ -197,7 +197,7 @@ def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> 
 
 
 def test_the_sizes_of_loops_are_those_of_the_code() -> None:
-    memory, loss = megatron.plan.memory, mpu.loss_chunk
+    memory, loss = megatron.plan.memory, mpu.cross_entropy
     assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
         loss.CPU_CHUNK_BYTES, loss.CPU_BLOCK_ROWS, loss.SLAB_COLUMNS)
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -12,7 +11,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -71,9 +69,6 @@ class Page:
     def complaints(self) -> list[str]:
         """Of the browser's console."""
         return [line["message"] for line in self._ask("POST", "/se/log", {"type": "browser"})]
-
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
     def close(self) -> None:
         self._ask("DELETE", "")

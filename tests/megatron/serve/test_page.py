@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +48,6 @@ def test_a_text_comes_as_it_is_served(page: Page, server: Server) -> None:
     assert page.text("#answer .prompt") == "Once upon a time"
     assert page.text("#answer .text") == server.text(prompt="Once upon a time", max_tokens=40, temperature=0.7,
                                                      top_k=90, seed=11)
-    if "PICTURE" in os.environ:
-        page.picture(Path(os.environ["PICTURE"]))
     assert page.complaints() == []
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.distributed.rank_status import EVALUATION, FORWARD, OPTIMIZER_STEP, READING, TRAINING
-from megatron.trace.time_breakdown import (ATTENTION, LOSS, PRODUCTS, Interval, format_breakdown, operations_with_kinds,
-                                           time_breakdown, time_by_kind)
+from megatron.trace.trace_window import (ATTENTION, LOSS, PRODUCTS, Interval, format_breakdown, operations_with_kinds,
+                                         time_breakdown, time_by_kind)
 
 
 def moments(stretches: list[Interval], moment: int) -> bool:

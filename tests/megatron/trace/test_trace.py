@@ -71,24 +71,19 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
     assert any(event["name"] == "[memory]" for event in events)
 
 
-def test_the_ranges_of_the_engine_are_nested(tmp_path: Path) -> None:
+def test_the_ranges_of_the_engine_are_nested_and_count_by_the_clock_of_the_profiler(tmp_path: Path) -> None:
     """As viewers need them on the row of a thread; of each place there is one at a time."""
     train([*RUN, "--checkpoint-activations", "--profile-steps", "2:2", "--profile-dir", tmp_path])
-    events = [event for event in trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
-              if event.get("cat") == "user_annotation"]
+    events = trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
     outer: list[tuple[float, str]] = []
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+    for event in sorted((event for event in events if event.get("cat") == "user_annotation"),
+                        key=lambda event: (event["ts"], -event["dur"])):
         end, place = event["ts"] + event["dur"], event["name"].partition(":")[0]
         while outer and outer[-1][0] <= event["ts"]:
             outer.pop()
         assert not outer or end <= outer[-1][0] + 0.01
         assert place not in {of_outer for _, of_outer in outer}
         outer.append((end, place))
-
-
-def test_engine_and_profiler_count_by_the_same_clock(tmp_path: Path) -> None:
-    train([*RUN, "--profile-steps", "2:2", "--profile-dir", tmp_path])
-    events = trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
     losses = [event for event in events if event["name"] == "_LinearCrossEntropyMean" and event.get("cat") == "cpu_op"]
     forwards = [event for event in ranges(events, "phase") if event["name"] == "phase: forward"]
     for loss, forward in zip(losses, forwards, strict=True):
@@ -104,13 +99,10 @@ def test_another_rank_can_be_traced_and_says_what_travels(tmp_path: Path) -> Non
     assert {"blocks.0, forward", "blocks.1, forward", "the gradients of blocks.0"} <= {*track(events, "exchange")}
 
 
-@pytest.mark.parametrize("asked", ["3", "3:", "0:2", "3:2", "a:b", "1:2:3", "-1:2", " 1:2"])
-def test_what_is_no_range_of_steps_is_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match="is no FIRST:LAST of steps from 1 on, in their order: write 10:12, say"):
-        parse_args([*RUN, f"--profile-steps={asked}"], 1)
-
-
-def test_a_rank_that_is_not_there_is_refused() -> None:
+def test_steps_and_ranks_that_cannot_be_traced_are_refused() -> None:
+    for asked in ("3", "3:", "0:2", "3:2", "a:b", "1:2:3", "-1:2", " 1:2"):
+        with pytest.raises(ConfigError, match="is no FIRST:LAST of steps from 1 on, in their order: write 10:12, say"):
+            parse_args([*RUN, f"--profile-steps={asked}"], 1)
     config = parse_args([*RUN, "--profile-steps", "1:2", "--profile-rank", "2"], 2)
     with pytest.raises(ConfigError, match="--profile-rank 2 is not one of the 2 ranks"):
         config.check_world(2)
@@ -204,17 +196,14 @@ def test_a_run_that_is_stopped_has_its_trace(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3.rank-0.json.gz"}
 
 
-def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "file" / "traces", "--metrics-file",
-           tmp_path / "metrics"])
-    assert "warning: the trace cannot be written to" in capsys.readouterr().err
-    assert len(lines(tmp_path / "metrics")) >= 5
-
-
-def test_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
+def test_a_folder_or_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(profile, "export_chrome_trace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "t", "--metrics-file", tmp_path / "metrics"])
-    assert "(OSError: [Errno 28] No space left on device); training goes on without it" in capsys.readouterr().err
-    assert [*(tmp_path / "t").iterdir()] == [] and len(lines(tmp_path / "metrics")) >= 5
+    (tmp_path / "file").write_text("")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for folder, words in (("file/traces", "warning: the trace cannot be written to"),
+                          ("t", "(OSError: [Errno 28] No space left on device); training goes on without it")):
+        with patch.object(profile, "export_chrome_trace", side_effect=full):
+            train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / folder, "--metrics-file",
+                   tmp_path / f"metrics-{folder[0]}"])
+        assert words in capsys.readouterr().err and len(lines(tmp_path / f"metrics-{folder[0]}")) >= 5
+    assert [*(tmp_path / "t").iterdir()] == []

@@ -19,8 +19,8 @@ from megatron.train.build import model as build_model
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import batches, train
-from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.offload.test_equal import batches, train
+from tests.megatron.zero.offload.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
 from tests.megatron.zero.test_call_orders import Model
 

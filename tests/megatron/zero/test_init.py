@@ -17,7 +17,7 @@ from megatron.model import GPT2
 from megatron.zero.deferred_init import LazyInitParam
 from megatron.zero.partitioned_param import Placeholder, param_owner
 from tests.distributed import RankError, run_ranks
-from tests.megatron.zero.homes.swap_files import open_swap_files
+from tests.megatron.zero.offload.swap_files import open_swap_files
 from tests.megatron.zero.kept import master
 
 WIDTH = 16

@@ -1,0 +1,89 @@
+"""Bytes on the way to the drive and back in a step: those of the formula, none twice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.nvme import NvmeStorage
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.offload.test_equal import PRECISIONS, batches, everywhere, train
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
+
+NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}
+"""Neither a block from its forward to its backward (but the last one), nor a part in the three buffers until it is read
+again: a block has four on each of two ranks."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers on this rank: of all buckets, of the blocks whose weights come and go, the last one and the root."""
+
+    everything: int
+    blocks: int
+    last: int
+    root: int
+
+
+def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[dict[str, dict[str, float]], Sizes]:
+    """Bytes of one step by home. It is not a step at which weights at work are compared with masters (1, 2, 4, ...)."""
+    config = configure_gpt2(**{**cell, **everywhere(folder, cell["zero_stage"]), **NOTHING_STAYS})
+    engine = gpt2_engine(config, groups.build(1))
+    rows = batches(3)
+    train(engine, rows[:2])
+    before = told(engine)
+    train(engine, rows[2:])
+    after = told(engine)
+    seen = {home: {name: after[home][name] - before[home][name] for name in after[home]} for home in after}
+    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded}
+    root, last = come_and_go.get("root", 0), come_and_go.get("blocks.1", 0)
+    everything = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+    sizes = Sizes(everything, sum(come_and_go.values()) - root, last, root)
+    engine.detach()
+    return seen, sizes
+
+
+def told(engine: ZeroEngine) -> dict[str, dict[str, float]]:
+    engine.engine_storage.wait_for_writes()
+    return {name: asdict(home.stats)
+            for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)}
+
+
+@pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
+def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: int, of_weights: int) -> None:
+    """Where a buffer for weights is smaller: a step writes whole parts, and reads nothing of them. A block has ten
+    grains on one rank."""
+    cell = {"zero_stage": 3, "bf16": True, "hidden_size": 40, "batch_size": 2, "stage3_max_reuse_distance": 0,
+            **everywhere(tmp_path, 3), "sub_group_size": of_step * CHUNK_ALIGNMENT, "offload_optimizer_buffer_count": 9,
+            "offload_param_buffer_size": of_weights * CHUNK_ALIGNMENT, "offload_param_buffer_count": 1}
+    engine = gpt2_engine(configure_gpt2(**cell), groups.build(1))
+    rows = batches(2)
+    train(engine, rows[:1])
+    engine.backward(gpt2_loss(engine, rows[1]).mean())
+    before = told(engine)["params"]
+    engine.step(2e-3)
+    after = told(engine)["params"]
+    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded)
+    engine.detach()
+    assert [after[name] - before[name] for name in ("read_bytes", "written_bytes")] == [0, everything]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_moves_each_byte_once(tmp_path: Path, stage: int, precision: str, accumulation: int) -> None:
+    cell = {"zero_stage": stage, **PRECISIONS[precision], "batch_size": 2 // accumulation, "global_batch_size": 4}
+    width = 4 if precision == "fp32" else 2
+    for seen, sizes in run_ranks(counted, 2, tmp_path, cell):
+        state = seen["optimizer"]
+        assert (state["read_bytes"], state["written_bytes"]) == (12 * sizes.everything, 12 * sizes.everything)
+        if stage == 3:  # blocks come for the forward and for the backward; the last one, and the root, stay in between
+            weights = seen["params"]
+            assert weights["read_bytes"] == width * accumulation * (2 * sizes.blocks - sizes.last + sizes.root)
+            assert weights["written_bytes"] == width * (sizes.blocks + sizes.root)

@@ -1,0 +1,147 @@
+"""Wherever the optimizer's state lives, training is the same, bit for bit: losses, norms, weights and states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.kept import kept, work
+from tests.megatron.zero.offload.swap_files import open_swap_files
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
+
+STEPS, ROWS, LENGTH, VOCABULARY = 20, 4, 8, 61
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {}, "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 2.0 ** 24, "loss_scale_window": 5}}  # overflows, shrinks and grows
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {}, {"offload_optimizer_pipeline_read": False}, {"offload_optimizer_pipeline_write": False},
+    {"aio_block_size": 4096, "aio_intra_op_parallelism": 2})
+
+
+def on_nvme(kind: str, folder: Path) -> dict[str, Any]:
+    return {f"offload_{kind}_device": "nvme", f"offload_{kind}_nvme_path": str(folder)}
+
+
+def everywhere(folder: Path, stage: int) -> dict[str, Any]:
+    """All that can be on NVMe, in parts of some thousand numbers: a block has 12,672."""
+    few = {"sub_group_size": 3072, "offload_optimizer_buffer_count": 12}
+    optimizer = {**on_nvme("optimizer", folder), **few}
+    return {**optimizer, **on_params(folder, 5000)} if stage == 3 else optimizer
+
+
+def on_params(folder: Path, size: int) -> dict[str, Any]:
+    """Weights on NVMe, three buffers of this many numbers in front of them."""
+    return {**on_nvme("param", folder), "offload_param_max_in_cpu": 0, "offload_param_buffer_count": 3,
+            "offload_param_buffer_size": size}
+
+
+def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
+    """Those to compare in a cell."""
+    found = {"cpu": {"offload_optimizer_device": "cpu"}, "nvme": {**everywhere(folder, stage), **WAYS[number % 4]},
+             "nvme, a share": {**everywhere(folder, stage), "offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}}
+    if stage == 3:
+        found |= {"params": on_params(folder, 3000 * (number % 4 + 1)), "both on cpu": {
+            "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}}
+    return found
+
+
+def cells(world: int) -> Iterator[dict[str, Any]]:
+    """Stage x precision, and among them every tensor parallel size, accumulation and recomputation."""
+    for number, (stage, precision) in enumerate(product((1, 2, 3), PRECISIONS)):
+        tp, accumulation = 1 + number % 2 * (world - 1), 1 + number % 3 % 2
+        yield {"zero_stage": stage, **PRECISIONS[precision], "model_parallel_size": tp,
+               "checkpoint_activations": number % 2 == 1, "batch_size": ROWS // (world // tp) // accumulation,
+               "global_batch_size": ROWS}
+
+
+def batches(steps: int) -> Tensor:
+    return torch.randint(VOCABULARY, (steps, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+
+
+def train(engine: ZeroEngine, rows: Tensor) -> list[float]:
+    """Loss and norm of every step."""
+    seen = []
+    dp = engine.groups.dp
+    for batch in rows:
+        mine = batch.chunk(dp.size)[dp.rank]
+        for part in mine.chunk(engine.accumulation_steps):
+            loss = gpt2_loss(engine, part).mean()
+            seen.append(engine.backward(loss).item())
+            report = engine.step(2e-3)
+        assert report is not None
+        seen.append(report.grad_norm)
+    return seen
+
+
+def outcome(engine: ZeroEngine, rows: Tensor) -> list[Any]:
+    losses = train(engine, rows)
+    numbers = [kept(bucket, kind) for bucket in engine.buckets for kind in bucket.master_state.kinds]
+    return [losses, engine.counters.skipped_steps, numbers, [work(bucket) for bucket in engine.buckets]]
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other or one != one and other != other
+
+
+def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
+    """Cells in which a home changed something."""
+    found = []
+    for number, cell in [*enumerate(cells(world))][numbers]:
+        grid, rows = groups.build(cell["model_parallel_size"]), batches(STEPS)
+        expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
+        assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
+        for name, home in homes(folder, cell["zero_stage"], number).items():
+            engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
+            assert isinstance(engine.engine_storage.optimizer, NvmeStorage) == name.startswith("nvme")
+            assert len({bucket.storage for bucket in engine.buckets}) == 1 + ("share" in name)
+            if not alike(outcome(engine, rows), expected):
+                found.append(f"{name}: {cell}")
+            engine.detach()
+    return found
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_home_changes_no_bit(tmp_path: Path, world: int) -> None:
+    """Each stage and each precision once."""
+    check(tmp_path, world, slice(0, None, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_home_changes_a_bit_in_any_cell(tmp_path: Path, world: int) -> None:
+    check(tmp_path, world, slice(None))
+
+
+def check(folder: Path, world: int, numbers: slice) -> None:
+    assert run_ranks(differences, world, folder, numbers, timeout=600) == [[]] * world
+    assert not open_swap_files(folder), "something was left behind"
+
+
+def test_one_part_that_is_not_written_back_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    store, calls = NvmeShard.start_write, count()
+
+    def store_most(shelf: NvmeShard, *args: Any) -> None:
+        if next(calls) != 100:
+            store(shelf, *args)
+
+    monkeypatch.setattr(NvmeShard, "start_write", store_most)
+    cell, rows, home = next(cells(1)), batches(STEPS), homes(tmp_path, 1, 0)["nvme"]
+    plain, marred = (outcome(gpt2_engine(configure_gpt2(**cell, **more), groups.build(1)), rows) for more in ({}, home))
+    assert next(calls) > 120 and not alike(plain, marred)

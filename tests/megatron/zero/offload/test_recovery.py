@@ -1,0 +1,233 @@
+"""After a fault that passes: what was lost is not used, a load makes it whole, and a dropped engine is gone."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron import zero
+from megatron.errors import ConfigError, StorageError
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.api.engine import Engine
+from megatron.zero.offload.direct_io import DirectIoFile
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
+from megatron.zero.partitioned_param import Placeholder, param_owner
+from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+from mpu import groups
+from tests.megatron.zero.offload.swap_files import open_swap_files
+from tests.megatron.zero.offload.test_equal import alike, batches, outcome, train
+from tests.megatron.zero.offload.test_use import built, configured
+from tests.megatron.zero.run import gpt2_loss
+from tests.megatron.zero.test_interrupted import Line, at_lines, interrupted
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Put a number in, and that write from now on, and all that follow, find the drive full; -1: there is room."""
+    write, left = DirectIoFile.write, [-1]
+
+    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
+        left[0] -= left[0] > 0
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, data, at)
+
+    monkeypatch.setattr(DirectIoFile, "write", fail)
+    yield left
+
+
+def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list[object]:
+    """In another engine."""
+    engine = built(configured(folder, **cell))
+    engine.load_checkpoint(saved)
+    found = outcome(engine.core, rows)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path: Path, full: list[int],
+                                                                        bf16: bool) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(5)
+    engine = built(configured(tmp_path / "drive", bf16=bf16))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:], bf16=bf16)
+    for number in (1, 4, 20):
+        full[0] = number
+        with pytest.raises((StorageError, ConfigError)):
+            for _ in range(9):
+                train(engine.core, rows[:1])
+        full[0] = -1
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.core.engine_storage.wait_for_writes()
+        assert alike(outcome(engine.core, rows[2:]), expected)
+    engine.destroy()
+
+
+def test_a_load_that_fails_is_made_again(tmp_path: Path, full: list[int]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engine = built(configured(tmp_path / "drive"))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
+    full[0] = 3
+    with pytest.raises(StorageError):
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.core.engine_storage.wait_for_writes()
+    with pytest.raises((StorageError, ConfigError)):
+        train(engine.core, rows[:1])
+    full[0] = -1
+    engine.load_checkpoint(tmp_path / "saved")
+    assert alike(outcome(engine.core, rows[2:]), expected)
+    engine.destroy()
+
+
+def test_a_load_of_weights_alone_reads_nothing_that_it_replaces(tmp_path: Path, full: list[int]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engines = [built(configured(tmp_path / "drive")) for _ in range(2)]
+    train(engines[0].core, rows[:2])
+    engines[0].save_checkpoint(tmp_path / "saved")
+    full[0] = 1
+    with pytest.raises(StorageError):
+        train(engines[0].core, rows[:2])
+    full[0] = -1
+    ends = []
+    for engine in engines:
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        ends.append(outcome(engine.core, rows[2:])[:2])
+        engine.destroy()
+    assert alike(*ends)
+
+
+def edit(engine: Engine) -> None:
+    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        for parameter in engine.module.parameters():
+            parameter.add_(1)
+
+
+def put(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        safe_set_full_fp32_param(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)))
+
+
+def put_moments(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        safe_set_full_optimizer_state(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)), "exp_avg")
+
+
+def load(engine: Engine) -> None:
+    engine.load_module_state_dict({name: torch.ones(zero.partitioned_param.full_shape(parameter))
+                                   for name, parameter in engine.module.named_parameters()}, strict=False)
+
+
+@pytest.mark.parametrize("change", [edit, put, put_moments, load])
+def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     change: Callable[[Engine], None]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engine = built(configured(tmp_path / "drive"))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
+    read, broken, left = DirectIoFile.read, [], [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectIoFile, "read", lambda *arguments: left.__setitem__(0, left[0] + 1) or read(*arguments))
+        change(engine)
+    engine.load_checkpoint(tmp_path / "saved")
+    for number in (2, left[0] // 2, left[0]):
+        left[0] = number
+
+        def fail(file: DirectIoFile, into: memoryview, at: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            read(file, into, at)
+
+        with monkeypatch.context() as patch, pytest.raises(StorageError):
+            patch.setattr(DirectIoFile, "read", fail)
+            change(engine)
+        broken.append(engine.core.state.unfinished_change)
+        if broken[-1] is not None:  # otherwise nothing had been written of what is changed at a time
+            for go_on in (lambda: train(engine.core, rows[:1]), lambda: engine.save_checkpoint(tmp_path / "bad")):
+                with pytest.raises(ConfigError, match="ended half way.*load"):
+                    go_on()
+        engine.load_checkpoint(tmp_path / "saved")
+        assert alike(outcome(engine.core, rows[2:]), expected)
+    assert any(broken)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               number: int) -> None:
+    """Also while the error is alive; its model is not taken for one that has values."""
+    config, left = configured(tmp_path), [number]
+    grid = groups.build(1)
+    model = build_model(config, grid)
+
+    def fail(*arguments: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        try:
+            build_engine(config, model, grid, torch.device("cpu"))
+        except StorageError as error:
+            assert "cannot make a file" in str(error) or "cannot write there" in str(error)
+            assert not open_swap_files(tmp_path)
+        else:
+            raise AssertionError("the drive was full")
+    gc.collect()
+    if any(isinstance(parameter, Placeholder) and param_owner(parameter) is None for parameter in model.parameters()):
+        with pytest.raises(ConfigError, match="engine could not be built.*build the model again"):
+            build_engine(config, model, grid, torch.device("cpu"))
+    built(config).destroy()
+    assert not open_swap_files(tmp_path)
+
+
+def test_ctrl_c_in_an_evaluation_that_reads_from_a_drive_harms_nothing(tmp_path: Path) -> None:
+    """At any line of what has parts come: a read that nobody knows of must not end in the numbers of another part."""
+    rows = batches(4)
+    here, engine = built(configured(None)), built(configured(tmp_path, stage3_param_persistence_threshold=0))
+    for one in (here, engine):
+        train(one.core, rows[:2])
+    expected = evaluated(here, rows[2])
+    functions = (NvmeShard.open.__wrapped__, NvmeShard.start_read, NvmeStorage.staging_buffers.__wrapped__,
+                 NvmeStorage._acquire_buffers, NvmeStorage._release_buffers)
+    lines: dict[Line, int] = {}
+    with at_lines(functions, lambda line: lines.update({line: lines.get(line, 0) + 1})):
+        assert evaluated(engine, rows[2]) == expected
+    assert len(lines) > 15
+    read = DirectIoFile.read
+
+    def late(file: DirectIoFile, data: memoryview, at: int) -> None:
+        time.sleep(0.003)
+        read(file, data, at)
+
+    with patch.object(DirectIoFile, "read", late):
+        for line, times in lines.items():
+            for which in {1, times // 2 + 1, times}:
+                with interrupted(functions, line, which):
+                    evaluated(engine, rows[2])
+                assert evaluated(engine, rows[2]) == expected, (line, which)
+    assert alike(outcome(engine.core, rows[3:]), outcome(here.core, rows[3:]))
+    engine.destroy()
+
+
+def evaluated(engine: Engine, batch: torch.Tensor) -> float:
+    with torch.no_grad():
+        return gpt2_loss(engine.core, batch).mean().item()

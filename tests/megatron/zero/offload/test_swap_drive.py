@@ -1,0 +1,476 @@
+"""Swap files: a tile that is read holds what was last written, or the read raises; files have no names, and their space
+is free again when they are closed or their process has ended. A drive is probed for space and speed before the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import host_memory
+from megatron.config.tree import Config
+from megatron.errors import ConfigError, StorageError, format_bytes
+from megatron.optim.adam import AdamW
+from megatron.zero.api.offload_plan import check_host_memory, open_drives, probe_drives
+from megatron.zero.offload import swap_drive
+from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes
+from megatron.zero.offload.swap_drive import AioSettings, AsyncSwapFile, SwapDrive, measure_rates, probe_drive
+from tests.megatron.zero.offload.swap_files import content_of, open_swap_files
+from tests.megatron.zero.offload.test_equal import everywhere
+from tests.megatron.zero.run import configure_gpt2
+
+FLAG = "--offload-optimizer-nvme-path"
+SIZES = (5 * PAGE_SIZE, 1, PAGE_SIZE, 3 * PAGE_SIZE + 17, 0, 40 * PAGE_SIZE - 3, PAGE_SIZE - 1)
+SMALL = AioSettings(block_size=PAGE_SIZE, queue_depth=2)
+"""Two pages a system call: even small tiles have several blocks."""
+SETTINGS = (SMALL, AioSettings(), AioSettings(block_size=PAGE_SIZE, queue_depth=4, intra_op_parallelism=4),
+            AioSettings(block_size=1000, queue_depth=9, single_submit=True, overlap_events=False))
+MakeFile = Callable[..., AsyncSwapFile]
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Iterator[MakeFile]:
+    """Makes a file, by default of SIZES in small blocks, on a drive of its own."""
+    drives: list[SwapDrive] = []
+
+    def make(settings: AioSettings = SMALL, sizes: Sequence[int] = SIZES) -> AsyncSwapFile:
+        drives.append(SwapDrive(tmp_path, flag=FLAG, aio=settings))
+        return AsyncSwapFile(drives[-1], "state", sizes)
+
+    yield make
+    for drive in drives:
+        drive.close()
+
+
+def fail_with(number: int) -> Callable[..., Any]:
+    def fail(*args: Any, **named: Any) -> None:
+        raise OSError(number, os.strerror(number))
+    return fail
+
+
+def random_bytes(size: int, seed: int) -> Tensor:
+    buffer = page_aligned_bytes(size, pinned=False)
+    buffer.numpy()[:] = list(random.Random(seed).randbytes(size))
+    return buffer
+
+
+def content(file: AsyncSwapFile, tile: int, size: int) -> bytes:
+    into = page_aligned_bytes(size, pinned=False)
+    file.read(tile, into).wait()
+    return bytes(into.numpy().data)
+
+
+def write_and_check(file: AsyncSwapFile, tile: int, seed: int = 7) -> None:
+    source = random_bytes(SIZES[tile], seed)
+    file.write(tile, source).wait()
+    assert content(file, tile, SIZES[tile]) == bytes(source.numpy().data)
+
+
+def delayed(call: Callable[..., int], gate: threading.Event,
+            entered: threading.Event | None = None) -> Callable[..., int]:
+    """The system call, made once the gate is open."""
+    def wait(*args: Any) -> int:
+        if entered:
+            entered.set()
+        assert gate.wait(20)
+        return call(*args)
+    return wait
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_requests_in_any_order_read_what_was_written_last(make_file: MakeFile, settings: AioSettings) -> None:
+    """From larger buffers as well, and from memory that does not begin at a page."""
+    draw, file = random.Random(3), make_file(settings)
+    held: dict[int, Tensor] = {}
+    expected = []
+    for number in range(200):
+        tile, shift = draw.randrange(len(SIZES)), draw.choice((0, 0, 7))
+        if tile not in held or draw.random() < 0.5:
+            held[tile] = random_bytes(SIZES[tile] + shift + draw.choice((0, 300)), number)[shift:]
+            file.write(tile, held[tile])
+        else:
+            into = page_aligned_bytes(SIZES[tile] + shift, pinned=False)[shift:]
+            expected.append((file.read(tile, into), into, held[tile][:SIZES[tile]]))
+    assert len(expected) > 70
+    for pending, into, source in expected:
+        pending.wait()
+        assert torch.equal(into, source)
+    file.wait_for_requests()
+
+
+@pytest.mark.parametrize("slow, first", [("pwritev", "write"), ("preadv", "read")])
+def test_requests_for_one_tile_wait_for_the_ones_before(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
+                                                        slow: str, first: str) -> None:
+    file = make_file()
+    old, new, into = random_bytes(SIZES[0], 1), random_bytes(SIZES[0], 2), page_aligned_bytes(SIZES[0], pinned=False)
+    file.write(0, old).wait()
+    gate = threading.Event()
+    monkeypatch.setattr(os, slow, delayed(getattr(os, slow), gate))
+    asks = [lambda: file.write(0, new), lambda: file.read(0, into)]
+    earlier, later = [ask() for ask in (asks if first == "write" else asks[::-1])]
+    assert not later.is_done()
+    gate.set()
+    later.wait()
+    assert earlier.is_done() and torch.equal(into, new if first == "write" else old)
+
+
+def test_a_system_call_carries_the_blocks_of_the_queue(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: lengths.append(sum(map(len, args[1]))) or pwritev(*args))
+    for single in (False, True):
+        settings = AioSettings(block_size=PAGE_SIZE, queue_depth=4, single_submit=single)
+        make_file(settings, [8 * PAGE_SIZE]).write(0, random_bytes(8 * PAGE_SIZE, 0)).wait()
+    assert lengths == [4 * PAGE_SIZE] * 2 + [PAGE_SIZE] * 8
+
+
+@pytest.mark.parametrize(("parallelism", "overlap"), [(1, True), (3, True), (1, False), (3, False)])
+def test_no_more_system_calls_at_a_time_than_the_setting_says(
+        make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, parallelism: int, overlap: bool) -> None:
+    running, most, lock, met = 0, 0, threading.Lock(), threading.Barrier(parallelism)
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        met.wait(20)  # that many do come together,
+        threading.Event().wait(0.01)  # and one more would have the time
+        with lock:
+            running -= 1
+        return preadv(*args)
+
+    file = make_file(AioSettings(block_size=PAGE_SIZE, queue_depth=1, intra_op_parallelism=parallelism,
+                                 overlap_events=overlap), [12 * PAGE_SIZE])
+    file.write(0, random_bytes(12 * PAGE_SIZE, 0)).wait()
+    monkeypatch.setattr(os, "preadv", counted)
+    content(file, 0, 12 * PAGE_SIZE)
+    assert most == parallelism
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, remedy", [
+    (errno.ENOSPC, ", .* free; free space"), (errno.EIO, "; check the drive"), (errno.EDQUOT, ", .* free; free space")])
+def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(
+        make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+    file = make_file()
+    write_and_check(file, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail_with(number))
+        write = file.write(0, random_bytes(SIZES[0], 1))
+        read = file.read(0, page_aligned_bytes(SIZES[0], pinned=False))
+        said = (f"{file.description}: cannot write tile 0 of {format_bytes(SIZES[0])}: {os.strerror(number)}{remedy}, "
+                f"or choose .*{FLAG}")
+        for report in (read.wait, write.wait, file.wait_for_requests, file.raise_if_lost):
+            with pytest.raises(StorageError, match=said):
+                report()
+    write_and_check(file, 0, seed=2)
+    file.wait_for_requests()  # what was lost has been written again
+
+
+def test_bytes_that_were_not_written_are_not_read(make_file: MakeFile) -> None:
+    """A tile never written, a bit that changed, and a file cut short."""
+    file = make_file(AioSettings())
+    with pytest.raises(StorageError, match="tile 3 was read before it was written"):
+        content(file, 3, SIZES[3])
+    for tile, size in enumerate(SIZES):
+        file.write(tile, random_bytes(size, tile)).wait()
+    with open(content_of(file), "r+b") as raw:
+        raw.seek(7 * PAGE_SIZE + 9000)  # in tile 3
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 16]))
+    for tile, size in enumerate(SIZES):
+        if tile != 3:
+            content(file, tile, size)
+    with pytest.raises(StorageError, match=f"{file.description}: tile 3 is not what was written.*{FLAG}.*checkpoint"):
+        content(file, 3, SIZES[3])
+    os.truncate(content_of(file), 20 * PAGE_SIZE)
+    with pytest.raises(StorageError, match="cannot read tile 5 .*the file ends"):
+        content(file, 5, SIZES[5])
+
+
+def without_direct_io(path: Any, flags: int, *args: Any, **named: Any) -> int:
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return os_open(path, flags, *args, **named)
+
+
+os_open, pwritev, preadv = os.open, os.pwritev, os.preadv
+
+
+@pytest.mark.parametrize("patches", [
+    {"open": without_direct_io}, {"posix_fallocate": fail_with(errno.EOPNOTSUPP)},
+    {"pwritev": lambda fd, parts, at: pwritev(fd, [parts[0][:PAGE_SIZE + 300]], at),
+     "preadv": lambda fd, parts, at: preadv(fd, [parts[0][:700]], at)}],
+    ids=["no O_DIRECT", "no reservation", "short calls"])
+def test_a_file_system_that_can_do_less_keeps_tiles_as_well(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch,
+                                                            patches: dict[str, Any]) -> None:
+    for name, call in patches.items():
+        monkeypatch.setattr(os, name, call)
+    file = make_file()
+    for tile in range(len(SIZES)):
+        write_and_check(file, tile)
+
+
+def test_a_full_disk_is_known_when_the_file_is_made(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC))
+    with pytest.raises(StorageError, match=f"swap file state in .*: cannot make a file of 12 kB: .* free; .*{FLAG}"):
+        make_file(sizes=[PAGE_SIZE, 2 * PAGE_SIZE])
+
+
+def test_queued_requests_fail_when_the_file_is_closed(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_file()
+    gate, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "pwritev", delayed(os.pwritev, gate, entered))
+    _, *others = [file.write(tile, random_bytes(SIZES[tile], tile)) for tile in (0, 5, 3)]
+    assert entered.wait(20)
+    threading.Timer(0.05, gate.set).start()
+    file.close()
+    for pending in others:
+        with pytest.raises(StorageError, match="was closed before it could write tile"):
+            pending.wait()
+
+
+@pytest.mark.parametrize("close", [lambda file: file.close(), lambda file: file._drive.close()])
+def test_a_closed_file_is_gone_and_takes_no_request(make_file: MakeFile, tmp_path: Path,
+                                                    close: Callable[[AsyncSwapFile], None]) -> None:
+    file = make_file()
+    write_and_check(file, 0)
+    close(file)
+    assert open_swap_files(tmp_path) == []
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # under the numbers that are free now
+    close(file)
+    for other in others:
+        os.close(other)  # none was closed with it
+    for ask in (file.read, file.write):
+        with pytest.raises(StorageError, match=f"{file.description} was closed before it could {ask.__name__} tile 0"):
+            ask(0, page_aligned_bytes(SIZES[0], pinned=False))
+
+
+def test_a_file_that_is_dropped_during_a_write_is_gone_with_its_threads(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, entered, former = threading.Event(), threading.Event(), set(threading.enumerate())
+    monkeypatch.setattr(os, "pwritev", delayed(os.pwritev, gate, entered))
+    file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", SIZES)
+    file.write(0, random_bytes(SIZES[0], 0))
+    assert entered.wait(20)
+    del file  # its thread has it for a moment longer
+    gate.set()
+    for thread in set(threading.enumerate()) - former:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert open_swap_files(tmp_path) == []
+
+
+def test_an_interrupted_write_is_an_error_until_the_next_one(make_file: MakeFile,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_file()
+    submit, left = file._drive.writes.threads.submit, [3]
+
+    def interrupt(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return submit(*args)
+
+    write_and_check(file, 5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(file._drive.writes.threads, "submit", interrupt)
+        file.write(5, random_bytes(SIZES[5], 1))
+    with pytest.raises(StorageError, match="tile 5 was read before it was written"):
+        content(file, 5, SIZES[5])
+    write_and_check(file, 5, seed=2)
+
+
+ENDS = {
+    "pass": 0,
+    "raise RuntimeError('on purpose')": 1,
+    "sys.exit(3)": 3,
+    "child = os.fork()\n"
+    "if child == 0:\n"
+    "    try: file.read(0, buffer)\n"
+    "    except ConfigError: folder.close(); sys.exit(9)\n"
+    "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9\n"
+    "file.read(0, buffer).wait()\n"
+    "assert file.read(1, buffer).wait() is None": 0,
+}
+"""The last lines of a program, and its exit code. The last one forks, and its child may neither use what its parent has
+nor remove it."""
+
+PROGRAM = """
+import json, os, sys
+from megatron.errors import ConfigError
+from megatron.zero.offload.direct_io import page_aligned_bytes
+from megatron.zero.offload.swap_drive import AsyncSwapFile, SwapDrive
+children = []
+for rank, end in enumerate(json.loads(sys.argv[2])):
+    children.append(os.fork())
+    if children[-1] == 0:
+        folder = SwapDrive(sys.argv[1], flag="--f")
+        file = AsyncSwapFile(folder, "state", [8 << 20] * 4)
+        buffer = page_aligned_bytes(8 << 20, pinned=False)
+        for tile in range(4):
+            file.write(tile, buffer)
+            file.read(tile, page_aligned_bytes(8 << 20, pinned=False))
+        exec(end)
+        break
+else:
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def test_a_process_that_ends_with_pending_requests_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), json.dumps(list(ENDS))],
+                          timeout=100, capture_output=True, text=True)
+    assert json.loads(done.stdout) == list(ENDS.values()), done.stderr
+    assert done.stderr.count("Traceback") == 1 and "Fatal" not in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+def test_a_file_has_no_name_and_no_other_user_reads_it(
+        has_tmpfile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_tmpfile(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return os_open(path, flags, *more, **named)
+
+    if not has_tmpfile:  # as on NFS
+        monkeypatch.setattr(os, "open", without_tmpfile)
+    file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", [PAGE_SIZE])
+    status = os.fstat(file.file.descriptor)
+    assert status.st_mode & 0o777 == 0o600 and status.st_nlink == 0 and len(open_swap_files(tmp_path)) == 1
+    file.close()
+    assert open_swap_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("number, remedy", [
+    (errno.EACCES, "Permission denied; make it writable, or"), (errno.EROFS, "Read-only file system; make it writable"),
+    (errno.ENOSPC, "No space left on device, .* free; free space, or"), (errno.EIO, "Input/output error; check"),
+    (errno.EDQUOT, "Disk quota exceeded, .* free; free space, or"), (errno.EPERM, "its file system takes no new")])
+def test_a_folder_that_cannot_be_written_is_named_with_its_flag(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+    monkeypatch.setattr(os, "open", fail_with(number))  # root may write anywhere
+    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write there: {remedy}"):
+        SwapDrive(tmp_path, flag=FLAG)
+
+
+@pytest.mark.parametrize("path, error, said", [
+    ("nowhere", ConfigError, "there is no such folder"), ("file", ConfigError, "expected a folder, found a file"),
+    ("/proc", StorageError, "cannot write there: its file system takes no new files; choose a folder on a drive")])
+def test_a_path_that_is_no_folder_of_a_drive_is_refused(tmp_path: Path, path: str, error: type[Exception],
+                                                        said: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(error, match=f"{FLAG} {tmp_path / path}: {said}"):
+        SwapDrive(tmp_path / path, flag=FLAG)
+
+
+# ---- the probe ------------------------------------------------------------------------------------------------------
+
+
+def set_free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(swap_drive.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(free))
+
+
+def probe(path: Path, stored: int = 8 << 20) -> str:
+    return probe_drive(SwapDrive(path, flag=FLAG), "weights", stored, 31_000_000_000, 19_000_000_000)
+
+
+@pytest.fixture
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_drive, "PROBE_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(swap_drive, "MAX_PROBE_BYTES", 4 << 20)
+
+
+def test_a_line_tells_space_rates_and_the_cost_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free_space(monkeypatch, 512_300_000_000)
+    monkeypatch.setattr(swap_drive, "measure_rates", lambda path, size: (3.1e9, 1.9e9))
+    line = "512 GB free, needs 38 GB; reads 3.1 GB/s, writes 1.9 GB/s: about 20 s of a step"
+    assert probe(tmp_path, 38_000_000_000) == f" nvme {tmp_path} for weights: {line}"
+    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: 512 GB free, but this run needs 600 GB there; "):
+        probe(tmp_path, 600 * 10**9)
+
+
+@pytest.mark.usefixtures("small_probe")
+def test_the_probe_writes_and_reads_no_more_than_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets: dict[str, list[int]] = {"pwritev": [], "preadv": []}
+    for name, call in (("pwritev", pwritev), ("preadv", preadv)):
+        monkeypatch.setattr(os, name, lambda fd, parts, at, name=name, call=call: (
+            offsets[name].append(at), call(fd, parts, at))[1])
+    assert min(measure_rates(tmp_path, 4 << 20)) > 1e6
+    assert offsets == {"pwritev": [0, 1 << 20, 2 << 20, 3 << 20], "preadv": [0, 1 << 20, 2 << 20, 3 << 20]}
+    offsets["pwritev"].clear()
+    set_free_space(monkeypatch, 40 * 8192)
+    probe(tmp_path, 8192)
+    assert offsets["pwritev"] == [0] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_probe")
+def test_a_slow_drive_is_measured_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 0.1, 0.2, 9.0, 10.0, 20.0, 29.0, 30.0))
+    monkeypatch.setattr(swap_drive.time, "perf_counter", lambda: next(clock))
+    assert measure_rates(tmp_path, 4 << 20) == ((1 << 20) / 10, 3 * (1 << 20) / 10)
+
+
+@pytest.mark.usefixtures("small_probe")
+@pytest.mark.parametrize("name", ["open", "pwritev", "fsync", "preadv"])
+def test_a_drive_that_fails_is_named_with_its_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(os, name, fail_with(errno.EIO))
+    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write .*: Input/output error; check"):
+        probe(tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+MODEL = nn.Linear(100, 100)
+
+
+def configured(folder: Path, **cell: Any) -> Config:
+    return configure_gpt2(**{"batch_size": 2, "zero_stage": 3, **everywhere(folder, 3), **cell})
+
+
+@pytest.mark.parametrize("cell, expected", [
+    ({}, " for optimizer state and weights: .* free, needs 162 kB; .* s of a step"),
+    ({"offload_optimizer_device": "none", "stage3_param_persistence_threshold": 101},
+     " for weights: .* free, needs 40 kB; .* s of a step"),
+    ({"stage3_param_persistence_threshold": 9**6}, " for optimizer state: .*, needs 121 kB.*"),
+    ({"offload_param_max_in_cpu": 10_100}, " for optimizer state: .* needs 121 kB; .*"),
+    ({"offload_optimizer_device": "none", "offload_param_max_in_cpu": 10_100}, ": nothing of this run will be there"),
+])
+def test_a_drive_is_described_by_what_it_will_keep(tmp_path: Path, cell: dict[str, Any], expected: str) -> None:
+    config = configured(tmp_path, **cell)
+    [line] = probe_drives(config, AdamW(), MODEL, 1, open_drives(config))
+    assert re.fullmatch(f" nvme {tmp_path}{expected}", line)
+
+
+def test_state_that_exceeds_the_memory_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,100 parameters at 4 bytes for each of three kinds of state, 4 for the gradient and 4 for the weight."""
+    config = configure_gpt2(batch_size=2, zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu")
+    for available in (None, 20 * 10_100):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+        check_host_memory(config, AdamW(), MODEL, 1)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 20 * 10_100 - 1)
+    monkeypatch.setattr(host_memory, "describe_owner", lambda otherwise: "this container or job")
+    with pytest.raises(ConfigError, match="--offload-optimizer-device cpu --offload-param-device cpu: the 1 ranks of "
+                                          "this node keep 0.0 GiB on the host, and this container or job has 0.0 GiB"):
+        check_host_memory(config, AdamW(), MODEL, 1)

@@ -1,0 +1,281 @@
+"""Beside an accelerator: nothing on the host meets what is on the device, and in passes and steps nobody waits for a
+copy but where that is the point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.tree import Config
+from megatron.optim.adam import AdamW
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero import utils
+from megatron.zero.api import offload_plan
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import GatheredParameters, Init
+from megatron.zero.api.initialize import initialize
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.direct_io import page_aligned_zeros
+from mpu import groups
+from mpu.grads import row_norms
+from mpu.groups import SOLO
+from tests.distributed import run_ranks
+from tests.megatron.zero.offload.test_ferry import homes
+from tests.megatron.zero.run import configure_gpt2
+from tests.two_sides import DEVICE, MixedSides, Sides, two_sides
+
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
+                                         "fp16": {"fp16": True, "initial_loss_scale": 1024.0}}
+RULES = ("adamw", "lamb", "lion", "nadam")
+
+REASONS = {
+    "megatron/zero/step_result.py:HostScalars.values: tolist":
+        "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
+    "megatron/zero/offload/storage.py:StoredShard.write: copy_ from device to host":
+        "updated on the device, and at work from a drive: its tiles are written from the host",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the device":
+        "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the host":
+        "Lamb's sums over ranks, by the wire of the device",
+}
+"""What may make somebody wait in a forward, a backward or a step."""
+
+
+def cases(folder: Path, world: int) -> Iterator[dict[str, Any]]:
+    """Settings: stage x precision x home, each with one of the rules; half of two ranks are tensor parallel."""
+    number = 0
+    for stage, precision in product((1, 2, 3), PRECISIONS):
+        for home in homes(folder, stage, number).values():
+            tp = 1 + number % 2 * (world - 1)
+            yield {"zero_stage": stage, **PRECISIONS[precision], **home, "optimizer": RULES[number % 4],
+                   "model_parallel_size": tp, "batch_size": 2, "vocab_size": 64,
+                   "global_batch_size": 2 * (world // tp) * (1 + number // 4 % 2),
+                   "checkpoint_activations": number % 3 == 1, "max_skipped_in_a_row": 3,
+                   "stage3_gather_16bit_weights_on_model_save": True}
+            number += 1
+
+
+def built(config: Config) -> Engine:
+    grid = groups.build(config.parallel.model_parallel_size)
+    engine = build_engine(config, build_model(config, grid), grid, DEVICE)
+    assert engine.device == DEVICE
+    return engine
+
+
+def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
+    """Of a step."""
+    for number, part in enumerate(rows.chunk(engine.core.accumulation_steps)):
+        if number:
+            engine.step()
+        engine.backward(engine(part[:, :-1], part[:, 1:], grad_scale=engine.core.backward_scale).mean())
+
+
+def step(engine: Engine, rows: Tensor) -> None:
+    up_to_the_last_backward(engine, rows)
+    engine.step()
+
+
+def life(engine: Engine, rows: Tensor, sides: Sides, folder: Path) -> list[str]:
+    """All that is done with an engine; returns what made somebody wait in passes and a step."""
+    step(engine, rows)
+    step(engine, rows)  # in these two the engine compares what it has with what it was (units.py)
+    with sides.watched() as waits:
+        step(engine, rows)
+    with torch.no_grad():
+        engine.eval()(rows[:1, :-1], rows[:1, 1:])
+        engine.train()
+    parameters = [*engine.module.parameters()]
+    up_to_the_last_backward(engine, rows)
+    for parameter in (parameters[0], parameters[-1]):
+        get_and_set(sides, parameter, engine.core.rule.states)
+    engine.step()
+    engine.save_checkpoint(folder)
+    with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+    step(engine, rows)
+    engine.load_checkpoint(folder)
+    if engine.groups.tp.is_solo:
+        engine.load_module_state_dict(engine.module_state_dict())
+    skipped(engine, rows, parameters[0])
+    engine.offload_states()
+    engine.reload_states()
+    engine.save_16bit_model(folder)
+    step(engine, rows)
+    engine.destroy()
+    return waits
+
+
+def get_and_set(sides: Sides, parameter: nn.Parameter, states: tuple[str, ...]) -> None:
+    """With each function of utils; values are taken from either side."""
+    things = [("grad", ()), ("fp32_param", ()), *(("optimizer_state", (state,)) for state in states)]
+    for of, (thing, key) in product(("full", "local"), things):
+        value = getattr(utils, f"safe_get_{of}_{thing}")(parameter, *key)
+        assert sides.of(value) == "device"
+        for given in (value, value.cpu()):
+            getattr(utils, f"safe_set_{of}_{thing}")(parameter, given, *key)
+
+
+def skipped(engine: Engine, rows: Tensor, parameter: nn.Parameter) -> None:
+    """A step that a gradient spoils."""
+    before = engine.skipped_steps
+    up_to_the_last_backward(engine, rows)
+    grad = utils.safe_get_full_grad(parameter)
+    assert grad is not None
+    utils.safe_set_full_grad(parameter, torch.full_like(grad, float("inf")))
+    engine.step()
+    assert engine.skipped_steps == before + 1
+
+
+def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
+    """What is wrong with them."""
+    found = []
+    for case in [*cases(folder / "drive", world)][number]:
+        try:
+            with two_sides() as sides:
+                engine = built(configure_gpt2(**case))
+                rows = torch.randint(64, (2 * engine.core.accumulation_steps, 9), device=DEVICE)
+                waits = {*life(engine, rows, sides, folder / "saved")} - REASONS.keys()
+            found += [f"{case}: {wait}" for wait in sorted(waits)]
+        except Exception as error:
+            found.append(f"{case}: {type(error).__name__}: {error}")
+    return found
+
+
+def check(folder: Path, world: int, number: slice) -> None:
+    (folder / "drive").mkdir()
+    assert run_ranks(lives, world, folder, number, timeout=900) == [[]] * world
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("world, number", [(1, slice(0, None, 5)), (2, slice(5, None, 13))])
+def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: slice) -> None:
+    check(tmp_path, world, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
+    check(tmp_path, world, slice(None))
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_plan, "TRIAL_SECONDS", 0.0)
+    with two_sides() as sides, sides.watched() as waits:
+        ferry = offload_plan.create_copy_streams(DEVICE)
+        assert ferry is not None
+        offload_plan.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
+    assert waits == []
+
+
+# -- before there is an engine -------------------------------------------------------------------------------------
+
+
+def built_inside_init(rank: int, world: int, folder: Path, place: str, device: torch.device) -> int:
+    home = {"device": place, "nvme_path": str(folder)}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
+              "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home}}
+    with two_sides():
+        with Init(remote_device=place, config_dict_or_path=config):
+            model = nn.Sequential(nn.Linear(8, 8, device=device), nn.GELU(), nn.Linear(8, 4, device=device))
+            model[0].weight.data.mul_(2.0)
+        with GatheredParameters(model.parameters()):
+            model[0].weight.sum()
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            model[0].weight.mul_(2.0)
+        engine = initialize(model=model, config=config, device=DEVICE)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)).float().mean())
+            engine.step()
+        engine.destroy()
+        return engine.global_steps
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, device: torch.device) -> None:
+    assert run_ranks(built_inside_init, 1, tmp_path, place, device) == [2]
+
+
+# -- the simulator sees -------------------------------------------------------------------------------------------
+
+
+def waits_of_a_hidden_copy(rank: int, world: int, folder: Path) -> list[str]:
+    def norms_of_what_went_down(descent: GradOffloader, out: Tensor) -> None:
+        out.copy_(row_norms(descent.sums))
+
+    with patch.object(GradOffloader, "row_norms", norms_of_what_went_down):
+        return lives(rank, world, folder, slice(0, 1))
+
+
+def test_a_hidden_copy_of_a_step_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (found,), = run_ranks(waits_of_a_hidden_copy, 1, tmp_path)
+    assert found.endswith("copy_ from host to device")
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    with two_sides() as found:
+        yield found
+
+
+def adam(on_host: int) -> None:
+    """Its kernel, with one of what it needs on the host, but for the weights themselves."""
+    where = [torch.device("cpu") if number == on_host else DEVICE for number in range(6)]
+    masters, grads, averages, squares = ([torch.ones(4, device=device)] for device in where[:4])
+    steps, scale = (torch.ones((), device=device) for device in where[4:])
+    torch._fused_adamw_(masters, grads, averages, squares, [], [steps], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0,
+                        eps=1e-8, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None)
+
+
+MIXED = {
+    "a sum": lambda here, there: here + there,
+    "a view, in place": lambda here, there: there.view(2, 2)[1, 1:].mul_(here[3:]),
+    "a number of the device": lambda here, there: there * here.sum(),
+    "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
+    "what the host allotted": lambda here, there: here + page_aligned_zeros(4, torch.float32, pinned=False),
+    "Adam's kernel": lambda here, there: adam(4),
+    "a copy of the other stream": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_device.copy(
+        there, here)}
+WAITS = {
+    "copy_": lambda here, there: here.copy_(there), "to": lambda here, there: there.to(DEVICE),
+    "item": lambda here, there: here[0].item(), "bool": lambda here, there: bool((here > 0).all()),
+    "tensor": lambda here, there: torch.tensor([1.0], device=DEVICE),
+    "many at once": lambda here, there: torch._foreach_copy_([here], [there]),
+    "a mask": lambda here, there: here[here > 0]}
+
+
+@pytest.mark.parametrize("how", MIXED)
+def test_what_mixes_is_an_error(sides: Sides, how: str) -> None:
+    with pytest.raises(MixedSides):
+        MIXED[how](torch.ones(4, device=DEVICE), torch.ones(4))
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
+    with sides.watched() as waits:
+        WAITS[how](torch.ones(4, device=DEVICE), torch.ones(4))
+    assert len(waits) == 1
+
+
+def test_what_a_gpu_allows_is_neither(sides: Sides) -> None:
+    here, there, streams = torch.ones(4, device=DEVICE), torch.ones(4), offload_plan.create_copy_streams(DEVICE)
+    assert streams is not None
+    with sides.watched() as waits:
+        adam(on_host=-1)
+        streams.to_device.copy(here, there)
+        streams.to_host.copy(there, here)
+        for result in (here * there.sum(), torch.zeros_like(here), torch.zeros(3, device=here.device), here[:2].sum()):
+            assert sides.of(result) == "device" and result.device == DEVICE
+        assert sides.of(there + 1) == "host"
+    assert waits == []
