@@ -191,6 +191,15 @@ def command_parser(module: str, description: str, examples: str = "", **more: An
                                 formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
 
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuse numbers below 1, or floats that are not above 0, among the options of these names."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            least = "1 or more" if isinstance(value, int) else "more than 0"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}: expected {least}")
+
+
 def _usage_lines() -> list[str]:
     """Usage and examples, as typed in a clone or for an installed package."""
     program = command_name("python pretrain_gpt2.py")

@@ -152,8 +152,6 @@ def parse_loose_json(text: str, name: str, problems: ErrorList) -> Any:
         found = repr(word[0][:30]) if word else f"the end of the {'line' if text[error.pos:] else 'file'}"
         raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {_EXPECTED.get(error.msg, error.msg)}, "
                           f"found {found}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError:  # Python refuses integers of more than 4300 digits, without a position
         raise ConfigError(f"{name} holds a number of too many digits") from None
 
@@ -417,15 +415,6 @@ def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bo
     return tuple(f" {ds_values.name}: {line}" for line in lines)
 
 
-def _value_in_effect(path: str, config: Config) -> str:
-    """The flag of a key and its value; "" if the key sets no field."""
-    row = DS_KEYS[path]
-    if not isinstance(row, JsonKey) or not row.field:
-        return ""
-    flat = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    return f"{flag_name(row.field)} {value_text(flat[row.field])}"
-
-
 def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -441,4 +430,8 @@ def _value_of_auto(path: str, config: Config, dp_size: int) -> str:
         return f"{config.warmup_steps} steps of {config.decay_iters}"
     if path == OPTIMIZER_PARAMS + FREEZE_STEP:
         return "found while the run goes on"
-    return _value_in_effect(path, config) or "the default"
+    row = DS_KEYS[path]
+    if not isinstance(row, JsonKey) or not row.field:
+        return "the default"
+    values = {name: value for section in config.as_dict().values() for name, value in section.items()}
+    return f"{flag_name(row.field)} {value_text(values[row.field])}"

@@ -19,7 +19,7 @@ from typing import Any
 from data.cli import StrictArgumentParser, normalize_flag_names
 from megatron import host_memory
 from megatron.config.cli import parse_args
-from megatron.config.cli_help import command_parser
+from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.tree import Config, flag_name, require
 from megatron.config.zero_config import unused_offload_settings
 from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, format_bytes,
@@ -69,11 +69,8 @@ def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Plan
     parser, argv = _parser(ranks), normalize_flag_names(argv)
     refuse_retired(argv, RETIRED)
     options, flags = parser.parse_known_args(argv)
-    for name in ("ranks", "ranks_per_node"):
-        count = getattr(options, name)
-        require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
+    require_positive(options, "ranks", "ranks_per_node", "tflops")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
-    require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
     config = parse_args(flags, options.ranks, other_options=parser.flag_names())
     config.check_world(options.ranks)
     if options.device is None:
@@ -126,7 +123,8 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
         rates = measured_rates(requested, on_node)
     elif options.time:
         rates = known_rates(options.time, requested.config)
-    machine = TargetMachine(options.card_gb, on_node, options.tflops, rates)
+    cards = {f"{card:g}": card * 2**30 * USABLE_FRACTION for card in options.card_gb}
+    machine = TargetMachine(cards, on_node, options.tflops, rates)
     report = build_report(requested, machine)
     if options.json:
         print(json.dumps(report, indent=1))
@@ -150,13 +148,10 @@ SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True)
 class TargetMachine:
-    cards: Sequence[float]  # memory of cards in GB (of 2**30 bytes)
+    cards: Mapping[str, float]  # GB of a card -> bytes of it that tensors may take
     ranks_per_node: int
     tflops: float | None = None  # TFLOP/s of a rank, as training reports it; None: unknown
     rates: MachineRates | None = None  # every row then has the time of a step
-
-    def usable_bytes(self) -> list[float]:
-        return [card * 2**30 * USABLE_FRACTION for card in self.cards]
 
 
 def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
@@ -168,15 +163,15 @@ def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any
             "rows": [_row_record(run, requested, machine) for run in rows],
             "left_out": [{"stage": stage, "offload": str(placement), "why": why}
                          for stage, placement, why in left_out],
-            "cheapest": {f"{card:g}": _choice_record(cheapest_fit(choices, capacity))
-                         for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)},
+            "cheapest": {card: _choice_record(cheapest_fit(choices, capacity))
+                         for card, capacity in machine.cards.items()},
             "smallest": _choice_record(min(choices, key=lambda choice: choice.device_bytes)),
             "time": _time_record(requested, machine.tflops), "config": requested.config.as_dict()}
 
 
 def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
     lasting, peak, traffic = persistent_memory(run), peak_memory(run), run.traffic()
-    largest = largest_micro_batches(run, machine.usable_bytes())
+    largest = largest_micro_batches(run, machine.cards.values())
     on_node = peak.total if run.device == "cpu" else run.offloaded_host_bytes
     return {"stage": run.config.zero.zero_stage, "offload": str(run.placement), "chosen": run == requested,
             "lasting": {"parameters": lasting.parameters, "gradients": lasting.gradients,
@@ -187,8 +182,8 @@ def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) 
             **({} if machine.rates is None else {"step": step_time(run, machine.rates).as_dict()}),
             "sent_gradients": traffic.gradients,
             "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices,
-            "cards": {f"{card:g}": {"fits": peak.total <= capacity, "largest_micro_batch": count}
-                      for card, capacity, count in zip(machine.cards, machine.usable_bytes(), largest, strict=True)}}
+            "cards": {card: {"fits": peak.total <= capacity, "largest_micro_batch": count}
+                      for (card, capacity), count in zip(machine.cards.items(), largest, strict=True)}}
 
 
 def _choice_record(choice: PlanChoice | None) -> dict[str, Any] | None:
@@ -222,9 +217,8 @@ def format_table(requested: PlannedRun, machine: TargetMachine, report: dict[str
     batch_size = requested.config.train.batch_size
     yield from ("", "largest --batch-size by GB of the card ("
                 f"{1 - USABLE_FRACTION:.0%} left for libraries; -: none; <: below {batch_size})")
-    cards = [f"{card:g}" for card in machine.cards]
     largest = [(row, [entry["largest_micro_batch"] for entry in row["cards"].values()]) for row in report["rows"]]
-    yield from align_columns([CARDS_HEAD + cards, *(
+    yield from align_columns([[*CARDS_HEAD, *machine.cards], *(
         [*row_label(row), *(f"{'<' * (count < batch_size)}{count}" if count else "-" for count in counts)]
         for row, counts in largest)], left=(0, 1))
     yield from ("", "cheapest way to fit each card")
@@ -232,7 +226,7 @@ def format_table(requested: PlannedRun, machine: TargetMachine, report: dict[str
                  f"{format_bytes(report['smallest']['device'])}")
     choices = report["cheapest"]
     yield from align_columns([[f"  {card} GB", choices[card]["flags"] if choices[card] else none_fits]
-                              for card in cards], left=(1,))
+                              for card in machine.cards], left=(1,))
 
 
 def unit_for(largest: int) -> tuple[int, str]:
@@ -349,8 +343,7 @@ def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iter
 
 def find_problems(requested: PlannedRun, machine: TargetMachine, host: int, nvme: int) -> Iterator[str]:
     """`host`, `nvme`: what a node needs."""
-    small = [f"{card:g}" for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)
-             if peak_memory(requested).total > capacity]
+    small = [card for card, capacity in machine.cards.items() if peak_memory(requested).total > capacity]
     if requested.device == "cuda" and small:
         suggestions = describe_suggestions(requested)
         yield f"a card of {', '.join(small)} GB is too small" + (f"; try {suggestions}" if suggestions else "")

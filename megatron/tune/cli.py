@@ -12,7 +12,7 @@ from pathlib import Path
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
-from megatron.config.cli_help import command_parser
+from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
@@ -189,10 +189,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
     refuse_retired(argv, {"--rates": "a search measures this machine itself, in about 10 s"})
     options, flags = parser.parse_known_args(argv)
     options.dry_run = is_dry_run(flags)
-    require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
-    for name in ("card_gb", "trial_seconds"):
-        value = getattr(options, name)
-        require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
+    require_positive(options, "ranks", "card_gb", "trial_seconds")
     options.device = options.device or ("cuda" if num_visible_gpus() else "cpu")
     config = parse_args(flags, options.ranks,
                         other_options=parser.flag_names())  # its micro-batch need not fit: others are tried

@@ -103,13 +103,12 @@ MAX_ERROR_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class TrialRunner:
-    """Runs trials. `trainer`: arguments of the launcher."""
+    """Runs trials."""
 
     folder: Path  # for the output of trials
     first_step: int  # the first measured step
     last_step: int
     time_limit: float | None = None  # seconds of a trial; None: see `TrialTimeout`
-    trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
@@ -121,7 +120,7 @@ class TrialRunner:
         metrics = place / "metrics.jsonl"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
                    "-m", "megatron.launch", "--nproc-per-node",
-                   str(run.ranks), *self.trainer, *config_to_flags(trial_config(run, metrics, self.last_step))]
+                   str(run.ranks), *TRAINER, *config_to_flags(trial_config(run, metrics, self.last_step))]
         timeout = TrialTimeout.for_run(run, predicted * self.last_step, self.time_limit)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:

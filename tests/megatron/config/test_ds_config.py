@@ -657,7 +657,7 @@ def test_comments_and_trailing_commas_are_accepted_outside_of_texts(text, value)
     ("", "f line 1 column 1: expected a value"),
     ("[,]", "f line 1 column 2"), ("{,}", "f line 1 column 2"), ("[1,,]", "f line 1 column 4"),
     ('{"a":,}', "f line 1 column 6"), ('{"a": 1 /* x }', "f line 1 column 9"),
-    ("[" * 100_000, "nested too deeply"), ("1" * 5000, "too many digits"),
+    ("1" * 5000, "too many digits"),
 ])
 def test_an_error_names_line_and_column_and_what_was_expected(text, told):
     with pytest.raises(ConfigError) as caught:

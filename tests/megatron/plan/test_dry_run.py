@@ -18,7 +18,7 @@ from megatron.plan import cli as plan
 from megatron.plan.alternatives import all_choices
 from megatron.plan.cli import KINDS, TargetMachine, describe_requirements
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.memory import peak_memory
+from megatron.plan.memory import USABLE_FRACTION, peak_memory
 
 BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]
 ON_HOST = ["--zero-stage", "2", "--offload-optimizer-device", "cpu"]
@@ -33,8 +33,9 @@ def planned(*argv: str) -> PlannedRun:
     return plan.parse(argv)[1]
 
 
-def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> list[str]:
-    return list(describe_requirements(planned(*argv), TargetMachine(cards, per_node)))
+def lines(*argv: str, cards: tuple[int, ...] = (32,), per_node: int = 1) -> list[str]:
+    usable = {str(card): card * 2**30 * USABLE_FRACTION for card in cards}
+    return list(describe_requirements(planned(*argv), TargetMachine(usable, per_node)))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "this machine; the run needs it"]
     Path(folder).mkdir()
     assert not [line for line in lines(*argv) if line.startswith("problem")]
-    (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
+    (card,) = [line for line in lines(*argv, cards=(4, 6, 80)) if line.startswith("problem")]
     assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**30))
     monkeypatch.setattr(host_memory, "total_bytes", lambda: 2**32)
@@ -110,7 +111,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_that_is_missing_is_named_by_the_key_that_names_it(tmp_path: Path, large_machine: None) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "offload_optimizer": {
         "device": "nvme", "nvme_path": str(tmp_path / "ds.json")}}}))
-    found = lines(*BIG, "--deepspeed-config", str(tmp_path / "ds.json"), cards=(200.0,))
+    found = lines(*BIG, "--deepspeed-config", str(tmp_path / "ds.json"), cards=(200,))
     assert [line for line in found if line.startswith("problem")] == [
         f"problem: zero_optimization.offload_optimizer.nvme_path {tmp_path}/ds.json: there is no such folder on this "
         "machine; the run needs it"]

@@ -36,47 +36,59 @@ FAKE = (str(ROOT / "tests/megatron/tune/fake_trainer.py"),)
 MODEL = [*TINY, *NO_DROPOUT, "--mock-data"]
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flags that keep everything in a folder of the test's; no machine is measured."""
-    monkeypatch.setattr(cli, "measured_rates", lambda run: RATES)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return ["--device", "cpu", "--autotuning-results-dir", str(tmp_path / "results"), "--autotuning-exps-dir",
-            str(tmp_path / "trials")]
-
-
-def faked(monkeypatch: pytest.MonkeyPatch, **ways: str) -> None:
-    """By ZeRO stage."""
-    monkeypatch.setattr(TrialRunner, "__init__", _with_trainer(TrialRunner.__init__))
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done", **{name[-1]: way for name, way in ways.items()}}))
-
-
-def _with_trainer(init):
-    return lambda self, *args, **kwargs: init(self, *args, **{**kwargs, "trainer": FAKE})
-
-
 def asked(*flags: str) -> PlannedRun:
     return cli.parse(["--device", "cpu", *MODEL, *flags])[1]
 
 
-def outcomes(place: list[str]) -> list[dict]:
-    file = Path(place[place.index("--autotuning-results-dir") + 1]) / TRIALS_FILE
-    return [json.loads(line) for line in file.read_text().splitlines()[1:]]
+class Tuner:
+    """Searches for two ranks that keep everything in a folder of the test's. No machine is measured, and the trainer
+    is a fake."""
 
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        patch.setattr(cli, "measured_rates", lambda run: RATES)
+        patch.setattr(trial, "TRAINER", FAKE)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        self.results, self._trials, self._patch, self._capsys = folder / "results", folder / "trials", patch, capsys
+        self.flags = ["--device", "cpu", "--ranks", "2", "--global-batch-size", "4", "--autotuning-results-dir",
+                      str(self.results), "--autotuning-exps-dir", str(self._trials), *MODEL]
+        self.fake()
 
-# ---- one trial ----------------------------------------------------------------------------------------------------
+    def fake(self, other: str = "done", **ways: str) -> None:
+        """What trials do, by ZeRO stage."""
+        self._patch.setenv("FAKE_TRAINER", json.dumps({"other": other, **{name[-1]: ways[name] for name in ways}}))
+
+    def takes(self, *seconds: float | None) -> None:
+        """The times of the trials to come; None: no memory."""
+        left = iter(seconds)
+
+        def run(*_: object) -> TrialResult:
+            taken = next(left)
+            return TrialResult("memory", words="no memory", code=5) if taken is None else TrialResult("done", taken)
+
+        self._patch.setattr(TrialRunner, "run", run)
+
+    def try_once(self, way: str, *flags: str, limit: float = 60.0) -> TrialResult:
+        self.fake(way)
+        return TrialRunner(self._trials, 3, 5, limit).run(1, asked(*flags), 0.1)
+
+    def search(self, flags: str = "") -> str:
+        """What it prints."""
+        assert cli.main([*self.flags, *flags.split()]) == 0
+        return self._capsys.readouterr().out
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.results / TRIALS_FILE).read_text().splitlines()[1:]]
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TrialResult]:
-    """Runs a trial; the trainer does what `way` says."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tuner:
+    return Tuner(tmp_path, monkeypatch, capsys)
 
-    def run(way: str, *flags: str, limit: float = 60.0) -> TrialResult:
-        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
-        return TrialRunner(tmp_path, 3, 5, limit, FAKE).run(1, asked(*flags), 0.1)
 
-    return run
+IN_ORDER = "--autotuning-tuner-early-stopping 0 --autotuning-tuner-type gridsearch --autotuning-tuner-num-trials"
+
+
+# ---- one trial ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way, ranks, state, words", [
@@ -85,20 +97,20 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tria
     ("silent", "1", "crash", "ended well without the times of steps 3 to 5"),
     ("hang", "2", "hang", "not over after 2 s"), ("done", "1", "done", ""), ("done", "2", "done", "")])
 def test_whatever_becomes_of_a_trial_is_a_result(
-        way: str, ranks: str, state: str, words: str, tried: Callable[..., TrialResult], tmp_path: Path) -> None:
+        way: str, ranks: str, state: str, words: str, tuner: Tuner, tmp_path: Path) -> None:
     begin = time.monotonic()
-    outcome = tried(way, "--ranks", ranks, limit=2.0 if way == "hang" else 60.0)
+    outcome = tuner.try_once(way, "--ranks", ranks, limit=2.0 if way == "hang" else 60.0)
     assert outcome.state == state and time.monotonic() - begin < 30
     assert outcome.seconds == (0.101 if state == "done" else None)
     assert words in outcome.words and not _processes(tmp_path)
 
 
-def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_start_that_takes_long_is_no_hang(
+        tuner: Tuner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows the first step has the short limit."""
     monkeypatch.setattr(trial, "EXTRA_SECONDS", 1.0)
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "slow", "2": "stuck", "3": "hang"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials, flags = TrialRunner(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
+    tuner.fake("slow", stage2="stuck", stage3="hang")
+    trials, flags = TrialRunner(tmp_path, 3, 5), ["--startup-timeout-seconds", "15"]
     assert trials.run(1, asked(*flags), 0.01).state == "done"
     stuck = trials.run(2, asked(*flags, "--zero-stage", "2"), 0.01)
     assert (stuck.state, stuck.words) == ("hang", "not over 2 s after its first step")
@@ -123,20 +135,18 @@ def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() ->
     ("OSError: [Errno 12] Cannot allocate memory", "memory"),
     ("allocator: retries a request that was out of memory\nAssertionError: a bug", "crash"),
     ("a MemoryError would be told\n[rank0]: RuntimeError: a bug", "crash")])
-def test_lack_of_memory_is_in_the_line_of_an_error(
-        said: str, state: str, tried: Callable[..., TrialResult]) -> None:
-    outcome = tried(f"says {said}")
+def test_lack_of_memory_is_in_the_line_of_an_error(said: str, state: str, tuner: Tuner) -> None:
+    outcome = tuner.try_once(f"says {said}")
     assert outcome == TrialResult(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
 
 
-def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
-        tried: Callable[..., TrialResult], tmp_path: Path) -> None:
+def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(tuner: Tuner, tmp_path: Path) -> None:
     for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
-    assert tried("done") == TrialResult("done", 0.101)
-    assert len((tmp_path / "001-3/metrics.jsonl").read_text().splitlines()) == 5
-    assert len((tmp_path / "001/metrics.jsonl").read_text().splitlines()) == 1
+        (tmp_path / "trials" / name).mkdir(parents=True)
+        (tmp_path / "trials" / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
+    assert tuner.try_once("done") == TrialResult("done", 0.101)
+    assert [len((tmp_path / "trials" / name / "metrics.jsonl").read_text().splitlines()) for name in (
+        "001", "001-2", "001-3")] == [1, 1, 5]
 
 
 def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,7 +160,8 @@ def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, 
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = ("from pathlib import Path; from megatron.tune import cli, trial; "
                f"run = cli.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
-               f"trial.TrialRunner(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
+               f"trial.TRAINER = {FAKE!r}; "
+               f"trial.TrialRunner(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0).run(1, run, 0.1)")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as tuner:
         _until(lambda: len(_processes(tmp_path / "trials")) == 1 + 1 + 2)  # itself, the launcher, its ranks
@@ -209,21 +220,14 @@ def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they
 # ---- a search -----------------------------------------------------------------------------------------------------
 
 
-def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
-        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    faked(monkeypatch, stage0="memory", stage1="crash", stage2="hang")
-    flags = [*place, "--ranks", "2", "--trial-seconds", "3", "--global-batch-size", "4", "--autotuning-mp-size", "1",
-             "--autotuning-tuner-early-stopping", "0", "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert cli.main(flags) == 0
-    text = capsys.readouterr().out
-    states = {one["outcome"]["state"] for one in outcomes(place)}
-    assert {"done", "crash"} <= states
+def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(tuner: Tuner) -> None:
+    tuner.fake(stage0="memory", stage1="crash", stage2="hang")
+    text = tuner.search(f"--trial-seconds 3 --autotuning-mp-size 1 {IN_ORDER} 50")
+    assert {"done", "crash"} <= {one["outcome"]["state"] for one in tuner.outcomes()}
     fastest = next(line for line in text.splitlines() if line.startswith("flags: ")).removeprefix("flags: ")
-    assert "--zero-stage 3" in fastest
-    folder = Path(place[3])
-    assert (folder / "flags.txt").read_text() == fastest + "\n"
+    assert "--zero-stage 3" in fastest and (tuner.results / "flags.txt").read_text() == fastest + "\n"
     parse_args([*MODEL, *fastest.split()], 2).check_world(2)
-    assert "<table>" in (folder / "tuning.html").read_text()
+    assert "<table>" in (tuner.results / "tuning.html").read_text()
 
 
 @pytest.mark.parametrize("flags", [
@@ -271,32 +275,22 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
         assert config.global_batch_size(1) == samples_per_step(run) and PlannedRun(config).placement == choice.placement
 
 
-def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch)
-    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-early-stopping", "0",
-             "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert cli.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
-    first = outcomes(place)
-    assert cli.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
-    found = outcomes(place)
+def test_it_goes_on_where_it_was_killed(tuner: Tuner) -> None:
+    tuner.search(f"{IN_ORDER} 3")
+    first = tuner.outcomes()
+    tuner.search(f"{IN_ORDER} 5")
+    found = tuner.outcomes()
     assert len({one["trial"] for one in first}) == 3 and found[:len(first)] == first
     assert len({json.dumps(one["choice"]) for one in found}) == len({one["trial"] for one in found}) == 5
 
 
-def test_the_best_are_measured_again_before_one_is_picked(
-        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_are_measured_again_before_one_is_picked(tuner: Tuner) -> None:
     """Two are close at first: the one that was faster had luck, and the other one no peace."""
-    taken = iter([0.100, 0.105, 0.2, 0.104, 0.090, 0.21, 0.103, 0.091, 0.2])
-    monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
-    assert cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
-                     "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
-    found = outcomes(place)
-    assert [one["trial"] for one in found] == [1, 2, 3]
-    assert found[1]["outcome"]["times"] == [0.105, 0.09, 0.091] and found[1]["outcome"]["seconds"] == 0.09
-    assert "90 ms a step" in capsys.readouterr().out
-    results = TrialRecords(place[3], json.loads((Path(place[3]) / TRIALS_FILE).read_text().splitlines()[0])["subject"],
-                           overwrite=False)
-    assert [outcome.seconds for outcome in results.trials.values()] == [0.1, 0.09, 0.2]
+    tuner.takes(0.100, 0.105, 0.2, 0.104, 0.090, 0.21, 0.103, 0.091, 0.2)
+    assert "90 ms a step" in tuner.search(f"{IN_ORDER} 3")
+    found = tuner.outcomes()
+    assert [(one["trial"], one["outcome"]["seconds"]) for one in found] == [(1, 0.1), (2, 0.09), (3, 0.2)]
+    assert found[1]["outcome"]["times"] == [0.105, 0.09, 0.091]
 
 
 @pytest.mark.parametrize("times, following", [
@@ -317,92 +311,73 @@ def test_a_choice_that_fails_twice_when_it_is_measured_again_is_not_picked() -> 
     assert (twice.state, twice.seconds, twice.words) == ("memory", None, "gone")
 
 
-def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(
-        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(tuner: Tuner) -> None:
     """A disk that is full, data that are gone: every choice fails from then on."""
-    taken = iter([0.3, 0.2, 0.1, 0.4, *[None] * 2])
-
-    def run(*_: object) -> TrialResult:
-        seconds = next(taken)
-        return TrialResult("memory", words="no memory", code=5) if seconds is None else TrialResult("done", seconds)
-
-    monkeypatch.setattr(TrialRunner, "run", run)
-    flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "4", "--global-batch-size", "4",
-             "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert cli.main(flags) == 0
-    text = capsys.readouterr().out
+    tuner.takes(0.3, 0.2, 0.1, 0.4, None, None)
+    text = tuner.search(f"{IN_ORDER} 4")
     assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
-    taken = iter([0.11, 0.21, 0.31, 0.12, 0.22, 0.32])
-    assert cli.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
+    tuner.takes(0.11, 0.21, 0.31, 0.12, 0.22, 0.32)
+    assert "100 ms a step" in tuner.search(f"{IN_ORDER} 4"), "and so it is on disk"
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    program = ("import sys; from megatron.tune import cli, trial; "
-               f"trial.TrialRunner.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(cli.main())")
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
-    begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
+def test_a_search_that_is_killed_outright_goes_on(tuner: Tuner) -> None:
+    program = f"import sys; from megatron.tune import cli, trial; trial.TRAINER = {FAKE!r}; sys.exit(cli.main())"
+    begun = [sys.executable, "-c", program, *tuner.flags]
     with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("trial 2"):
                 break
         os.kill(process.pid, signal.SIGKILL)
-    before = outcomes(place)
+    before = tuner.outcomes()
     text = subprocess.run(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert f"goes on after {len(before)} trials" in text and outcomes(place)[:len(before)] == before
+    assert f"goes on after {len(before)} trials" in text and tuner.outcomes()[:len(before)] == before
 
 
-def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch)
-    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert cli.main(flags) == 0
-    with pytest.raises(ConfigError, match=r"has trials of another run or machine \(--hidden-size 32 there, 64 here\)"):
-        cli.main([*flags, "--hidden-size", "64"])
-    with pytest.raises(ConfigError, match=r"\(steps \[3, 5\] there, \[3, 7\] here\)"):
-        cli.main([*flags, "--autotuning-end-profile-step", "7"])
-    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(threads \S+ there, 7 here\)"):
+def test_trials_of_another_run_are_not_mixed_with_these(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner.search("--autotuning-tuner-num-trials 1")
+    for flags, words in (("--hidden-size 64", r"trials of another run or machine \(--hidden-size 32 there, 64 here\)"),
+                         ("--autotuning-end-profile-step 7", r"\(steps \[3, 5\] there, \[3, 7\] here\)")):
+        with pytest.raises(ConfigError, match=words):
+            tuner.search(flags)
+    with monkeypatch.context() as elsewhere, pytest.raises(
+            ConfigError, match=r"\(machine .* there, elsewhere, .*; threads \S+ there, 7 here; torch "):
         elsewhere.setenv("OMP_NUM_THREADS", "7")
-        cli.main(flags)
-    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError,
-                                                           match=r"\(machine .* there, elsewhere, .*; torch "):
         elsewhere.setattr(trial, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
-        cli.main(flags)
-    assert cli.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
-    assert len(outcomes(place)) == 1
+        tuner.search()
+    tuner.search("--autotuning-tuner-num-trials 1 --hidden-size 64 --autotuning-overwrite")
+    assert len(tuner.outcomes()) == 1
 
 
-def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(place: list[str], monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    faked(monkeypatch)
-    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert cli.main([*flags, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(tuner: Tuner) -> None:
+    said = tuner.search("--dry-run")
     assert "nothing is tried (--dry-run)" in said and "samples/s | --batch-size " in said and "trial 1" not in said
-    assert not list(Path(place[1]).glob("**/*")), "nothing is written"
-    assert cli.main(flags) == 0
-    before = outcomes(place)
-    assert cli.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
+    assert not tuner.results.exists(), "nothing is written"
+    tuner.search("--autotuning-tuner-num-trials 1")
+    before = tuner.outcomes()
+    tuner.search("--autotuning-overwrite --dry-run")
+    assert tuner.outcomes() == before
 
 
-def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
+def test_where_nothing_runs_it_says_so(tuner: Tuner) -> None:
+    tuner.fake("crash")
     with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
-        cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
+        tuner.search("--autotuning-tuner-num-trials 2")
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
 def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
-        code: int, kind: type[Exception], place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch, **{f"stage{stage}": f"ends {code} --data: is wrong" for stage in range(4)})
-    flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "6", *MODEL]
+        code: int, kind: type[Exception], tuner: Tuner) -> None:
+    tuner.fake(f"ends {code} --data: is wrong")
     with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
-        cli.main(flags)
-    assert outcomes(place) == []
-    faked(monkeypatch)
-    assert cli.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
+        tuner.search("--autotuning-tuner-num-trials 6")
+    assert tuner.outcomes() == []
+    tuner.fake()
+    tuner.search("--autotuning-tuner-num-trials 1")
+    assert tuner.outcomes()[0]["outcome"]["state"] == "done"
 
 
 def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
@@ -421,74 +396,64 @@ def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
     (["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "none.json", "--merge-file", "none.txt"],
      DataError, "none.json")])
 def test_what_no_trial_could_run_without_is_refused_before_any(
-        flags: list[str], kind: type[Exception], words: str, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch)
+        flags: list[str], kind: type[Exception], words: str, tuner: Tuner) -> None:
+    tuner.flags.remove("--mock-data")
     with pytest.raises(kind, match=words):
-        cli.main([*place, *TINY, *flags])
-    assert not Path(place[3]).exists()
+        cli.main([*tuner.flags, *flags])
+    assert not tuner.results.exists()
 
 
 @pytest.mark.parametrize("flag", ["--autotuning-exps-dir", "--autotuning-results-dir"])
 def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
-        flag: str, place: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        flag: str, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli, "measured_rates", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
-        cli.main([*place, flag, str(tmp_path / "file"), *MODEL])
+        tuner.search(f"{flag} {tmp_path / 'file'}")
 
 
-def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPatch,
-                                  capsys: pytest.CaptureFixture[str]) -> None:
-    taken = iter([0.2, 0.1, 0.1, 0.2])
-    monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
-    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-metric", "latency", *MODEL]
-    assert cli.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
-    text = capsys.readouterr().out
+def test_what_is_told_of_a_search(tuner: Tuner) -> None:
+    tuner.takes(0.2, 0.1, 0.1, 0.2)
+    text = tuner.search("--autotuning-metric latency --autotuning-tuner-num-trials 1")
     assert " to try; a rank has " in text and "ms a step | measured 200 ms a step\n" in text
     assert "over: --autotuning-tuner-num-trials is 1\n" in text
     assert "fastest: 200 ms a step, after 1 trial of " in text
-    assert cli.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
-    text = capsys.readouterr().out
+    text = tuner.search("--autotuning-metric latency --autotuning-tuner-num-trials 2")
     assert "; goes on after 1 trial\n" in text
     head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
     assert "bucket" in head and [row.split()[0] for row in rows] == ["2", "1"]
 
 
-def test_an_interrupted_search_says_that_it_can_go_on(place: list[str], monkeypatch: pytest.MonkeyPatch,
+def test_an_interrupted_search_says_that_it_can_go_on(tuner: Tuner, monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any) -> TrialResult:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TrialRunner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cli.main([*place, *MODEL])
+        tuner.search()
     assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
 
 
-def test_two_searches_do_not_share_their_results(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch)
-    with open_trial_records(place[3], {"a": 1}, overwrite=False):
-        held = (Path(place[3]) / TRIALS_FILE).read_text()
+def test_two_searches_do_not_share_their_results(tuner: Tuner) -> None:
+    with open_trial_records(str(tuner.results), {"a": 1}, overwrite=False):
+        held = (tuner.results / TRIALS_FILE).read_text()
         with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
-            cli.main([*place, "--autotuning-overwrite", *MODEL])
-        assert (Path(place[3]) / TRIALS_FILE).read_text() == held
-    assert sorted(path.name for path in Path(place[3]).iterdir()) == [TRIALS_FILE]
+            tuner.search("--autotuning-overwrite")
+        assert (tuner.results / TRIALS_FILE).read_text() == held
+    assert sorted(path.name for path in tuner.results.iterdir()) == [TRIALS_FILE]
 
 
-def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    faked(monkeypatch)
+def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerError, match="no choice of .* fits, so nothing was tried: a rank has 0.0 MiB, where the one "
                                         "that lacks least needs [0-9.]+ MiB; "):
-        cli.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
-
-
-def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        tuner.search("--card-gb 1e-6")
     monkeypatch.setattr(host_memory, "available_bytes",
                         lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
     monkeypatch.setattr(cli, "num_visible_gpus", lambda: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
-        cli.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
+        tuner.search("--ranks 1 --device cuda --card-gb 0.0005 --autotuning-overwrite")
 
 
 @pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
@@ -528,14 +493,14 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--ranks", "0"], "--ranks is 0"), (["--trial-seconds", "0"], "--trial-seconds is 0"),
-    (["--ranks", "2", "--global-batch-size", "3", "--autotuning-mp-size", "1"], "leave no choice"),
-    (["--ranks", "2", "--autotuning-mp-size", "3"], "--autotuning-mp-size 3 does not divide --ranks 2"),
-    (["--device", "cuda"], "--device cuda needs a GPU that may be used: trials run here"),
-    (["--rates", "rates.json"], "--rates was retired: a search measures this machine itself, in about 10 s")])
-def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
+    ("--ranks 0", "--ranks is 0"), ("--trial-seconds 0", "--trial-seconds is 0"),
+    ("--global-batch-size 3 --autotuning-mp-size 1", "leave no choice"),
+    ("--autotuning-mp-size 3", "--autotuning-mp-size 3 does not divide --ranks 2"),
+    ("--device cuda", "--device cuda needs a GPU that may be used: trials run here"),
+    ("--rates rates.json", "--rates was retired: a search measures this machine itself, in about 10 s")])
+def test_what_cannot_be_tuned_is_refused(flags: str, words: str, tuner: Tuner) -> None:
     with pytest.raises(ConfigError, match=words):
-        cli.main([*place, *MODEL, *flags])
+        tuner.search(flags)
 
 
 def test_results_hold_what_was_added(tmp_path: Path) -> None:
@@ -561,11 +526,8 @@ def test_results_hold_what_was_added(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_real_search_of_a_tiny_model(ranks: str, place: list[str], monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_search_of_a_tiny_model(ranks: str, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TRAINER", (str(ROOT / "pretrain_gpt2.py"),))
-    assert cli.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
-                     *MODEL]) == 0
-    found = outcomes(place)
+    assert "samples/s" in tuner.search(f"--ranks {ranks} --autotuning-tuner-num-trials 3")
+    found = tuner.outcomes()
     assert 1 <= len({one["trial"] for one in found}) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
-    assert "samples/s" in capsys.readouterr().out
