@@ -71,7 +71,7 @@ def preprocess(paths: list[str], engine: TiktokenEngine, folder: str, workers: i
     def work() -> np.ndarray:
         build_corpus(paths, Path(folder, "corpus"), tokenizer, TextReadOptions(append_eod=False), workers=workers)
         corpus = IndexedCorpus(Path(folder, "corpus"))
-        return corpus.read_documents(0, corpus.num_documents)
+        return np.concatenate([block for _, block in corpus.token_blocks()])
 
     return work
 

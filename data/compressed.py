@@ -82,12 +82,17 @@ def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _Gzi
         return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after {found_earlier + found} "
                                   f"bytes of what is in it): {why}")
 
+    def next_block() -> bytes:
+        nonlocal block_start, position
+        block = file.read(INPUT_BYTES) or b""
+        block_start, position = position, position + len(block)
+        return block
+
     while True:
         decompressor, stream_start = new_decompressor(), position - len(data)
         while not decompressor.eof:
             if not data and decompressor.needs_input:
-                data = file.read(INPUT_BYTES) or b""
-                block_start, position = position, position + len(data)
+                data = next_block()
                 if not data:
                     raise corrupt_at(position, "it ends too early")
             try:
@@ -106,14 +111,10 @@ def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _Gzi
         data = decompressor.unused_data
         end, zeros = position - len(data), 0
         while True:
-            if not data:
-                data = file.read(INPUT_BYTES) or b""
-                block_start, position = position, position + len(data)
-                if not data:
-                    break
+            data = data or next_block()
             rest = data.lstrip(b"\0") if padding_unit else data
-            zeros, data = zeros + len(data) - len(rest), rest
-            if data:
+            zeros, is_end, data = zeros + len(data) - len(rest), not data, rest
+            if data or is_end:
                 break
         if padding_unit and zeros % padding_unit:
             raise corrupt_at(end, f"{zeros} zero bytes after a stream, expected a multiple of {padding_unit}")

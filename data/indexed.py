@@ -112,20 +112,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """The first 34 bytes of an index, and the offsets of its arrays."""
+    """The first 34 bytes of an index."""
 
     dtype: np.dtype[Any]
     sequences: int
     boundaries: int
     """Documents + 1."""
-
-    @property
-    def pointers_offset(self) -> int:
-        return INDEX_HEADER.size + 4 * self.sequences
-
-    @property
-    def documents_offset(self) -> int:
-        return INDEX_HEADER.size + 12 * self.sequences
 
     @property
     def size(self) -> int:
@@ -285,14 +277,14 @@ class IndexedCorpus:
         expected = int(starts[-1]) * header.dtype.itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        for at, pointers in self._index_blocks(header.pointers_offset, header.sequences, "<i8"):
+        for at, pointers in self._index_blocks(INDEX_HEADER.size + 4 * header.sequences, header.sequences, "<i8"):
             offsets = starts[at:at + len(pointers)] * self.dtype.itemsize
             if (pointers != offsets).any():
                 where = int((pointers != offsets).argmax())
                 raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
                                 f"(the lengths before it), found {pointers[where]}")
         documents = np.empty(header.boundaries, np.int64)
-        for at, some in self._index_blocks(header.documents_offset, header.boundaries, "<i8"):
+        for at, some in self._index_blocks(INDEX_HEADER.size + 12 * header.sequences, header.boundaries, "<i8"):
             documents[at:at + len(some)] = some
         if documents[0] != 0 or documents[-1] != header.sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {header.sequences}, "
@@ -325,10 +317,6 @@ class IndexedCorpus:
         chosen = range(first, end)[start:stop]
         return self._read_tokens(chosen.start, chosen.stop)
 
-    def read_documents(self, first: int, stop: int) -> NDArray[Any]:
-        """The ids of documents [first, stop)."""
-        return self._read_tokens(int(self._starts[first]), int(self._starts[stop]))
-
     def _read_tokens(self, first: int, stop: int) -> NDArray[Any]:
         """Tokens [first, stop) of the corpus, with slice semantics."""
         first, stop, _ = slice(first, stop).indices(self.num_tokens)
@@ -356,17 +344,14 @@ class IndexedCorpus:
             lowest, highest = min(lowest, int(block.min())), max(highest, int(block.max()))
         return lowest, highest
 
-    @cached_property
-    def _known_id_range(self) -> tuple[int, int] | None:
-        if self.facts:
-            return 0, self.facts.max_token
-        return self.scan_id_range() if self.num_tokens < SCAN_LIMIT_TOKENS else None
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise for ids outside 0..vocab_size-1, naming the first. Reads no tokens if facts are recorded. A very large
         corpus without facts passes: readers of its tokens check again."""
-        known = self._known_id_range
-        if known is not None and (known[0] < 0 or known[1] >= vocab_size):
+        if self.facts:
+            lowest, highest = 0, self.facts.max_token
+        else:
+            lowest, highest = self.scan_id_range() if self.num_tokens < SCAN_LIMIT_TOKENS else (0, -1)
+        if lowest < 0 or highest >= vocab_size:
             self.raise_for_invalid_token(vocab_size)
 
     def raise_for_invalid_token(self, vocab_size: int) -> None:

@@ -29,7 +29,7 @@ SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
 """Path of a shard relative to its stage's folder."""
 
 
-def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1) -> None:
+def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
     records_of, expected = cache(read_shard_records), {}
     for path in map(Path, paths):
@@ -39,10 +39,10 @@ def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1
                 f"{place.parent.name}/{place.name}")
             if shard is not None:
                 expected[str(path)] = shard.sha256
-    check_sha256(expected, workers)
+    check_sha256(expected)
 
 
-def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
+def check_sha256(expected: Mapping[str, str], workers: int | None = None) -> None:
     """Check the SHA-256 of each path; raises DataError."""
     for (path, wanted), found in zip(expected.items(), checksum_in_threads(sha256_file, list(expected), workers)):
         if found != wanted:
@@ -51,13 +51,15 @@ def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
                             "command again")
 
 
-def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], workers: int = 1) -> Iterator[str]:
-    """Checksums in order; raises DataError. Threads are enough, since reading and hashing release the GIL."""
+def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str],
+                        workers: int | None = None) -> Iterator[str]:
+    """Checksums in order, on all cores by default: other ranks may wait for them. Raises DataError. Threads are enough,
+    since reading and hashing release the GIL."""
     def checksum_of(path: str) -> str:
         with read_errors_for(path):
             return checksum(path)
 
-    with ThreadPoolExecutor(max(1, min(workers, len(paths))), "checksum") as pool:
+    with ThreadPoolExecutor(max(1, min(workers or len(os.sched_getaffinity(0)), len(paths))), "checksum") as pool:
         try:
             yield from pool.map(checksum_of, paths)
         finally:

@@ -102,15 +102,15 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -
 
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
                  options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
-                 log_interval: int = 0, checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
+                 log_interval: int = 0) -> tuple[DocumentProgress, int]:
     """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
-    rest of a damaged file, raises an error with its line, unless `skip_malformed`. `checksum_threads`: for shards."""
+    rest of a damaged file, raises an error with its line, unless `skip_malformed`."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
     key = _resume_key(inputs, tokenizer, options, skip_malformed)
     check_unchanged = change_detector(inputs)
-    check_stage_shards(inputs, max(workers, checksum_threads))
+    check_stage_shards(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options)
     limit = options.max_document_bytes
     chunks = chain.from_iterable(

@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -33,34 +33,25 @@ from data.text_files import Separator
 from data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class WeightedSource:
-    """A source of a list and its weight; None if none was given."""
-
-    name: str
-    weight: Fraction | None = None
-
-
-def parse_sources(words: Sequence[str], flag: str) -> list[WeightedSource]:
-    """`weight name weight name ...`, or names only."""
+def parse_sources(words: Sequence[str], flag: str) -> list[tuple[str, Fraction | None]]:
+    """(name, weight) of each source in `weight name weight name ...`, or in names only (weight None)."""
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
-        return [WeightedSource(word) for word in words]
+        return [(word, None) for word in words]
     for word, weight in zip(words[::2], weights):
         if weight is not None and _source_exists(word):
             raise DataError(f"{flag} {' '.join(words)}: {word} is a weight here, but something of this name is there; "
                             f"write ./{word} for what is there, or +{word} for the weight")
     if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
         raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
-    return [WeightedSource(name, weight) for name, weight in zip(words[1::2], weights)]
+    return list(zip(words[1::2], weights))
 
 
 def check_sources(words: Sequence[str], flag: str) -> None:
     """Raise for a name that does not exist. Opens no file."""
-    for source in parse_sources(words, flag):
-        name = source.name
+    for name, _ in parse_sources(words, flag):
         if name in NAMED_CORPORA:
-            NAMED_CORPORA[name]()
+            named_corpus(name)
         elif not _source_exists(name):
             raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
         elif not os.path.lexists(f"{name}.idx"):
@@ -89,24 +80,22 @@ def _suggestion(name: str) -> str:
     return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
 
 
-def default_prefix() -> str:
-    prefix = DEFAULT_FOLDER / "corpus"
-    if not prefix.with_suffix(".idx").exists():
-        raise DataError(f"default corpus: {prefix}.idx is missing; build it (10 seconds, no download): "
-                        "python -m data.default_corpus")
-    return str(prefix)
+NAMED_CORPORA = ("default", "webtext")
 
 
-def webtext_prefix() -> str:
-    prefix = os.environ.get("WEBTEXT_PREFIX") or str(Path(__file__).resolve().parent / "webtext" / "corpus")
-    if not os.path.exists(prefix + ".idx"):
-        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: "
-                        "bash scripts/preprocess_webtext.sh")
+def named_corpus(name: str) -> str:
+    """The prefix of one of NAMED_CORPORA; raises DataError if it is not built."""
+    if name == "default":
+        title, prefix = "default corpus", str(DEFAULT_FOLDER / "corpus")
+        remedy = "build it (10 seconds, no download): python -m data.default_corpus"
+    else:
+        title, built = name, Path(__file__).resolve().parent / "webtext" / "corpus"
+        prefix = os.environ.get("WEBTEXT_PREFIX") or str(built)
+        remedy = "set WEBTEXT_PREFIX, or build it: bash scripts/preprocess_webtext.sh"
+    if not os.path.exists(f"{prefix}.idx"):
+        raise DataError(f"{title}: {prefix}.idx is missing; {remedy}")
     return prefix
 
-
-NAMED_CORPORA: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
-"""Name -> prefix of its corpus."""
 
 TOKENS_SUFFIX = ".bin"
 CHECKSUMS_FILE = ".sums.json"
@@ -138,7 +127,7 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
             if are_tokens:
                 import_tokens(found.files, prefix, tokenizer, warn=lambda line: None)  # warnings come at every start
             else:
-                build_corpus(found.files, prefix, tokenizer, options, checksum_threads=len(os.sched_getaffinity(0)))
+                build_corpus(found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
     warnings = order_warnings(list(map(inspect_token_file, found.files)), tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
@@ -168,8 +157,7 @@ def content_keys(files: Sequence[str], folder: Path) -> tuple[list[str], int]:
                 new[name] = {"mark": stamp, "crc32": crc}
             return crc
 
-        # On all cores: the other ranks of the machine wait for this one.
-        found = list(checksum_in_threads(checksum_of, files, len(os.sched_getaffinity(0))))
+        found = list(checksum_in_threads(checksum_of, files))
         if new:
             write_json_atomic(folder / CHECKSUMS_FILE, known | new)
     sizes = [os.path.getsize(path) for path in files]
@@ -210,15 +198,15 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
     replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
     split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
     ranges_of_part: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
-    for source in parse_sources(train_data, "--train-data"):
-        corpus = builder.open_corpus(source.name, "--train-data")
+    for name, weight in parse_sources(train_data, "--train-data"):
+        corpus = builder.open_corpus(name, "--train-data")
         ranges = split_documents([shares[part] for part in split_parts], corpus.num_documents)
         for part, documents in zip(split_parts, ranges):
-            ranges_of_part[part].append(DocumentRange(source.name, corpus, documents, source.weight))
+            ranges_of_part[part].append(DocumentRange(name, corpus, documents, weight))
     for part, words in replaced.items():
-        for source in parse_sources(words, f"--{part}-data"):
-            corpus = builder.open_corpus(source.name, f"--{part}-data")
-            ranges_of_part[part].append(DocumentRange(source.name, corpus, range(corpus.num_documents), source.weight,
+        for name, weight in parse_sources(words, f"--{part}-data"):
+            corpus = builder.open_corpus(name, f"--{part}-data")
+            ranges_of_part[part].append(DocumentRange(name, corpus, range(corpus.num_documents), weight,
                                                       f"--{part}-data"))
     # Named sources must be usable; a part that --split leaves too small is only absent, with a note.
     datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
@@ -267,7 +255,7 @@ class _DatasetBuilder:
     def resolve_prefix(self, name: str) -> str:
         """The prefix of the corpus that a name stands for; converts text and token files."""
         if name in NAMED_CORPORA:
-            return NAMED_CORPORA[name]()
+            return named_corpus(name)
         if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
             return name.removesuffix(TOKENS_SUFFIX)
         if os.path.exists(f"{name}.idx"):

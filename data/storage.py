@@ -302,13 +302,16 @@ def unlock(file: IO[Any] | int) -> None:
 
 
 @contextmanager
-def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
-    """Unlock at the end of the block; a forked child that leaves the block does not unlock."""
+def unlock_on_exit(file: IO[Any] | int, remove: Path | None = None) -> Iterator[None]:
+    """Unlock at the end of the block, after deleting `remove`; a forked child that leaves the block does neither."""
     owner = os.getpid()
     try:
         yield
     finally:
         if os.getpid() == owner:
+            if remove is not None:  # while still locked: a process that opened it meanwhile sees that it is gone
+                with suppress(OSError):
+                    os.unlink(remove)
             unlock(file)
 
 
@@ -374,17 +377,12 @@ def hold_writer_lock(path: str | os.PathLike[str], name: str | os.PathLike[str] 
     folder, base = os.path.split(os.path.abspath(path))
     with write_errors_for(name):
         lock = LockFile(Path(os.path.realpath(folder), f".{base}.writing"))
-    with lock.file, unlock_on_exit(lock.file):
+    with lock.file:
         if lock.result is LockResult.HELD_BY_OTHER:
             raise StorageFault(f"{name}: {lock.holder} is writing under this name now; wait for its end, or choose "
                                "another name")
-        owner = os.getpid()
-        try:
+        with unlock_on_exit(lock.file, remove=lock.path):
             yield lock.result is LockResult.ACQUIRED
-        finally:
-            if os.getpid() == owner:  # not in a forked child
-                with suppress(OSError):
-                    os.unlink(lock.path)  # while still locked: a process that opened it meanwhile sees that it is gone
 
 
 def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> None:

@@ -4,6 +4,6 @@ A *stage* reads documents and writes those it keeps, perhaps changed, into a fol
 ...) with a `stage.json` that is written last. A *map stage* processes documents one by one (`urls`, `extract`, `clean`,
 `language`, `decontaminate`); a *global stage* all of them (`dedup`, `shuffle`, `split`) with temporary files, so memory
 does not grow with the corpus. Begin with documents.py and runner.py (one stage), then __main__.py (all
-of them in order); the stages are in filters.py (`urls`, `clean`, `language`), extract.py, dedup.py (with `unique`),
-decontaminate.py and split.py (with `shuffle`).
+of them in order); the stages are in filters.py (`urls`, `clean`, `language`, `decontaminate`), extract.py, dedup.py
+(with `unique`) and split.py (with `shuffle`).
 """

@@ -23,7 +23,7 @@ from data.preprocess import add_tokenizer_arguments, build_corpus, parse_shard
 from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
                           read_json_or_none, write_errors_for, write_json_atomic)
 from data.tokenizer import Tokenizer
-from data.webtext import decontaminate, dedup, extract, filters, split
+from data.webtext import dedup, extract, filters, split
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
 from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, ReadOptions, StageRecord,
@@ -133,8 +133,8 @@ def build_language(args: argparse.Namespace) -> Stage:
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
-    options = decontaminate.DecontaminateOptions(tuple(args.evaluation), args.decontaminate)
-    return MapStage("decontaminate", decontaminate.make_decontaminate, options, files=options.files)
+    options = filters.DecontaminateOptions(tuple(args.evaluation), args.decontaminate)
+    return MapStage("decontaminate", filters.make_decontaminate, options, files=options.files)
 
 
 STAGES = {
@@ -167,7 +167,7 @@ STAGES = {
                                  dedup.write_signature_share)),
     "decontaminate": StageCommand("leave out evaluation text", {
         "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
-        "--decontaminate": {"choices": decontaminate.MODES, "default": decontaminate.MODES[0],
+        "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
                             "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
     "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
         "shuffle", split.run_shuffle, split.ShuffleOptions(args.seed, memory=args.memory))),

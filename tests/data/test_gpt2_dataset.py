@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data import gpt2_dataset
-from data.gpt2_dataset import BlendedDataset, EpochCache, GPT2Dataset, MockDataset, count_samples, sample_starts
+from data.gpt2_dataset import BlendedDataset, EpochCache, GPT2Dataset, count_samples, sample_starts
 from data.indexed import IndexedCorpus
 from data.sampling import MAX_BLEND_PERIOD, Blend, epoch_permutation, integer_weights, parse_split, split_documents
 from data.storage import DataError
@@ -135,15 +135,6 @@ def test_fingerprints_differ_where_samples_do(tmp_path: Path) -> None:
     assert len({dataset.fingerprint, *(one.fingerprint for one in changed)}) == 5
 
 
-def test_mock_samples_are_a_function_of_seed_and_index() -> None:
-    a, b, c = MockDataset(100, 9, seed=1), MockDataset(100, 9, seed=1), MockDataset(100, 9, seed=2)
-    assert a[5].tolist() == b[5].tolist() != c[5].tolist()
-    assert a[5].tolist() != a[6].tolist()
-    everything = np.concatenate([a[i] for i in range(300)])
-    assert a[0].shape == (10,) and everything.dtype == np.int64
-    assert set(everything.tolist()) == set(range(100))
-
-
 def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochCache:
     """As `GPT2Dataset` makes it."""
     samples = count_samples(sum(sizes), seq_length)
@@ -226,11 +217,6 @@ def test_every_document_is_in_one_part(documents: int) -> None:
     assert parts[0].start == 0 and parts[-1].stop == documents
     assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))
     assert all(abs(len(part) - documents * share) <= 1 for part, share in zip(parts, shares))
-
-
-def test_parts_are_rounded_not_cut_off() -> None:
-    shares = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
-    assert [len(part) for part in split_documents(shares, 7)] == [4, 1, 2]
 
 
 def test_permutations_are_permutations_and_depend_on_all_arguments() -> None:

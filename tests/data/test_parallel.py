@@ -97,12 +97,3 @@ def test_files_of_the_caller_are_closed(tmp_path: Path) -> None:
     """So that a lock goes with the process that holds it."""
     with (tmp_path / "lock").open("w"):
         assert call_within(open_files, None, 10, 1 << 30) == 1  # the pipe
-
-
-def test_a_process_that_cannot_be_started_is_no_word_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", refuse)
-    with pytest.raises(ResumableError, match="cannot start a process: Resource"):
-        call_within(len, "x", 10, 1 << 30)

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
-from data.split_json import split_json
+from data.sampling import parse_split
+from data.split_json import main as split_json_command, split_json
 from data.storage import DataError, UsageError
 from data.text_files import parse_lines, read_line_chunks
 from data.tokenizer import ByteLevelTokenizer
@@ -30,6 +32,7 @@ from data.verify import main as verify, verify_corpus
 from data.webtext import __main__ as webtext, dedup
 from data.webtext.runner import GlobalStage, run_global_stage
 from data.writer import CorpusWriter
+from tests.data.killing import in_a_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -37,11 +40,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", module, *map(str, arguments)], cwd=REPOSITORY, text=True,
-                          capture_output=True, timeout=60)
 
 
 def files_of(prefix: Path) -> list[bytes]:
@@ -154,22 +152,6 @@ def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest
         verify([prefix])
 
 
-def test_errors_are_one_line_and_an_exit_code(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a"}\n[]\n')
-    byte = ("--tokenizer-type", "byte", "--output-prefix")
-    for code, done in (
-        (3, command("data.preprocess", "--input", bad, *byte, tmp_path / "c", "--workers", 2)),
-        (2, command("data.preprocess", "--input", path)),
-        (7, command("data.preprocess", "--input", path, *byte, "/proc/nowhere/c")),
-        (3, command("data.verify", tmp_path / "c")),
-    ):
-        assert done.returncode == code, done.stderr
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "bad.jsonl"]
-
-
 # ----------------------------------------------------------------------------------------------------- what is not text
 
 BYTE = ByteLevelTokenizer()
@@ -224,15 +206,6 @@ def test_it_ends_the_run_or_is_skipped_by_preprocessing_and_splitting_alike(tmp_
     assert (progress.documents, skipped) == (sum(counts.values()), left_out) == (4, 1)
     assert progress.bytes == path.stat().st_size
     assert build_corpus([path], tmp_path / "c", BYTE, TextReadOptions(max_document_bytes=2 * LIMIT))[0].documents == 5
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_plain_text_without_white_space_is_named(tmp_path: Path, name: str) -> None:
-    path = put(tmp_path / name, b"some words\nand a line \n" * 100_000 + bytes(1 << 22) + b"\nmore")
-    with pytest.raises(DataError, match=rf"{name}:\d+ more than 1048576 bytes without white space to cut at"):
-        build_corpus([path], tmp_path / "c", BYTE, TextReadOptions(max_document_bytes=1 << 20))
-    build_corpus([path], tmp_path / "c", BYTE, TextReadOptions(max_document_bytes=1 << 23))
-    assert IndexedCorpus(tmp_path / "c").num_documents == 1
 
 
 def peak_of(tmp_path: Path, megabytes: int | None, name: str, *flags: str) -> tuple[int, str]:
@@ -344,3 +317,97 @@ def test_a_stage_that_is_given_a_raw_folder_says_what_to_do(tmp_path: Path) -> N
                                             rf"first: python -m data.webtext read .*{name} --output DIR"):
             run_global_stage(stage, [tmp_path / name], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ data.split_json
+
+SHARES = parse_split("90,9,1")
+
+
+def lines(count: int) -> list[bytes]:
+    return [json.dumps({"url": f"u{i}", "text": f"document {i}"}).encode() + b"\n" for i in range(count)]
+
+
+def split(folder: Path, content: list[bytes], name: str = "p", shares: tuple[Fraction, ...] = SHARES, seed: int = 0
+          ) -> dict[str, list[bytes]]:
+    (folder / "in.jsonl").write_bytes(b"".join(content))
+    split_json([str(folder / "in.jsonl")], str(folder / name), shares, seed=seed)
+    return {part: path.read_bytes().splitlines(keepends=True) for part in ("train", "valid", "test")
+            if (path := folder / f"{name}.{part}.jsonl").exists()}
+
+
+def test_every_line_is_in_one_part_unchanged_and_in_order(tmp_path: Path) -> None:
+    content = lines(2000)
+    parts = split(tmp_path, content)
+    place = {line: i for i, line in enumerate(content)}
+    assert sorted(sum(parts.values(), [])) == sorted(content)
+    for part in parts.values():
+        assert [place[line] for line in part] == sorted(place[line] for line in part)
+
+
+def test_shares_are_met_as_drawing_lots_would(tmp_path: Path) -> None:
+    parts = split(tmp_path, lines(20_000))
+    for name, share in zip(("train", "valid", "test"), SHARES):
+        deviation = float(20_000 * share * (1 - share)) ** 0.5
+        assert abs(len(parts[name]) - 20_000 * share) < 4 * deviation  # one split in 16,000 is further off; this is not
+
+
+def test_the_part_depends_on_the_text_alone(tmp_path: Path) -> None:
+    content = lines(1000)
+    first = split(tmp_path, content)
+    shuffled = random.Random(0).sample(content, 700)
+    again = split(tmp_path, [*shuffled, *(line.replace(b'"u', b'"other') for line in content)])
+    of_text = {json.loads(line)["text"]: part for part, found in first.items() for line in found}
+    for part, found in again.items():
+        assert {of_text[json.loads(line)["text"]] for line in found} == {part}
+
+
+def test_another_seed_draws_other_lots(tmp_path: Path) -> None:
+    training = split(tmp_path, lines(2000))["train"]
+    assert split(tmp_path, training)["train"] == training  # the trap: what was drawn is drawn again
+    parts = split(tmp_path, training, seed=1)
+    assert 0.85 < len(parts["train"]) / len(training) < 0.95 and parts["valid"]
+
+
+def test_parts_of_another_split_are_not_left_beside(tmp_path: Path) -> None:
+    """A text of the validation part would be one of training's as well."""
+    before = split(tmp_path, lines(2000))
+    for shares in ("1", "0,1", "1,1"):
+        with pytest.raises(UsageError, match=r"--split has nothing for .*p\.(test|train)\.jsonl, left by"):
+            split(tmp_path, lines(2000), shares=parse_split(shares))
+    assert split(tmp_path, lines(2000)) == before
+    assert list(split(tmp_path, lines(2000), "q", parse_split("1"))) == ["train"]
+
+
+def test_odd_ends_of_lines_are_kept_and_blank_lines_are_not(tmp_path: Path) -> None:
+    content = [b'{"text": "a"}\r\n', b"\n", b' {"text":"\xc3\xa9"} \n', b"  \n", b'{"text": "last"}']
+    parts = split(tmp_path, content, shares=parse_split("1"))
+    assert b"".join(parts["train"]) == b'{"text": "a"}\r\n {"text":"\xc3\xa9"} \n{"text": "last"}\n'
+
+
+def test_the_command_reads_folders_and_names_what_is_malformed(tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prefix = tmp_path / "in", str(tmp_path / "out" / "p")
+    folder.mkdir()
+    (folder / "b.jsonl").write_bytes(b'{"text": "a"}\n[]\n')
+    (folder / "stage.json").write_text("{}")
+    with gzip.open(folder / "a.jsonl.gz", "wb") as file:
+        file.write(b"".join(lines(50)))
+    with pytest.raises(DataError, match=r"b.jsonl:2 expected a JSON object, found an array .* byte 14\)"):
+        split_json_command([str(folder), "--output-prefix", prefix])
+    assert os.listdir(tmp_path / "out") == []
+    split_json_command([str(folder), "--output-prefix", prefix, "--on-error", "skip", "--split", "1,1"])
+    out = capsys.readouterr().out
+    assert out.startswith("51 documents: ") and out.endswith("1 malformed lines skipped\n")
+    assert sorted(os.listdir(tmp_path / "out")) == ["p.train.jsonl", "p.valid.jsonl"]
+
+
+def test_dying_at_any_step_leaves_no_parts_of_two_splits(tmp_path: Path) -> None:
+    content, shares = lines(300), parse_split("1,1,1")
+    events = in_a_fork(lambda: split(tmp_path, content, "count", shares, seed=1))
+    assert events > 9
+    for stop in range(1, events + 1):
+        split(tmp_path, content, shares=shares)
+        assert in_a_fork(lambda: split(tmp_path, content, shares=shares, seed=1), stop) == -1
+        found = [line for path in tmp_path.glob("p.*.jsonl") for line in path.read_bytes().splitlines()]
+        assert len(found) == len(set(found)), "a document is in two parts"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -17,14 +19,15 @@ from typing import Any
 import pytest
 
 from data import default_corpus, input_files, sources
+from data.default_corpus import build_default_corpus, documents_in, source_files
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
-from data.input_files import find_text_files, kind_of
+from data.input_files import find_text_files
 from data.preprocess import TextReadOptions, build_corpus
-from data.sources import (CHECKSUMS_FILE, Datasets, WeightedSource, cached_corpus, check_sources, open_datasets,
+from data.sources import (CHECKSUMS_FILE, Datasets, cached_corpus, check_sources, open_datasets,
                           parse_sources)
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
+from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer
 
 BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +60,7 @@ def letters(dataset: object, count: int = 200) -> str:
     ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)]),
 ])
 def test_sources_are_names_or_weighted_names(words: str, expected: list[tuple[str, Fraction | None]]) -> None:
-    assert parse_sources(words.split(), "--train-data") == [WeightedSource(*pair) for pair in expected]
+    assert parse_sources(words.split(), "--train-data") == expected
 
 
 @pytest.mark.parametrize("words", ["1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"])
@@ -76,7 +79,7 @@ def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(
     with pytest.raises(DataError, match=rf"write \./{there[:4]} for what is there, or \+{there[:4]} for the weight"):
         check_sources(words, "--train-data")
     assert parse_sources([word.replace("202", "+202") for word in words[:1]] + words[1:2], "") == weighted[:1]
-    assert parse_sources(["./2023", "2024"], "") == [WeightedSource("./2023"), WeightedSource("2024")]
+    assert parse_sources(["./2023", "2024"], "") == [("./2023", None), ("2024", None)]
 
 
 def complaint(name: object) -> str:
@@ -342,11 +345,6 @@ def names(folder: Path) -> list[str]:
     return [os.path.relpath(path, folder) for path in find_text_files([folder]).files]
 
 
-def test_a_folder_is_its_files_sorted_by_path(tmp_path: Path) -> None:
-    touch(tmp_path, "b.txt", "B.TXT", "a/z.jsonl.gz", "a/b/c.txt.zst", "a.txt.xz", "10.ndjson", "9.txt")
-    assert names(tmp_path) == ["10.ndjson", "9.txt", "B.TXT", "a/b/c.txt.zst", "a/z.jsonl.gz", "a.txt.xz", "b.txt"]
-
-
 def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     touch(tmp_path, "a.txt", ".hidden.txt", ".git/config", "a.txt.cache/a-0.bin", "paper.pdf", "corpus.json", "c.bin",
           "README", "sub/page.html")
@@ -382,18 +380,55 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     assert "2 links to a folder around them" in find_text_files([tmp_path / "in"]).left_out
 
 
-def test_a_dangling_link_is_not_dropped(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").symlink_to("nowhere")
-    assert names(tmp_path) == ["a.txt"]
-
-
 def test_a_folder_without_text_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     touch(tmp_path, "corpus.bin", "corpus.idx")
     with pytest.raises(DataError, match="holds no file of text .*left out: 2 of unknown kind .*corpus.bin"):
         find_text_files([tmp_path])
 
 
-def test_named_files_are_taken_in_the_order_given_whatever_their_names(tmp_path: Path) -> None:
-    assert find_text_files(["b", "a.txt", "a.json"]).files == ["b", "a.txt", "a.json"]
-    assert list(map(kind_of, ("b", "a.txt", "x.TXT.gz", "a.json", "a.jsonl.zst", "txt", "a.gz"))) == [
-        None, "text", "text", "jsonl", "jsonl", None, None]
+# --------------------------------------------------------------------------------------------------- the default corpus
+
+SETTINGS = {"vocab_size": 600, "packages": ("numpy",)}
+
+
+def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quarter = source_files("numpy")[::4]
+    monkeypatch.setattr(default_corpus, "source_files", lambda package: quarter)
+    prefix = build_default_corpus(tmp_path / "a", workers=2, **SETTINGS)  # type: ignore[arg-type]
+    build_default_corpus(tmp_path / "b", workers=1, **SETTINGS)  # type: ignore[arg-type]
+    names = ["corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json", "source.json"]
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+    corpus, tokenizer = IndexedCorpus(prefix), SentencePieceTokenizer(str(tmp_path / "a" / "tokenizer.model"))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "corpus.jsonl").read_text().splitlines()]
+    assert tokenizer.vocab_size == 600 and corpus.num_documents == len(texts) == len(set(texts)) > 50
+    assert texts == sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    for number in (0, len(texts) - 1):
+        *ids, end = corpus.document(number).tolist()
+        assert tokenizer.decode(ids) == texts[number] and end == tokenizer.eod
+
+    monkeypatch.setattr(default_corpus, "collect_documents", lambda *_: pytest.fail("built again"))
+    build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+    (tmp_path / "a" / "corpus.bin").unlink()
+    with pytest.raises(pytest.fail.Exception):
+        build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+
+
+def test_documents_are_docstrings_with_methods_under_their_class(tmp_path: Path) -> None:
+    long = "word " * 30
+    path = tmp_path / "m.py"
+    path.write_text(f'"""{long}module"""\nclass A:\n  """{long}A"""\n  def f(self):\n    """{long}f"""\n'
+                    '  def g(self):\n    """Short."""\n' f'def h():\n  """{long}h"""\ndef i(): pass\n')
+    assert documents_in(("p.m", path)) == [
+        f"p.m\n\n{long}module", f"p.m.A\n\n{long}A\n\np.m.A.f\n\n{long}f", f"p.m.h\n\n{long}h"]
+    path.write_text("not python at all")
+    assert documents_in(("p.m", path)) == []
+
+
+def test_the_language_reference_is_among_the_sources() -> None:
+    modules = dict(source_files("python"))
+    topics = documents_in(("pydoc_data.topics", modules["pydoc_data.topics"]))
+    assert len(topics) > 50 and all(isinstance(topic, str) for topic in topics)
+    assert "os.path" not in modules and "posixpath" in modules and "test.support" not in modules
+    assert isinstance(ast.parse(modules["ast"].read_text()), ast.Module)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import dedup, minhash
-from data.webtext.dedup import DedupOptions, run_dedup, write_signature_share
+from data.webtext.dedup import (DedupOptions, RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup,
+                                write_signature_share)
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
-from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, hash_words,
-                                  jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes, word_hashes)
+from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, Rows,
+                                  hash_words, jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes,
+                                  word_hashes)
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
@@ -300,17 +303,6 @@ def test_words_are_those_found_character_by_character(piece: int, monkeypatch: p
     minhash._powers.cache_clear()
 
 
-def test_runs_are_equal_where_the_words_are() -> None:
-    rng = random.Random(1)
-    plain = rng.choices(["a", "b", "c"], k=2000)
-    for n in (1, 2, 5, 13):
-        found = ngram_hashes(hash_words(" ".join(plain)).hashes, n).tolist()
-        expected = [tuple(plain[first:first + n]) for first in range(len(plain) - n + 1)]
-        assert len(found) == len(expected)
-        assert len(set(found)) == len(set(expected)) == len(set(zip(found, expected)))
-    assert len(ngram_hashes(np.arange(4, dtype=np.uint64), 5)) == 0
-
-
 def test_numbers_do_not_change_between_versions_of_this_code() -> None:
     # Signature files on disk hold them: raise minhash.SIGNATURE_VERSION together with these.
     assert hash_words("Hello, wörld 日本").hashes.tolist() == [
@@ -323,23 +315,6 @@ def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tup
     shared = round(2 * size * alike / (1 + alike))
     numbers = rng.integers(0, 1 << 64, 2 * size - shared, dtype=np.uint64)
     return np.sort(numbers[:size]), np.sort(numbers[size - shared:])
-
-
-def agreement(left: HashArray, right: HashArray) -> float:
-    first, second = minhash_signatures([left, right])
-    return float((first == second).mean())
-
-
-@pytest.mark.parametrize("alike", [0.1, 0.5, 0.8, 0.9])
-def test_signatures_agree_as_often_as_sets_are_alike(alike: float) -> None:
-    rng = np.random.default_rng(1)
-    shares = []
-    for _ in range(100):
-        left, right = pair_of_sets(rng, alike)
-        shares.append(agreement(left, right) - jaccard_similarity(left, right))
-    deviation = (alike * (1 - alike) / NUM_HASHES) ** 0.5  # of one estimate, if the hashes were perfectly random
-    assert abs(np.mean(shares)) < 4 * deviation / 10  # the mean of 100
-    assert 0.75 * deviation < np.std(shares) < 1.3 * deviation
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
@@ -365,12 +340,50 @@ def test_a_signature_depends_on_the_set_of_shingles_alone() -> None:
         assert (minhash_signatures([np.concatenate([shingles, shingles[::-1]])])[0] == found).all()
 
 
-def test_a_text_of_less_than_five_words_has_no_shingle() -> None:
-    assert len(shingle_hashes("one two three, four!")) == 0
-    assert len(shingle_hashes("one two three, four: five")) == 1
-
-
 @pytest.mark.parametrize("threshold", [0, 0.29, 1.01, float("nan")])
 def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
     with pytest.raises(DataError, match="expected a similarity from 0.3"):
         Banding.for_threshold(threshold)
+
+
+# ----------------------------------------------------------------------------------------------- sorting outside memory
+
+def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:
+    return rng.integers(0, high, (count, width), dtype=np.uint64, endpoint=True)
+
+
+@pytest.mark.parametrize("memory", [1, 2000, 20_000, 1 << 20])
+@pytest.mark.parametrize("high", [0, 3, (1 << 64) - 1])  # all equal, mostly equal, all distinct
+def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(memory)
+    for width in (1, 3):
+        for count in (0, 1, 700):
+            sorter, parts = RowSorter(tmp_path, width, memory), []
+            for size in (count // 3, 0, count - count // 3):
+                parts.append(random_rows(rng, size, width, high))
+                sorter.add(parts[-1])
+            expected = sorted(map(tuple, np.concatenate(parts).tolist()))
+            assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected
+    assert os.listdir(tmp_path) == []
+
+
+def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path) -> None:
+    memory = 1 << 14
+    sorter = RowSorter(tmp_path, 2, memory)
+    for _ in range(10):
+        sorter.add(np.ones((1000, 2), np.uint64))
+    sizes = [block.nbytes for block in sorter.sorted()]
+    assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
+
+
+@pytest.mark.parametrize("crowd", [1, 3, 100])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_equals_are_paired_across_any_blocks(crowd: int, size: int) -> None:
+    rng = random.Random(crowd)
+    rows = sorted((rng.choice([0, 1, 1, 1, 7, document]), 0, document) for document in range(300))
+    blocks = [np.array(rows[start:start + size], np.uint64) for start in range(0, len(rows), size)]
+    expected = []
+    for key in {row[:2] for row in rows}:
+        group = [row[2] for row in rows if row[:2] == key]
+        expected += [(later, earlier) for earlier, later in combinations(group, 2) if earlier in group[:crowd]]
+    assert sorted(map(tuple, iterate_rows(pairs_with_equal_keys(blocks, crowd)))) == sorted(expected)

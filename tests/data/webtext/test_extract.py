@@ -40,13 +40,10 @@ CONTEXTS = {  # what a page may be around its text
     "table": "<html><body><table><tr><td>{}</td><td>x</td></tr></table></body></html>",
     "list": "<html><body><ul><li>{}</li></ul></body></html>",
     "links": "<html><body><div><div><div><div><ul><li><a href=/>{}</a> <a href=/>x</a></li></ul></div></div></body>",
-    "deep": "<html><body>" + "<div>" * 3000 + "{}</html>",
     "XML": '<?xml version="1.0"?><!-- x --><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0//EN"><html><head><title/>'
            '<script src="a/b>c.js"/></head><body><a id="top"/>{}</body></html>',
 }
 CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, and what is not
-    "nothing": ("", "", ""),
-    "self-closing svg": ("<svg/>", "", ""),
     "svg": ("<svg><title>HIDDEN</title><path d='M0'/></svg>", "", "HIDDEN"),
     "comment with an odd end": ("a<!-- HIDDEN --!>b", "ab", "HIDDEN"),
     "CDATA in svg": ("a<svg><desc><![CDATA[</p>]]></desc></svg>b", "ab", ""),
@@ -67,10 +64,8 @@ CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, 
                  "\u00acanentity;", ""),
     "a tag that never ends": ("a <b title='", "a", ""),
     "plaintext": ("a<plaintext>b</plaintext>", "ab</plaintext>", ""),
-    "frames inside": ("<iframe>HIDDEN</iframe><noframes>HIDDEN</noframes>x", "x", "HIDDEN"),
     "MathML": ("<math><semantics><mi>x</mi><annotation>HIDDEN</annotation></semantics></math>", "x", "HIDDEN"),
     "ruby": ("<ruby>\u6f22<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>", "\u6f22(kan)", ""),
-    "article": ("<article><header><h2>one</h2></header><p>two</article>", "one two", ""),
     "footnotes": ("<aside class=footnote role=note>one</aside>", "one", ""),
     "list of links": ("<ul><li><a href=/>one</a><li><a href=/>two</a></ul>", "one two", ""),
 }
@@ -136,14 +131,9 @@ def test_only_pages_are_touched(extractor: str) -> None:
 DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
 COMPLEX = {  # quadratic in the parser: each would take minutes or many GB
     "attributes of one tag": f"<p {DISTINCT}>",
-    "attributes of <body>": "".join(f"<body a{k}>" for k in range(90_000)),
-    "attributes in SVG": f"<svg><script><p {DISTINCT}>",
     "names of elements": "".join(f"<x{k}>" for k in range(120_000)),
-    "names of attributes": "".join(f"<p a{k}>" for k in range(90_000)),
-    "options": "<select>" + "<option>" * 110_000,
     "end tags of other elements": "<x>" * 160_000 + "</y>" * 120_000,
     "formatting closed late": "<b>" + "<div>" * 100_000 + "</b>" * 100_000,
-    "formatting opened again": "<p>" + "".join(f"<b a={k}>" for k in range(1000)) + "<p>x" * 250_000,
     "indentation": "<ul><li>x" * 100_000,
 }
 
@@ -160,13 +150,11 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
     assert (counts.documents_kept, counts.dropped) == (1, {"too complex to parse": 1})
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("hostile", [
-    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000,
-    "<div>" * 100_000, "<nav>" * 100_000, " " * 300_000, "<main><header>" * 50_000, "<div class=sidebar>" * 100_000,
-    "<p><b><i>" * 30_000, "<?xml?>" + "<![CDATA[" * 50_000, "<?xml?>" + "<a b='" * 50_000,
-    "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", "<a" + " " * 300_000, "<a" + "=" * 300_000,
-], ids=range(17))
+    "<" * 300_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000, "<nav>" * 100_000,
+    "<main><header>" * 50_000, "<p><b><i>" * 30_000, "<?xml?>" + "<![CDATA[" * 50_000, "<?xml?>" + "<a b='" * 50_000,
+    f"<p {DISTINCT}>", "<a" + " " * 300_000], ids=range(11))
 def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quadratic in any of these, outside of the parser, does not come to its end here."""
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
@@ -181,22 +169,17 @@ ARCHIVES = {"a.warc": WARC, "a.warc.gz": gzip.compress(WARC), "a.tar": TAR, "a.t
             "a.zip": b"PK\3\4\x14\0" + PAGE.encode()}
 
 
-@pytest.mark.parametrize("format", ["html", "text", "urls"])
-@pytest.mark.parametrize("name", ARCHIVES)
-def test_an_archive_is_not_read_as_one_document(tmp_path: Path, name: str, format: str) -> None:
-    (tmp_path / name).write_bytes(ARCHIVES[name])
-    for path in (tmp_path / name, tmp_path):
-        with pytest.raises(DataError, match=rf"{name}: expected one file of --format {format}, found \w+ data"):
+@pytest.mark.parametrize(("kind", "page"), [
+    *zip(ARCHIVES, ("t.html", "y.html.gz", "folder/t.xhtml", "t.txt", "z.htm"))])
+def test_an_archive_is_not_read_as_one_document(tmp_path: Path, kind: str, page: str) -> None:
+    (tmp_path / kind).write_bytes(ARCHIVES[kind])
+    for path, format in ((tmp_path / kind, "html"), (tmp_path, "text"), (tmp_path, "urls")):
+        with pytest.raises(DataError, match=rf"{kind}: expected one file of --format {format}, found \w+ data"):
             find_source_files([path], format)
-
-
-@pytest.mark.parametrize("page", ["t.html", "y.html.gz", "folder/t.xhtml", "t.txt"])
-@pytest.mark.parametrize("kind", ARCHIVES)
-def test_an_archive_under_the_name_of_a_page_is_not_text(tmp_path: Path, kind: str, page: str) -> None:
+    (tmp_path / kind).unlink()
     path = tmp_path / page
     path.parent.mkdir(exist_ok=True)
-    content = gzip.compress(ARCHIVES[kind]) if page.endswith(".gz") else ARCHIVES[kind]
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(ARCHIVES[kind]) if page.endswith(".gz") else ARCHIVES[kind])
     stage = MapStage("extract", extract.make_extract, ExtractOptions())
     with pytest.raises(DataError, match=rf"{page} expected one document, found \w+ data; .*unpack"):
         run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".strict"))
@@ -231,30 +214,17 @@ def page_of(text: str, codec: str, head: str = "") -> bytes:
 
 
 LABELS = [
-    ("utf-8", "utf-8", RUSSIAN), ("UTF8", "utf-8", JAPANESE), ("unicode-1-1-utf-8", "utf-8", GREEK),
-    ("utf-16", "utf-8", RUSSIAN), ("UTF-16LE", "utf-8", WESTERN), ("utf-16be", "utf-8", CHINESE),
-    ("unicode", "utf-8", GREEK), ("ucs-2", "ascii", "plain"), ("utf-16", "ascii", "plain"),
-    ("iso-8859-1", "cp1252", WESTERN), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
-    ("ascii", "cp1252", WESTERN), ("windows-1252", "cp1252", WESTERN), ("x-user-defined", "cp1252", WESTERN),
-    ("iso-8859-15", "iso8859-15", "œuvre, 5 €"), ("iso-8859-9", "cp1254", "ağaç – ş"),
-    ("iso-8859-2", "iso8859-2", "Zażółć gęślą jaźń"), ("windows-1250", "cp1250", "Příliš žluťoučký – kůň"),
-    ("windows-1251", "cp1251", RUSSIAN), ("cp1251", "cp1251", RUSSIAN), ("koi8-r", "koi8-r", RUSSIAN),
-    ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("ibm866", "cp866", RUSSIAN),
-    ("iso-8859-5", "iso8859-5", RUSSIAN), ("x-mac-cyrillic", "mac-cyrillic", RUSSIAN),
-    ("windows-1253", "cp1253", GREEK), ("iso-8859-7", "iso8859-7", GREEK), ("windows-1255", "cp1255", HEBREW),
-    ("iso-8859-8-i", "iso8859-8", HEBREW), ("windows-1256", "cp1256", ARABIC), ("iso-8859-6", "iso8859-6", ARABIC),
-    ("windows-1257", "cp1257", "Ąžuolas – ėjo"), ("windows-1258", "cp1258", "Con mèo"), ("tis-620", "cp874", "แมวนอน"),
-    ("macintosh", "mac-roman", "naïve “café”"), ("gb2312", "gbk", "朱镕基" + CHINESE), ("GBK", "gbk", CHINESE),
-    ("chinese", "gbk", CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("gb18030", "gb18030", "𠀀" + CHINESE),
-    ("big5", "big5", "貓在溫暖的屋頂上"), ("big5-hkscs", "big5hkscs", "啲嘢"),
-    ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("x-sjis", "cp932", JAPANESE), ("windows-31j", "cp932", "～－①"),
-    ("euc-jp", "euc_jp", JAPANESE), ("iso-2022-jp", "iso2022_jp", JAPANESE), ("euc-kr", "euc_kr", KOREAN),
-    ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라"), ("windows-949", "cp949", KOREAN),
-]
+    ("UTF8", "utf-8", JAPANESE), ("utf-16", "utf-8", RUSSIAN), ("utf-16be", "utf-8", CHINESE),
+    ("ucs-2", "ascii", "plain"), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
+    ("x-user-defined", "cp1252", WESTERN), ("iso-8859-9", "cp1254", "ağaç – ş"), ("cp1251", "cp1251", RUSSIAN),
+    ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("iso-8859-8-i", "iso8859-8", HEBREW),
+    ("iso-8859-6", "iso8859-6", ARABIC), ("tis-620", "cp874", "แมวนอน"), ("macintosh", "mac-roman", "naïve “café”"),
+    ("gb2312", "gbk", "朱镕基" + CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("big5-hkscs", "big5hkscs", "啲嘢"),
+    ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("windows-31j", "cp932", "～－①"), ("euc-jp", "euc_jp", JAPANESE),
+    ("iso-2022-jp", "iso2022_jp", JAPANESE), ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라")]
 
 
-@pytest.mark.parametrize(("label", "codec", "text"), LABELS, ids=[f"{label}-{k}" for k, (label, *_) in
-                                                                  enumerate(LABELS)])
+@pytest.mark.parametrize(("label", "codec", "text"), LABELS, ids=range(len(LABELS)))
 def test_a_label_means_what_it_means_to_browsers(tmp_path: Path, label: str, codec: str, text: str) -> None:
     for head in (f"<meta charset={label}>",
                  f'<META content="text/html; charset={label}" HTTP-EQUIV="Content-Type" />'):
@@ -353,11 +323,6 @@ def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
             page.decode(codec).replace("</p>", "\ufffd</p>"), (reason,)), "the tag after it is whole"
     cut = page[:page.index(b"</p>") - 1]  # a page cut off inside its last character
     assert read_page(tmp_path, cut, reading) == (page.decode(codec).partition("</p>")[0][:-1] + "\ufffd", (reason,))
-
-
-def test_two_bytes_that_are_no_letter_are_one_mark_and_what_follows_is_whole(tmp_path: Path) -> None:
-    page = b"<meta charset=sjis>\x81\xad\xb1"
-    assert read_page(tmp_path, page) == ("<meta charset=sjis>\ufffd\uff71", ("not shift_jis",))
 
 
 @pytest.mark.parametrize(("label", "raw", "text"), [

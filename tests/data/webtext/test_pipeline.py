@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.sources import open_datasets
 from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
+from data.webtext import split
 from data.webtext.__main__ import main, origin_file_of, tokenize_part
+from data.webtext.documents import Document, DocumentCounts, shard_name
 from tests.data.webtext import planted
 from tests.data.killing import in_a_fork
 from tests.data.webtext.test_map_stages import TEXTS
@@ -96,13 +100,6 @@ def test_the_report_says_the_same_as_text_and_as_a_page(whole: Path) -> None:
     assert str(whole.parent) not in text + page + (whole / "report.json").read_text()
 
 
-def test_training_finds_the_corpus_under_its_name(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEBTEXT_PREFIX", str(whole / "corpus"))
-    datasets = open_datasets(train_data=["webtext"], valid_data=[str(whole / "corpus_valid")], split="100,0,0",
-                             seq_length=32, seed=1, tokenizer=ByteLevelTokenizer())
-    assert datasets.train is not None and datasets.valid is not None and len(datasets.train[0]) == 33
-
-
 def test_workers_and_a_second_run_change_nothing(raw: Path, whole: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     main(arguments(raw, tmp_path / "out", "--workers", "2"))
@@ -155,21 +152,6 @@ def test_the_truth_of_a_planted_corpus_is_found(tmp_path: Path) -> None:
     expected = {page.clean or page.text for page in pages
                 if page.kind in ("original", "boilerplate", "broken") or page.kind == "near" and page.rate == 0.2}
     assert found == expected
-
-
-def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None:
-    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "data.webtext", *map(str, arguments)], cwd=REPOSITORY, text=True,
-                              capture_output=True, timeout=120)
-
-    out = ("--output", tmp_path / "out")
-    for code, done in (
-        (3, command("clean", raw, *out)), (2, command("clean", raw, *out, "--shard", "2/2")),
-        (7, command("clean", raw, "--output", "/proc/no", "--on-error", "skip")),
-    ):
-        assert done.returncode == code, done.stderr
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-        assert code != 3 or "a.jsonl:26 (byte " in done.stderr
 
 
 def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
@@ -229,3 +211,84 @@ def test_a_corpus_that_another_run_made_is_not_taken_for_ours_nor_removed_while_
     with hold_writer_lock(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
         tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)
     assert IndexedCorpus(prefix).num_documents == 1
+
+
+# --------------------------------------------------------------------------------------------------- shuffle and split
+
+def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
+    """Documents that hold their numbers."""
+    folder.mkdir()
+    number, paths = 0, []
+    for shard, size in enumerate(sizes):
+        paths.append(folder / shard_name(shard))
+        documents = (Document(f"{n} " + "x" * (n % 90)) for n in range(number, number + size))
+        paths[-1].write_bytes(b"".join(document.to_line() for document in documents))
+        number += size
+    return paths
+
+
+def numbers_of(folder: Path) -> list[int]:
+    return [int(json.loads(line)["text"].split()[0]) for path in sorted(folder.glob("part-*"))
+            for line in path.read_bytes().splitlines()]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("part-*")}
+
+
+def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
+    counts: list[DocumentCounts] = []
+    split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(seed=5), 1, counts.append)
+    keys = list(islice(split.shuffle_keys(5), 500))
+    assert len(set(keys)) == 500
+    assert numbers_of(tmp_path / "out") == sorted(range(500), key=keys.__getitem__) != list(range(500))
+    assert sum(c.documents_kept for c in counts) == sum(c.documents_in for c in counts) == 500
+    assert sorted(os.listdir(tmp_path / "out")) == [shard_name(k) for k in range(4)]
+
+
+def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [200, 300])
+    split.run_shuffle(shards, tmp_path / "a", split.ShuffleOptions(), 1, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "b", split.ShuffleOptions(memory=1000), 2, lambda _: None)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    split.run_shuffle(shards, tmp_path / "c", split.ShuffleOptions(shards=7), 1, lambda _: None)
+    assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
+    for machine in range(3):
+        options = split.ShuffleOptions(shards=7, memory=9999)
+        split.run_shuffle(shards, tmp_path / "d", options, 1, lambda _: None, (machine, 3))
+    assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
+
+
+def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
+    split.run_shuffle([], tmp_path / "none", split.ShuffleOptions(), 1, lambda _: None)
+    assert files_of(tmp_path / "none") == {shard_name(0): b""}
+    shards = write_shards(tmp_path / "in", [5])
+    for machine in range(3):
+        split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(), 1, lambda _: None, (machine, 3))
+    assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
+
+
+@pytest.mark.parametrize("method", split.SPLIT_METHODS)
+def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [500, 0, 700])
+    counts: list[DocumentCounts] = []
+    split.run_split(shards, tmp_path / "out", split.SplitOptions("80,15,5", method), 1, counts.append)
+    found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
+    assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)
+    assert sum(c.documents_kept for c in counts) == 1200
+    if method == "count":
+        assert found == [list(range(960)), list(range(960, 1140)), list(range(1140, 1200))]
+    else:
+        for part, share in zip(found, (0.80, 0.15, 0.05)):
+            assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
+
+
+def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [40, 50, 60, 70])
+    for method in split.SPLIT_METHODS:
+        split.run_split(shards, tmp_path / f"{method}1", split.SplitOptions("8,1,1", method), 1, lambda _: None)
+        for machine in range(2):
+            split.run_split(shards, tmp_path / f"{method}2", split.SplitOptions("8,1,1", method), 1 + machine,
+                            lambda _: None, (machine, 2))
+        assert files_of(tmp_path / f"{method}1") == files_of(tmp_path / f"{method}2")

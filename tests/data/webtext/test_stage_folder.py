@@ -114,13 +114,6 @@ def test_a_stage_that_is_done_is_passed_by_and_one_that_differs_is_made_again(ra
     assert contents(out) == before, "a shard that is damaged is made again"
 
 
-def test_a_global_stage_reads_the_folder_of_a_stage(raw: Path, tmp_path: Path) -> None:
-    run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
-    record = run_global_stage(REVERSE, [tmp_path / "first"], tmp_path / "second")
-    assert texts_in(tmp_path / "second") == texts_in(tmp_path / "first")[::-1]
-    assert record and record.counts.documents_in == 167
-
-
 def test_a_second_pass_sees_all_that_the_first_kept(raw: Path, tmp_path: Path) -> None:
     record = run_map_stage(replace(SHOUT, second_pass=REVERSE), [raw], tmp_path / "out", run_options=SMALL)
     run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
