@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError
-from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint
+from megatron.fsdp import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
 from megatron.zero.api.initialize import initialize
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import load_candidates
@@ -124,6 +125,22 @@ def test_the_engine_and_the_face_go_on_from_each_others_checkpoints(tmp_path: Pa
     assert equal_state(again, after) and count == 6
     plain = run_ranks(straight_on, 2)[0]
     assert max(float((plain[name] - last[name]).abs().max()) for name in plain) < 1e-6
+
+
+def tied_with_a_module_inside(rank: int, world: int, folder: str) -> set[str]:
+    """The module inside gives up the tied parameter and keeps the other one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[1].weight = model[0][0].weight
+    for module in (model[0][0], model[0], model):
+        fully_shard(module)
+    model(torch.ones(2, 4)).sum().backward()
+    save_checkpoint(model, torch.optim.SGD(model.parameters(), lr=0.1), folder)
+    return set(open_checkpoint(Path(folder)).names("weight"))
+
+
+def test_the_names_of_a_module_that_shares_a_parameter_are_those_of_the_model(tmp_path: Path) -> None:
+    assert run_ranks(tied_with_a_module_inside, 2, str(tmp_path)) == [{"0.0.weight", "0.0.bias", "1.bias"}] * 2
 
 
 def refused(rank: int, world: int, folder: str, mistake: str) -> str:

@@ -101,14 +101,6 @@ def test_recomputation_reads_the_buffers_of_its_forward() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_disabled_wrapper_runs_once() -> None:
-    model = checkpoint_wrapper(Quantiser())
-    with disable_checkpointing():
-        loss = model(batch(0, 0)).sum()
-    loss.backward()
-    assert model.runs == 1
-
-
 # ---- modules and parameters that came late -----------------------------------------------------------------------
 
 

@@ -26,7 +26,6 @@ from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,
                                     write_corpus)
-from tests.wires import accelerator_side
 
 STEPS = 8
 ROUNDED = ["--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 3, "--quantize-period", 2,
@@ -107,29 +106,6 @@ def test_weights_are_the_same_bits_for_every_tensor_parallel_size_and_stage() ->
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
                 assert mine[name][: len(value)].equal(value[: len(mine[name])]), (grid, tp, stage, name)
-
-
-def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
-    """The weights after a few steps, by the wire and the order of an accelerator."""
-    with accelerator_side():
-        engine = engine_for(1, world, zero_stage=stage, bf16=True, quantize_start_bits=6, quantize_target_bits=4,
-                            quantize_period=1, quantize_rounding="stochastic")
-        assert not engine.core.is_deferred, "the host counts the steps that bits fall by"
-        tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(rank))
-        for _ in range(4):
-            engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
-            engine.step()
-        assert engine.core.state.moq is not None
-        assert engine.core.state.moq.progress[0].bits == 4
-        engine.finish_step()
-        return gather_full_state_dict(engine.core)
-
-
-def test_stages_agree_on_accelerators_too() -> None:
-    expected = run_ranks(on_accelerators, 2, 0)[0]
-    for stage in (2, 3):
-        found = run_ranks(on_accelerators, 2, stage)[0]
-        assert all(found[name].equal(value) for name, value in expected.items()), stage
 
 
 def published(x: Tensor, groups: int, bits: int) -> Tensor:
