@@ -72,16 +72,6 @@ def test_recomputation_is_bit_equal(chunk: int, tmp_path: Path) -> None:
     assert total_digest(tmp_path / "plain.ckpt") == total_digest(tmp_path / "again.ckpt")
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    train([*FLAGS, "--metrics-file", tmp_path / "whole", "--save", tmp_path / "whole.ckpt"])
-    part = [*FLAGS, "--metrics-file", tmp_path / "parts", "--save", tmp_path / "parts.ckpt"]
-    train([*part, "--exit-interval", STEPS // 2])
-    assert len(steps(tmp_path / "parts")) == STEPS // 2
-    train([*part, "--load", tmp_path / "parts.ckpt"])
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert total_digest(tmp_path / "parts.ckpt") == total_digest(tmp_path / "whole.ckpt")
-
-
 def test_an_evaluation_is_whole(tmp_path: Path) -> None:
     """That of a run at learning rate 0 is the one of the model that leaves nothing out."""
     for name, flags in (("drops", DROPS), ("whole", ["--no-progressive-layer-drop"])):

@@ -134,16 +134,6 @@ def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> Non
         assert weights[name].equal(master[:rows]) == (name not in matrices), name
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """In the middle of the schedule and of a blend, with noise."""
-    more = ["--batch-size", 4, "--quantize-rounding", "stochastic", "--quantize-mixed", "--quantize-change-ratio", 0.4]
-    train(cell(tmp_path, "whole", *more))
-    train(cell(tmp_path, "parts", *more, "--exit-interval", 5))
-    train(cell(tmp_path, "parts", *more, "--load", tmp_path / "parts.ckpt"))
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert total_digest(tmp_path / "parts.ckpt") == total_digest(tmp_path / "whole.ckpt")
-
-
 def test_a_run_that_was_not_quantised_begins_its_schedule_when_it_is(tmp_path: Path) -> None:
     train([*FLAGS, "--batch-size", 4, "--no-quantize-training", "--train-iters", 4, "--save", tmp_path / "ckpt",
            "--lr-decay-iters", 6])
