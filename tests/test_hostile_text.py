@@ -23,7 +23,6 @@ from data.webtext.runner import StageRecord
 from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
 from megatron.distributed import exit_codes
-from megatron.errors import ConfigError
 from megatron.inference.frontends import AnswerWriter
 from megatron.inference.prompts import Terminal
 from megatron.metrics.console import Console
@@ -66,23 +65,6 @@ def of_data_errors(text: str, capfd: Any) -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(cli, "_interrupt_on_stop_signals", lambda: None)
         cli.run_command(fail)
-    return str(capfd.readouterr().err)
-
-
-def of_usage_errors(text: str, capfd: Any) -> str:
-    def parse() -> None:
-        cli.StrictArgumentParser("data.verify", "").parse_args([text])
-
-    with pytest.raises(SystemExit):
-        cli.run_command(parse)
-    return str(capfd.readouterr().err)
-
-
-def of_flags(text: str, capfd: Any) -> str:
-    def refuse() -> NoReturn:
-        raise ConfigError(f"unknown flag {text}")
-
-    exit_codes.run(refuse)
     return str(capfd.readouterr().err)
 
 
@@ -151,7 +133,7 @@ def of_json_answers(text: str, capfd: Any) -> str:
 
 
 PLACES: list[Callable[[str, Any], str]] = [
-    of_errors, of_data_errors, of_usage_errors, of_flags, of_console, of_checkpoint_list, of_checkpoint_warnings,
+    of_errors, of_data_errors, of_console, of_checkpoint_list, of_checkpoint_warnings,
     of_files_left_out, of_a_webtext_stage, of_the_webtext_table, of_the_server, of_a_session, of_answers,
     of_json_answers]
 MANY_LINES = (of_a_session, of_answers)

@@ -147,13 +147,6 @@ def test_the_scripts_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["runs"]
 
 
-@pytest.mark.slow
-def test_both_wheels_in_one_folder_import(site: Path, tmp_path: Path) -> None:
-    done = run(site, tmp_path, sys.executable, "-P", "-c",
-               "import megatron.core, megatron.zero; print(megatron.core.NAME)")
-    assert done.stdout == "core\n", done.stderr
-
-
 def test_the_versions_of_python_are_the_same_wherever_they_are_named() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")

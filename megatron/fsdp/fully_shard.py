@@ -69,7 +69,7 @@ class FSDPModule(NotCopyable, nn.Module):
     set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = _no_effect
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
+        for member in sharded_modules(self).values() if recurse else [require_fsdp_state(self)]:
             member.settings = replace(member.settings, reshard_after_forward=reshard_after_forward)
             units = member.root.kept_for_backward
             (units.discard if reshard_after_forward else units.add)(member.unit)

@@ -11,7 +11,6 @@ then whether to wrap.
 
 from __future__ import annotations
 
-import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from data.cli import suggest_spelling
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.fsdp.fully_shard import NotCopyable
@@ -113,9 +113,8 @@ def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
     known = {item.name for item in fields(FairScaleArguments)}
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = _ELSEWHERE.get(name) or (f"did you mean {near[0]!r}?" if near else
-                                              f"it has {', '.join(sorted(known))} (docs/fsdp.md)")
+            advice = (_ELSEWHERE.get(name) or suggest_spelling(name, known)
+                      or f"it has {', '.join(sorted(known))} (docs/fsdp.md)")
             raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}; {advice}")
     return FairScaleArguments(**given)
 
@@ -340,7 +339,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     if context is None:
         return module
     policy = auto_wrap_policy or context[0] or default_auto_wrap_policy
-    if next(sharded_modules(module), None) is not None:
+    if sharded_modules(module):
         raise ConfigError("auto_wrap of a module in which something is wrapped: give it one in which nothing is")
     return _wrap_recursively(module, policy, kwargs, is_root=True)[0]
 
@@ -391,7 +390,6 @@ def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_par
 # ---- activation checkpointing ---------------------------------------------------------------------------------------
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_CHECKPOINTED_ATTRIBUTE = "_fsdp_checkpointed"
 _CHECKPOINTING_IS_DISABLED = ContextVar("checkpointing is disabled", default=False)
 
 
@@ -409,8 +407,6 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     """Checkpoint the module's forward (megatron/recompute): it keeps only its inputs, with `offload_to_cpu` on the
     host, and runs again in backward. Recomputation uses the buffers of the first forward and does not change them, so
     batch norm counts a batch once. Works before or after sharding; returns the module itself."""
-    if vars(module).get(_CHECKPOINTED_ATTRIBUTE):
-        raise ConfigError(f"this {type(module).__name__} has a checkpoint_wrapper already")
     recomputation = Recomputation(RecomputeConfig(checkpoint_activations=True, cpu_checkpointing=offload_to_cpu))
     forward = module.forward
 
@@ -431,6 +427,5 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
 
         return recomputation.checkpoint(run, *args, **kwargs)
 
-    module.__dict__[_CHECKPOINTED_ATTRIBUTE] = True
     module.forward = checkpointed
     return module

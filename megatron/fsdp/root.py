@@ -62,7 +62,6 @@ class FSDPRoot:
         self.reduces_grads = True
         self.grad_divisors: dict[FlatBucket, float] = {}
         """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
-        self._predivide_factors = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
         self.full_params_holder: str | None = None
         """The call that currently gathers the parameters for the user, or None."""
         self.summoned: set[FlatBucket] = set()
@@ -100,12 +99,11 @@ class FSDPRoot:
     def module(self) -> nn.Module:
         return self.units[0].module
 
-    def release_units(self) -> list[Unit]:
-        """Detach the hooks and return the units, for a new root around them."""
+    def release_units(self) -> None:
+        """Detach the hooks, for a new root around the units."""
         for handle in self._handles:
             handle.remove()
         detach_main_grad_writers(self.units)
-        return self.units
 
     def check_idle(self, what: str) -> None:
         self._abort_failed_backward()
@@ -267,7 +265,7 @@ class FSDPRoot:
         for bucket in self.trained:
             bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
             divisor = self.grad_divisors.get(bucket, self.dp.size)
-            bucket.grads.sum_multiplier = self._predivide_factors[bucket] / (divisor * self.loss_scaler.scale)
+            bucket.grads.sum_multiplier = bucket.grads.predivide_factor / (divisor * self.loss_scaler.scale)
         self._backward_is_running = on_backward_end(self._end_backward)
 
     def _scale_for_backward(self) -> float:

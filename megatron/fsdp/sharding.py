@@ -68,20 +68,13 @@ class ShardingSettings:
     sync_module_states: bool = False
     """All ranks start from rank 0's values."""
 
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigError(f"{name} is {dtype!r}: give a floating point dtype of torch, or None for the "
-                                  "parameters' own")
-
     @property
     def is_kept_for_backward(self) -> bool:
         """Parameters stay gathered from forward to backward."""
         return self.reshard_after_forward is not True and self.reshard_after_forward in (False, 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class FSDPState:
     """State of a sharded module."""
 
@@ -114,11 +107,9 @@ def require_fsdp_state(module: nn.Module) -> FSDPState:
     return member
 
 
-def sharded_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, FSDPState]]:
-    """(path, module, state) of each sharded module in `module`, itself included."""
-    for path, child in module.named_modules():
-        if (member := fsdp_state_of(child)) is not None:
-            yield path, child, member
+def sharded_modules(module: nn.Module) -> dict[str, FSDPState]:
+    """The state of each sharded module in `module`, itself included, by its path."""
+    return {path: member for path, child in module.named_modules() if (member := fsdp_state_of(child)) is not None}
 
 
 WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
@@ -136,14 +127,14 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
     kind = type(module).__name__
     if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
-    inner = list(sharded_modules(module))
-    for path, _, member in inner:
+    inner = sharded_modules(module)
+    for path, member in inner.items():
         if member.root.dp.ranks != group.ranks:
             raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
                               f"{group.ranks}: give both the same process group")
         member.root.check_idle("a module around it is sharded")
     own = _own_parameters(module, ignored,
-                          {id(one) for _, shared in _externally_used_params(module, inner) for one in shared})
+                          {id(one) for _, shared in _externally_used_params(module, inner.values()) for one in shared})
     for name, parameter in own.items():
         if not parameter.is_floating_point():
             raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
@@ -156,10 +147,10 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
         if isinstance(tp, Group) and not tp.is_solo:
             raise ConfigError(f"{path or type(child).__name__} is split over tensor parallel: train that model with "
                               "zero.initialize, which knows both groups")
-    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, inner)
+    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, inner.values())
                for name, buffer in child.named_buffers(recurse=False)}
-    in_sharding_order = sorted(inner, key=lambda one: one[2].sharded_at)
-    _check_same_on_all_ranks(own, buffers, group, kind, [path for path, _, _ in in_sharding_order], settings)
+    in_sharding_order = sorted(inner, key=lambda path: inner[path].sharded_at)
+    _check_same_on_all_ranks(own, buffers, group, kind, in_sharding_order, settings)
     size = settings.reshard_after_forward
     if not isinstance(size, bool) and not group.is_solo and (size < 1 or group.size % size):
         raise ConfigError(f"reshard_after_forward={size}: give True, False, or a number of neighbouring ranks that "
@@ -203,7 +194,8 @@ def byte_checksum(values: Tensor) -> str:
 def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
                  ignored: Collection[nn.Parameter] = ()) -> FSDPState:
     """Shard a module that passed `check_shardable`. Collective over the group."""
-    inner, device = list(sharded_modules(module)), compute_device_of(module, group)
+    path_of = {member: path for path, member in sharded_modules(module).items()}
+    inner, device = path_of.keys(), compute_device_of(module, group)
     for one, shared in _externally_used_params(module, inner):
         remaining = tuple(_drop_params({id(parameter) for parameter in shared}, one))
         one.unit = Unit(one.unit.index, one.unit.name, one.unit.module, remaining)
@@ -214,24 +206,24 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     if settings.sync_module_states:
         broadcast_module_buffers(module, Groups(group, dp=group))
     unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
-    path_of = {id(child): path for path, child, _ in inner}
-    roots = dict.fromkeys(member.root for _, _, member in inner)
-    for root in roots:  # rename the buckets inside for the larger model
-        around = path_of[id(root.module)]
-        for bucket in [bucket for one in root.release_units() for bucket in one.buckets]:
+    roots = dict.fromkeys(member.root for member in inner)
+    for root in roots:
+        root.release_units()
+    for number, (member, path) in enumerate(path_of.items(), 1):
+        around = path_of[require_fsdp_state(member.root.module)]
+        for bucket in member.unit.buckets:  # renamed for the larger model
             bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, buffer_pool)
-    for number, (path, child, member) in enumerate(inner, 1):
-        member.unit = Unit(number, path, child, member.unit.buckets)
-    kept = {member.unit for _, _, member in inner if member.settings.is_kept_for_backward}
+        member.unit = replace(member.unit, index=number, name=path)
+    kept = {member.unit for member in inner if member.settings.is_kept_for_backward}
     kept |= {unit} if settings.is_kept_for_backward else set()
-    units = [unit, *(member.unit for _, _, member in inner)]
+    units = [unit, *(member.unit for member in inner)]
     state = FSDPState(unit, settings, FSDPRoot(units, kept, group, device, log, buffer_pool), own_dtypes)
     for root in roots:
         state.root.grad_divisors |= root.grad_divisors
     for _, child in _own_modules(module, inner):
         before_state_dict(child, state.before_state_dict)
     module.__dict__[_STATE_ATTRIBUTE] = state
-    for _, _, member in inner:
+    for member in inner:
         member.root = state.root
     for change, dtype in ((map_module_inputs, settings.input_dtype), (map_module_outputs, settings.output_dtype)):
         if dtype is not None:
@@ -256,10 +248,10 @@ def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, gr
                              buffer_pool)
 
 
-def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]],
+def _externally_used_params(module: nn.Module, inner: Collection[FSDPState],
                             ) -> Iterator[tuple[FSDPState, list[nn.Parameter]]]:
     """Units inside, each with those of its parameters that are also used outside it."""
-    units = {id(child) for _, child, _ in inner}
+    units = {id(member.unit.module) for member in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
@@ -271,8 +263,9 @@ def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module,
             walk(one, unit)
 
     walk(module, id(module))
-    for _, child, member in inner:
-        shared = [one for bucket in member.unit.buckets for one in bucket.parameters if users[one] != {id(child)}]
+    for member in inner:
+        shared = [one for bucket in member.unit.buckets for one in bucket.parameters
+                  if users[one] != {id(member.unit.module)}]
         if shared:
             yield member, shared
 
@@ -301,9 +294,9 @@ def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared
             (id(parameter) in shared or not isinstance(param_owner(parameter), FlatBucket))}
 
 
-def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]]) -> Iterator[tuple[str, nn.Module]]:
+def _own_modules(module: nn.Module, inner: Collection[FSDPState]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are in no sharded module inside."""
-    theirs = {one for _, child, _ in inner for one in child.modules()}
+    theirs = {one for member in inner for one in member.unit.module.modules()}
     return ((path, child) for path, child in module.named_modules() if unwrap(child) not in theirs)
 
 
@@ -341,8 +334,8 @@ def _copy_streams_of(device: torch.device) -> CopyStreams | None:
     return copy_streams
 
 
-def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]], settings: ShardingSettings,
-                  device: torch.device) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
+def _move_buffers(module: nn.Module, inner: Collection[FSDPState], settings: ShardingSettings, device: torch.device,
+                  ) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
     """Move buffers to the device and floating point ones to `buffer_dtype`; yields those whose dtype changed."""
     for _, child in _own_modules(module, inner):
         for name, buffer in child.named_buffers(recurse=False):

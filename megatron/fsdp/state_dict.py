@@ -32,11 +32,11 @@ def named_tensors(module: nn.Module) -> OrderedDict[str, Any]:
 
 
 def buckets_of(module: nn.Module) -> list[FlatBucket]:
-    return [bucket for _, _, member in sharded_modules(module) for bucket in member.unit.buckets]
+    return [bucket for member in sharded_modules(module).values() for bucket in member.unit.buckets]
 
 
 def _roots(module: nn.Module) -> list[FSDPRoot]:
-    return list(dict.fromkeys(member.root for _, _, member in sharded_modules(module)))
+    return list(dict.fromkeys(member.root for member in sharded_modules(module).values()))
 
 
 def prepare_all_ranks(module: nn.Module, call: str) -> None:
@@ -51,7 +51,7 @@ def prepare_all_ranks(module: nn.Module, call: str) -> None:
 def buffers_in_own_dtype(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, buffers that mixed precision cast have their original dtype, as in the unwrapped model."""
     return temporarily_replaced(
-        [(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
+        [(child._buffers, name, buffer.to(dtype)) for member in sharded_modules(module).values()
          for child, name, dtype in member.buffer_dtypes if (buffer := child._buffers.get(name)) is not None])
 
 
@@ -204,7 +204,7 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
     """Inside, parameters of the sharded modules in `module` (without `recurse`: of itself) are full, in the masters'
     dtype. Edits must be equal on all ranks and are kept unless `volatile`. State dicts inside are full and include the
     edits. Collective."""
-    found = [member for _, child, member in sharded_modules(module) if recurse or child is module]
+    found = [member for member in sharded_modules(module).values() if recurse or member.unit.module is module]
     if not found:
         raise ConfigError(f"{SUMMON_CALL}: {type(module).__name__} is not sharded, and nothing in it")
     roots = _roots(module)

@@ -303,11 +303,10 @@ def is_due(iteration: int, interval: int) -> bool:
 def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     """Inside, Python collects garbage only when the yielded function is called with a multiple of `steps`; 0: as Python
     decides."""
-    if not steps or not gc.isenabled():
+    if not steps:
         yield lambda step: None
         return
     gc.collect()
-    was_frozen = gc.get_freeze_count() > 0  # frozen by the surrounding program, which keeps it so
     gc.freeze()
     gc.disable()
 
@@ -319,8 +318,7 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
         yield collect
     finally:
         gc.enable()
-        if not was_frozen:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def zero_lr_warning(config: Config, schedule: Callable[[int], float], applied: int, iteration: int) -> str:

@@ -257,7 +257,6 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
     "GradScaler": (a_grad_scaler, "GradScaler"),
     "wrapped twice": (lambda rank: FSDP(FSDP(Net()).module), "already"),
     "sharded twice": (lambda rank: fully_shard(sharded()), "already"),
-    "checkpointed twice": (lambda rank: checkpoint_wrapper(checkpoint_wrapper(Net())), "already"),
     "a step before the backward": (a_step_between_forward_and_backward, "before the weights changed"),
     "an old backward": (a_backward_of_a_forward_before_the_step, "before the weights changed"),
     "edited in a forward": (a_weight_edited_in_a_forward, "written to"),
@@ -378,7 +377,6 @@ def test_a_list_of_which_one_is_refused_is_not_sharded() -> None:
     ({"sharding_strategy": "FULL_SHARD"}, ["reshard_after_forward"]),
     ({"auto_wrap_policy": None}, ["auto_wrap"]),
     ({"something_else": 1}, ["something_else"]),
-    ({"compute_dtype": torch.int8}, ["param_dtype"]),
     ({"gradient_predivide_factor": 0}, ["gradient_predivide_factor"]),
 ])
 def test_arguments_that_are_not_known(given: dict[str, Any], words: list[str]) -> None:

@@ -23,12 +23,14 @@ from tests.megatron.zero.models import Net, OddSizes
 
 
 class Everything(OddSizes):
-    """Buffers, some of them not saved, frozen layers, a tied parameter, another precision, and extra state."""
+    """Buffers, some of them not saved, frozen layers, a tied parameter, another precision, extra state, and a parameter
+    that several ranks share."""
 
     def change(self) -> None:
         super().change()
         self.register_buffer("counts", torch.arange(4))
         self.register_buffer("unsaved", torch.ones(2), persistent=False)
+        self.large = nn.Parameter(torch.linspace(-1, 1, 1000))
         self.first.requires_grad_(False)
         self.tied = nn.Linear(6, 6)
         self.tied.weight = self.last.weight
@@ -44,7 +46,7 @@ class Everything(OddSizes):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x.to(block.wide.weight.dtype)).float()
-        return x * self.scalar + self.none.sum()
+        return x * self.scalar + self.none.sum() + self.large.sum() * 1e-3
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
-from megatron.zero.backward import ReductionOrder
 from megatron.zero.hooks import Unit
 from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase, UnitState
 from mpu import groups as mpu_groups
@@ -71,16 +70,6 @@ def test_recomputation_is_bit_equal(chunk: int, tmp_path: Path) -> None:
         train([*FLAGS, "--metrics-file", tmp_path / name, "--save", tmp_path / f"{name}.ckpt", *flags])
     assert lines(tmp_path / "plain") == lines(tmp_path / "again")
     assert total_digest(tmp_path / "plain.ckpt") == total_digest(tmp_path / "again.ckpt")
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    train([*FLAGS, "--metrics-file", tmp_path / "whole", "--save", tmp_path / "whole.ckpt"])
-    part = [*FLAGS, "--metrics-file", tmp_path / "parts", "--save", tmp_path / "parts.ckpt"]
-    train([*part, "--exit-interval", STEPS // 2])
-    assert len(steps(tmp_path / "parts")) == STEPS // 2
-    train([*part, "--load", tmp_path / "parts.ckpt"])
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert total_digest(tmp_path / "parts.ckpt") == total_digest(tmp_path / "whole.ckpt")
 
 
 def test_an_evaluation_is_whole(tmp_path: Path) -> None:
@@ -165,29 +154,6 @@ def test_stage_3_gathers_ahead_what_runs_next(recomputes: bool) -> None:
     """However the set of blocks changes: only the root, which is first, is not on its way before it is needed."""
     for found in run_ranks(not_foreseen, 2, recomputes):
         assert found == [["root"]] * STEPS
-
-
-def launched_in_backward(rank: int, world: int, stage: int) -> list[int]:
-    """Reductions that were under way when autograd was through, in each step."""
-    found, flush = [], ReductionOrder.launch_remaining
-
-    def noted(order: ReductionOrder) -> None:
-        found.append(order._next)
-        flush(order)
-
-    ReductionOrder.launch_remaining = noted  # type: ignore[method-assign]
-    engine = engine_for(stage, world)
-    for _ in range(STEPS):
-        one_step(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_left_out_keeps_no_reduction_waiting(stage: int) -> None:
-    """Gradients are sent in a fixed order, the last block first: one that gets none is passed over. All but the root
-    (and at stage 3 the first block, which is closed with it) are on their way when backward is over."""
-    for found in run_ranks(launched_in_backward, 2, stage):
-        assert all(count >= LAYERS for count in found), found
 
 
 # ---- wrong settings --------------------------------------------------------------------------------------------------

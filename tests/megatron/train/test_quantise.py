@@ -26,7 +26,6 @@ from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,
                                     write_corpus)
-from tests.wires import accelerator_side
 
 STEPS = 8
 ROUNDED = ["--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 3, "--quantize-period", 2,
@@ -109,29 +108,6 @@ def test_weights_are_the_same_bits_for_every_tensor_parallel_size_and_stage() ->
                 assert mine[name][: len(value)].equal(value[: len(mine[name])]), (grid, tp, stage, name)
 
 
-def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
-    """The weights after a few steps, by the wire and the order of an accelerator."""
-    with accelerator_side():
-        engine = engine_for(1, world, zero_stage=stage, bf16=True, quantize_start_bits=6, quantize_target_bits=4,
-                            quantize_period=1, quantize_rounding="stochastic")
-        assert not engine.core.is_deferred, "the host counts the steps that bits fall by"
-        tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(rank))
-        for _ in range(4):
-            engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
-            engine.step()
-        assert engine.core.state.moq is not None
-        assert engine.core.state.moq.progress[0].bits == 4
-        engine.finish_step()
-        return gather_full_state_dict(engine.core)
-
-
-def test_stages_agree_on_accelerators_too() -> None:
-    expected = run_ranks(on_accelerators, 2, 0)[0]
-    for stage in (2, 3):
-        found = run_ranks(on_accelerators, 2, stage)[0]
-        assert all(found[name].equal(value) for name, value in expected.items()), stage
-
-
 def published(x: Tensor, groups: int, bits: int) -> Tensor:
     """The symmetric grid, written out for the rows of a whole tensor; the last group of a table may be smaller."""
     each = -(-len(x) // groups)
@@ -156,16 +132,6 @@ def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> Non
         expected = published(master[:rows], 4, bits) if name in matrices else master
         assert torch.allclose(weights[name].double(), expected.double(), rtol=1e-5, atol=1e-9), name
         assert weights[name].equal(master[:rows]) == (name not in matrices), name
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """In the middle of the schedule and of a blend, with noise."""
-    more = ["--batch-size", 4, "--quantize-rounding", "stochastic", "--quantize-mixed", "--quantize-change-ratio", 0.4]
-    train(cell(tmp_path, "whole", *more))
-    train(cell(tmp_path, "parts", *more, "--exit-interval", 5))
-    train(cell(tmp_path, "parts", *more, "--load", tmp_path / "parts.ckpt"))
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert total_digest(tmp_path / "parts.ckpt") == total_digest(tmp_path / "whole.ckpt")
 
 
 def test_a_run_that_was_not_quantised_begins_its_schedule_when_it_is(tmp_path: Path) -> None:

@@ -32,18 +32,27 @@ def interrupted_after_every_step(rank: int, world: int, common: list[object], fo
         train([*again, "--exit-interval", 1])
 
 
-@pytest.mark.parametrize("precision, tp, dp, accumulation, recomputes", [
-    ("fp16", 1, 1, 1, False), ("fp16", 2, 1, 4, True), ("bf16", 1, 2, 4, True), ("fp32", 2, 2, 1, False)])
+ROUNDED = ["--quantize-training", "--quantize-offset", 0, "--quantize-start-bits", 6, "--quantize-target-bits", 4,
+           "--quantize-period", 2]
+DROPPED = ["--progressive-layer-drop", "--pld-theta", 0.5]
+
+
+@pytest.mark.parametrize("precision, tp, dp, accumulation, recomputes, more", [
+    ("fp16", 1, 1, 1, False, []), ("fp16", 2, 1, 4, True, []), ("fp32", 2, 2, 1, False, []),
+    ("bf16", 1, 2, 4, True, [*DROPPED, "--pld-gamma", 0.5, *ROUNDED, "--quantize-rounding", "stochastic",
+                             "--quantize-mixed", "--quantize-change-ratio", 0.4])])
 def test_a_run_interrupted_after_every_step_equals_one_that_was_not(
-        precision: str, tp: int, dp: int, accumulation: int, recomputes: bool, tmp_path: Path) -> None:
-    """Every grid, and every value of what must not matter to a resume."""
+        precision: str, tp: int, dp: int, accumulation: int, recomputes: bool, more: list[object], tmp_path: Path,
+) -> None:
+    """Every grid, and every value of what must not matter to a resume; also in the middle of a bit schedule and of a
+    blend, with blocks left out."""
     # The fp16 scale starts just above what fits and grows again soon: it moves both ways in six steps.
     flags = {"fp32": [], "bf16": ["--bf16"], "fp16": [
         "--fp16", "--initial-loss-scale", 2**17 * accumulation, "--loss-scale-window", 2, "--hysteresis", 2]}[precision]
     common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--split", "8,1,1", "--train-iters", STEPS,
               *flags, "--model-parallel-size", tp, "--batch-size", 2, "--global-batch-size", 2 * accumulation * dp,
               *["--checkpoint-activations"] * recomputes, "--lr", 1e-3, "--warmup", 0.5, "--eval-interval", 4,
-              "--eval-iters", 1]
+              "--eval-iters", 1, *more]
     run_ranks(interrupted_after_every_step, tp * dp, common, tmp_path, timeout=300)
     assert lines(tmp_path / "parts.jsonl") == lines(tmp_path / "whole.jsonl")
     scales = [step["loss_scale"] for step in steps(tmp_path / "whole.jsonl")]
@@ -54,31 +63,36 @@ def test_a_run_interrupted_after_every_step_equals_one_that_was_not(
 
 
 def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, number: int, at: int) -> str:
-    """A run whose rank `culprit` gets a signal while it is in step `at`."""
+    """A run whose rank `culprit` gets a signal while it is in step `at`, or (0) whose clock says that time is up."""
     taken = Trainer.train_step
 
-    def signalled(trainer: Trainer, *args: Any) -> Any:
-        if rank == culprit and trainer.engine.global_steps == at - 1:
-            os.kill(os.getpid(), number)
-        return taken(trainer, *args)
-
     with pytest.MonkeyPatch.context() as patching:
+        def signalled(trainer: Trainer, *args: Any) -> Any:
+            if rank == culprit and trainer.engine.global_steps == at - 1:
+                if number:
+                    os.kill(os.getpid(), number)
+                else:
+                    patching.setattr(StopListener, "minutes_since_start", 90.0)
+            return taken(trainer, *args)
+
         patching.setattr(Trainer, "train_step", signalled)
         return train(argv)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("world", "culprit", "number"),
-                         [(1, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (2, 1, signal.SIGUSR1)])
-def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text(world: int, culprit: int, number: int,
-                                                                                 tmp_path: Path) -> None:
+                         [(1, 0, signal.SIGTERM), (2, 1, signal.SIGUSR1), (2, 1, signal.SIGINT), (2, 1, 0)])
+def test_a_reason_to_stop_on_any_rank_saves_after_the_step_and_the_rest_is_the_same_text(
+        world: int, culprit: int, number: int, tmp_path: Path) -> None:
     common = [*TINY, "--model-parallel-size", world, "--train-data", write_corpus(tmp_path / "corpus"),
               "--train-iters", STEPS]
     run_ranks(train_all, world, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
-    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
+             "--exit-duration-in-mins", 60]
     said = run_ranks(asked_to_stop, world, again, culprit, number, 3)[0]
-    why = "interrupted" if number == signal.SIGINT else "preempted"
-    assert f"{why} at step 3" in said and (tmp_path / "s" / "latest").read_text().strip() == "global_step3"
+    why = {signal.SIGINT: "interrupted at step 3",
+           0: "leaving after iteration 3 (--exit-duration-in-mins 60), saved"}.get(number, "preempted at step 3")
+    assert why in said and (tmp_path / "s" / "latest").read_text().strip() == "global_step3"
     run_ranks(train_all, world, [again])
     assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
@@ -141,37 +155,6 @@ def test_a_second_ctrl_c_ends_at_once_with_130_and_loses_nothing(where: str, tmp
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 
 
-def runs_out_of_time(rank: int, world: int, argv: list[object], at: int) -> str:
-    """The clock of rank 1 alone says that the time is up, in step `at`."""
-    reads = itertools.count(1)
-    clock = property(lambda stop: 90.0 if rank == 1 and next(reads) == at else 0.5)
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(StopListener, "minutes_since_start", clock)
-        return train(argv)
-
-
-def test_all_ranks_leave_when_the_time_of_one_is_up_and_the_rest_is_the_same_text(tmp_path: Path) -> None:
-    common = [*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", STEPS]
-    run_ranks(train_all, 2, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
-    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
-             "--exit-duration-in-mins", 1.5]
-    said = run_ranks(runs_out_of_time, 2, again, 4)[0]
-    assert "leaving after iteration 4 (--exit-duration-in-mins 1.5), saved" in said
-    assert tag_names(tmp_path / "s") == ["global_step4"]
-    run_ranks(train_all, 2, [again])
-    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
-    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
-
-
-def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path: Path) -> None:
-    again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s", "--load", tmp_path / "s",
-             "--metrics-file", tmp_path / "m", "--eval-interval", 1, "--eval-iters", 1]
-    train(again)
-    before = lines(tmp_path / "m"), total_digest(tmp_path / "s")
-    assert "nothing to do" in train(again)
-    assert (lines(tmp_path / "m"), total_digest(tmp_path / "s")) == before
-
-
 # ---- going back, and which tag a run starts from -------------------------------------------------------------------
 
 def tags_and_latest(root: Path) -> tuple[list[str], str]:
@@ -227,8 +210,12 @@ def test_a_tag_that_is_not_there_is_named(flags: list[object], error: type[Excep
 
 
 def test_a_finished_run_is_saved_where_another_folder_is_asked_for(tmp_path: Path) -> None:
-    common = [*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path / "s"]
+    common = [*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
+              "--eval-interval", 1, "--eval-iters", 1]
     train([*common, "--save", tmp_path / "s"])
+    before = lines(tmp_path / "m"), total_digest(tmp_path / "s")
+    assert "nothing to do" in train([*common, "--save", tmp_path / "s"])
+    assert (lines(tmp_path / "m"), total_digest(tmp_path / "s")) == before, "it changes nothing where it is"
     said = train([*common, "--save", tmp_path / "copy"])
     assert "nothing to do" in said and "saved global_step2 to" in said
     assert total_digest(tmp_path / "copy") == total_digest(tmp_path / "s")
@@ -275,9 +262,6 @@ def test_a_run_does_not_go_on_with_another_tokenizer_of_as_many_ids(tmp_path: Pa
 # ---- another training method -----------------------------------------------------------------------------------------
 
 CHANGED_FLAGS = [*TINY, "--mock-data", "--lr", 1e-3, "--batch-size", 4, "--eval-interval", 0, "--train-iters", 5]
-ROUNDED = ["--quantize-training", "--quantize-offset", 0, "--quantize-start-bits", 6, "--quantize-target-bits", 4,
-           "--quantize-period", 2]
-DROPPED = ["--progressive-layer-drop", "--pld-theta", 0.5]
 FROZEN = ["--optimizer", "onebit_adam", "--onebit-freeze-step", 2]
 
 
