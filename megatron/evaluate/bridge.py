@@ -19,8 +19,7 @@ from megatron.config.tree import require
 from megatron.evaluate.scoring import EvalContext, continuation_request
 from megatron.evaluate.tasks import document_requests
 from megatron.inference.decoder import Decoder
-from megatron.inference.detokenizer import SequenceDetokenizer
-from megatron.inference.generation import Generator
+from megatron.inference.generation import Generator, SequenceDetokenizer
 from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
 from mpu.collectives import all_gather_json

@@ -12,18 +12,16 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import starmap
 from typing import IO, final
 
 from data.storage import escape_to_one_line
-from megatron.config.tree import require
 from megatron.distributed.consistency import on_rank_0
-from megatron.errors import NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.inference.decoder import Decoder
-from megatron.inference.detokenizer import SequenceDetokenizer
-from megatron.inference.generation import GeneratedSequence, Generator
+from megatron.inference.generation import GeneratedSequence, Generator, SequenceDetokenizer
 from megatron.inference.load import LoadedModel
 from megatron.inference.prompts import EXIT_HINT, Prompt, PromptSource, Terminal
 from megatron.inference.request import GenerationConfig, Request
@@ -53,10 +51,11 @@ class _Frontend:
         self._decoder, self._detokenizer = Decoder(loaded.model, rows), SequenceDetokenizer(loaded.tokenizer)
         self._generator = build_generator(loaded, self._decoder, self._detokenizer, config.sliding_window)
 
-    def _encode(self, prompt: str) -> tuple[tuple[int, ...], str]:
-        """Tokens (of an empty prompt the end-of-document token), and why the model cannot answer them, or ""."""
+    def _encode(self, prompt: str, location: str = "") -> tuple[int, ...]:
+        """Tokens; of an empty prompt the end-of-document token. Raises ConfigError if the model cannot answer them."""
         ids = tuple(int(token) for token in self._tokenizer.encode(prompt)) or (self._tokenizer.eod,)
-        return ids, self._config.why_rejected(ids, self._decoder.max_positions)
+        self._config.check_prompt(ids, self._decoder.max_positions, location)
+        return ids
 
 
 @final
@@ -99,9 +98,7 @@ class PromptBatchRunner(_Frontend):
             yield from generator.step()
 
     def _tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
-        ids, refusal = self._encode(prompt.text)
-        require(not refusal, f"{prompt.location}: {refusal}")
-        return ids
+        return self._encode(prompt.text, f"{prompt.location}: ")
 
 
 @final
@@ -157,14 +154,16 @@ class InteractiveSession(_Frontend):
     def run(self) -> None:
         """Returns when the user leaves. Collective."""
         number, world = 0, self._groups.world
-        with _ignore_sigint() if self._terminal is None else self._terminal:
+        if self._terminal is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+        with self._terminal or nullcontext():
             self._print_message(f"each line is a prompt; Ctrl-C ends an answer, {EXIT_HINT}")
             while (prompt := broadcast_json(self._terminal and self._terminal.read_prompt(), world, 0)) is not None:
-                ids, refusal = self._encode(prompt)
-                if refusal:
-                    self._print_message(refusal)
+                try:
+                    requests = self._config.make_requests(self._encode(prompt), number)
+                except ConfigError as error:
+                    self._print_message(str(error))
                     continue
-                requests = self._config.make_requests(ids, number)
                 number += len(requests)
                 for request in requests:
                     if self._answer(request) == "dropped":
@@ -193,13 +192,3 @@ class InteractiveSession(_Frontend):
     def _print_message(self, line: str) -> None:
         if self._terminal is not None:
             self._terminal.print_message(line)
-
-
-@contextmanager
-def _ignore_sigint() -> Iterator[None]:
-    """On the ranks without the terminal: rank 0 handles Ctrl-C."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -7,7 +7,7 @@
 All tensor parallel ranks call it with the same requests in the same order. Sampling applies the repetition penalty,
 the temperature, top-k, top-p and min-p, in this order, then takes the largest log-probability plus Gumbel noise.
 The noise of a token depends only on the key of its sequence and on the token id, so the other sequences of a batch
-and the number of ranks do not change a text.
+and the number of ranks do not change a text. `SequenceDetokenizer` decodes the sequences as they grow.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Literal, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from data.tokenizer_base import REPLACEMENT_CHARACTER, Tokenizer
 from megatron.inference.request import Request, Sampling
 from mpu.collectives import broadcast_into
 
@@ -260,3 +262,83 @@ def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], max_new_tok
     requests = (Request(number, tuple(prompt), max_new_tokens, sampling, f"{seed}/{number}")
                 for number, prompt in enumerate(prompts))
     return sorted(generator.generate(requests), key=lambda text: text.request.number)
+
+
+# ---- text of growing sequences -----------------------------------------------------------------------------------
+
+DecodeFn = Callable[[Iterable[int]], str]
+
+DECODE_WINDOW = 16
+"""Tokens that are decoded again with those that follow them."""
+UNSTABLE_CHARACTERS = 4
+"""Characters at the beginning of a window that may differ from the full text: it may begin within a character of up to
+4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
+
+
+@final
+class Detokenizer:
+    """The text of a growing list of tokens. Each token is decoded with its neighbours only, so the work is linear: a
+    token changes at most the character before it, and UTF-8 can be read from any character on."""
+
+    def __init__(self, decode: DecodeFn, ids: Iterable[int] = ()) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._stable_characters = 0  # characters of the text that stay
+        self._overlap_characters = 0  # characters of the window's text that are among those
+        self.text = ""
+        self.num_shown = 0
+        """Characters that `new_text` has returned."""
+        self.offsets: list[int] = []
+        """Length of the text before each token, where U+FFFD stands for a part of a character."""
+        self.extend(ids)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            self.offsets.append(len(self.text))
+            if len(self._window) == 2 * DECODE_WINDOW:
+                self._window = self._window[-DECODE_WINDOW:]
+                length = len(self._decode(self._window))
+                self._overlap_characters = min(UNSTABLE_CHARACTERS, length)
+                self._stable_characters = len(self.text) - length + self._overlap_characters
+            self._window.append(token)
+            self.text = self.text[: self._stable_characters] + self._decode(self._window)[self._overlap_characters:]
+
+
+@final
+class SequenceDetokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizers: WeakKeyDictionary[GeneratedSequence, Detokenizer] = WeakKeyDictionary()
+
+    def _detokenizer_of(self, sequence: GeneratedSequence) -> Detokenizer:
+        detokenizer = self._detokenizers.setdefault(sequence, Detokenizer(self._tokenizer.decode))
+        detokenizer.extend(sequence.tokens[len(detokenizer.offsets):])
+        return detokenizer
+
+    def has_stop_string(self, sequence: GeneratedSequence) -> bool:
+        stops = sequence.request.stops
+        return bool(stops) and any(stop in self._detokenizer_of(sequence).text for stop in stops)
+
+    def decode(self, sequence: GeneratedSequence) -> str:
+        """The text before the first stop string."""
+        text = self._detokenizer_of(sequence).text
+        ends = [place for stop in sequence.request.stops if (place := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def token_offsets(self, sequence: GeneratedSequence) -> Sequence[int]:
+        return self._detokenizer_of(sequence).offsets
+
+    def stable_text(self, sequence: GeneratedSequence) -> str:
+        """The prefix that later tokens cannot change: while a text runs, its last bytes may begin a character, and its
+        last characters a stop string."""
+        text = self.decode(sequence)
+        if sequence.finish_reason is not None:
+            return text
+        held_back = max(map(len, sequence.request.stops), default=1) - 1
+        return text[: max(0, len(text) - held_back)].rstrip(REPLACEMENT_CHARACTER)
+
+    def new_text(self, sequence: GeneratedSequence) -> str:
+        """What has become stable since the last call."""
+        detokenizer, text = self._detokenizer_of(sequence), self.stable_text(sequence)
+        start, detokenizer.num_shown = detokenizer.num_shown, max(detokenizer.num_shown, len(text))
+        return text[start:]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import gcd
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -135,16 +135,12 @@ BROADCAST_ELEMENTS = 1 << 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 
-class WeightReader(Protocol):
-    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: Tensor) -> None: ...
-
-
 @dataclass(frozen=True)
 class OpenedModel:
     """A model whose weights are not read yet."""
 
-    weights: WeightReader
+    read: Callable[..., None]
+    """`Checkpoint.read`, or another with its arguments."""
     shape: ModelConfig
     data: Mapping[str, Any]
     """The section of its configuration with the tokenizer."""
@@ -163,7 +159,7 @@ class OpenedModel:
             shape, partition = shape[:1], partition if partition is not None and partition.dim == 0 else None
 
         def read(start: int, out: Tensor) -> None:
-            self.weights.read(kind, name, shape=shape, partition=partition, tp_rank=tp.rank, tp_size=tp.size,
+            self.read(kind, name, shape=shape, partition=partition, tp_rank=tp.rank, tp_size=tp.size,
                               offset=start, out=out)
 
         return read
@@ -231,12 +227,12 @@ def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) ->
         tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
     checkpoint = open_checkpoint(root, tag, world=groups.world, int8=True)
     recorded = all_succeed_or_raise(lambda: read_recorded_model(checkpoint), groups.world)
-    opened = OpenedModel(checkpoint, recorded.shape, recorded.data, recorded.precision, f"{checkpoint.tag} of {root}",
-                         recorded.tokenizer)
+    opened = OpenedModel(checkpoint.read, recorded.shape, recorded.data, recorded.precision,
+                         f"{checkpoint.tag} of {root}", recorded.tokenizer)
     if checkpoint.has(INT8_KIND):
         return replace(opened, precision="int8", has_int8_levels=lambda name: True)
     moq = all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[recorded.precision]), groups.world)
-    return opened if moq is None else replace(opened, weights=moq, has_int8_levels=moq.has_int8_levels)
+    return opened if moq is None else replace(opened, read=moq.read, has_int8_levels=moq.has_int8_levels)
 
 
 def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
@@ -245,7 +241,7 @@ def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
     weights = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
     assert_same_weights(weights, groups.world)
     tokenizer_fields = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
-    return OpenedModel(weights, weights.model, tokenizer_fields, "fp32", folder)
+    return OpenedModel(weights.read, weights.model, tokenizer_fields, "fp32", folder)
 
 
 def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:

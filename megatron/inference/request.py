@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.config_errors import ErrorList
+from megatron.config.tree import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,13 @@ class GenerationConfig:
     max_length: int | None = None
     """Tokens of a prompt and its answer together."""
 
-    def why_rejected(self, prompt: tuple[int, ...], positions: int) -> str:
-        """Why a model with this many positions cannot answer a prompt; "" if it can."""
-        if len(prompt) > positions and not self.sliding_window:
-            return (f"a prompt of {len(prompt)} tokens, and the model has {positions} positions: shorten it, or give "
-                    "--past-the-end slide, which reads the last ones")
-        if self.max_length is not None and len(prompt) >= self.max_length:
-            return f"a prompt of {len(prompt)} tokens, and --seq-length, a text with its prompt, is {self.max_length}"
-        return ""
+    def check_prompt(self, prompt: tuple[int, ...], positions: int, location: str) -> None:
+        """Raises ConfigError if a model with this many positions cannot answer a prompt."""
+        what = f"{location}a prompt of {len(prompt)} tokens, and"
+        require(len(prompt) <= positions or self.sliding_window, f"{what} the model has {positions} positions: shorten "
+                "it, or give --past-the-end slide, which reads the last ones")
+        require(self.max_length is None or len(prompt) < self.max_length,
+                f"{what} --seq-length, a text with its prompt, is {self.max_length}")
 
     def make_requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
         """One request for each answer to a prompt, numbered from `first` on."""

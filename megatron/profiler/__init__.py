@@ -2,7 +2,7 @@
 
     from megatron.profiler import FlopsProfiler, get_model_profile
 
-Start at flops_profiler.py; flop_recorder.py counts by flop_formulas.py, profile.py sums up, profile_report.py prints.
+Start at flops_profiler.py; flop_recorder.py counts, profile.py sums up and prints.
 """
 
 from megatron.profiler.flops_profiler import FlopsProfiler, get_model_profile

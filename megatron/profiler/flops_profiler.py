@@ -15,9 +15,9 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.profiler.flop_recorder import FlopRecording
-from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ProfiledJob, build_profile, tensor_parallel_size
-from megatron.profiler.profile_report import (aggregated_lines, format_count, format_profile, format_seconds,
-                                              write_profile)
+from megatron.profiler.profile import (FLOPS_PER_MAC, ModelProfile, ProfiledJob, aggregated_lines, build_profile,
+                                       format_count, format_profile, format_seconds, tensor_parallel_size,
+                                       write_profile)
 
 
 class FlopsProfiler:

@@ -30,8 +30,8 @@ from starlette.routing import Route, Router
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.decoder import Decoder
-from megatron.inference.detokenizer import SequenceDetokenizer
 from megatron.inference.frontends import build_generator
+from megatron.inference.generation import SequenceDetokenizer
 from megatron.inference.load import LoadedModel
 from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
 from megatron.serve.api_request import ApiRequest, ServedModel, parse_json_object

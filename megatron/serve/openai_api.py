@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
-from megatron.inference.detokenizer import Detokenizer, SequenceDetokenizer
-from megatron.inference.generation import FinishReason, GeneratedSequence
+from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence, SequenceDetokenizer
 from megatron.serve.admission import HttpError, invalid_field
 from megatron.serve.api_request import ApiRequest, ServedModel, StrictJson, build_sampling, new_seed, valid_text
 from megatron.serve.scheduler import SequenceLogprobs

@@ -62,10 +62,6 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
             "expected a module (of an engine that trains, save a checkpoint, and give checkpoint=, its folder)")
     if model is not None:
         check_not_poisoned(model)
-        takes_no_values = isinstance(model, GPT2) and args.checkpoint is not None
-        for name, value in model.named_parameters() if not takes_no_values else ():
-            require(not value.is_meta, f"init_inference: {name} is on the meta device, and has no values: make the "
-                    "model on another one, or load its weights first")
     notes = list(args.notes)
     engine = (_init_gpt2(model, args, groups, device) if model is None or isinstance(model, GPT2) else
               _init_other_module(model, args, groups, device, notes))
@@ -163,7 +159,7 @@ def weights_of_gpt2(model: GPT2) -> OpenedModel:
                for name, tensor in model.named_parameters()}
     weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
                                                             for name, tensor in tensors.items()})
-    return OpenedModel(weights, shape, {}, "fp32", "the given model")
+    return OpenedModel(weights.read, shape, {}, "fp32", "the given model")
 
 
 def check_same_shape(model: Any, opened: OpenedModel) -> None:
@@ -269,8 +265,8 @@ def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iter
         parameters = dict(model.named_parameters())
         for name, shape in parameter_shapes(opened.shape).items():
             values = torch.empty(shape)
-            opened.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
-                                out=values.view(-1))
+            opened.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
+                        out=values.view(-1))
             values = values.t() if HUGGING_FACE.is_transposed(name) else values
             parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(values)
 

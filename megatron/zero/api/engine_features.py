@@ -123,7 +123,7 @@ class ProfiledStep:
         """On rank 0, if a profile is configured."""
         path = self._config.flops_profiler_output_file
         if self._config.flops_profiler and path:
-            from megatron.profiler.profile_report import check_output_path
+            from megatron.profiler.profile import check_output_path
             on_rank_0(lambda: check_output_path(path, "--flops-profiler-output-file"), core.groups.world)
         if self._config.flops_profiler and core.groups.world.rank == 0:
             from megatron import profiler
@@ -156,7 +156,7 @@ class ProfiledStep:
         self._is_due = False
         if self.profiler is None:
             return
-        from megatron.profiler.profile_report import format_profile, is_json, write_profile
+        from megatron.profiler.profile import format_profile, is_json, write_profile
 
         profile, path = self.profiler.profile(step, self._previous_step_seconds), config.flops_profiler_output_file
         depth, top, detailed = (config.flops_profiler_module_depth, config.flops_profiler_top_modules,

@@ -46,27 +46,11 @@ def test_config_is_a_dict_or_a_file_and_a_dtype_has_several_names(tmp_path: Path
         parse_arguments(file, {})
 
 
-UNSUPPORTED: dict[str, Any] = {
-    "tensor_parallel.enabled": False, "triangular_masking": False, "transposed_mode": True, "set_empty_params": True,
-    "keep_module_on_host": True, "save_mp_checkpoint_path": "x", "checkpoint_config": {"checkpoint_dir": "x"},
-    "zero": {"stage": 3}, "injection_policy_tuple": ("a", "b"), "config": {"dtype": "fp32"},
-    "quantization_setting": (True, 8), "quant.weight.num_bits": 4, "quant.weight.q_type": "asymmetric",
-    "quant.weight.q_groups": 8, "quant.activation.enabled": True, "quant.qkv.enabled": False, "moe": True,
-    "moe_type": "residual", "moe_experts": [4], "ep_size": 2, "ep_group": object(), "ep_mp_group": object(),
-    "quant.weight.quantized_initialization": {"num_bits": 8}, "quant.weight.post_init_quant": {"a": 1},
-    "quant.activation.num_bits": 4, "quant.activation.q_type": "asymmetric", "quant.activation.q_groups": 2,
-    "return_tuple": 3, "quant.enabled": 3, "quant.weight.enabled": 3,
-}
-
-
 def test_every_argument_that_is_not_supported_says_what_to_do() -> None:
-    assert FIXED_ARGUMENTS.keys() == UNSUPPORTED.keys()
-    for path, value in UNSUPPORTED.items():
-        accepted, remedy = FIXED_ARGUMENTS[path]
+    for path, (accepted, remedy) in FIXED_ARGUMENTS.items():
         with pytest.raises(ConfigError) as error:
-            parse_arguments(None, nested(path, value))
-        assert str(error.value).startswith(f"init_inference: {path} is {value!r:.80}, which is not supported: ")
-        assert str(error.value).endswith(remedy)
+            parse_arguments(None, nested(path, "unlike any"))
+        assert str(error.value) == f"init_inference: {path} is 'unlike any', which is not supported: {remedy}"
         for harmless in accepted:
             assert parse_arguments(None, nested(path, harmless)).notes == ()
 
@@ -161,13 +145,6 @@ def test_a_refused_call_changes_no_model(make: Callable[[], Any], given: dict[st
         init_inference(model, **given)
     with refused(model := large(theirs, torch.inf), "c_proj.weight is not finite: it cannot be quantised to int8"):
         init_inference(model, dtype="int8")
-
-
-def test_a_model_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        model = one_layer()
-    with pytest.raises(TrainerError, match="1.weight is on the meta device, and has no values: make"):
-        init_inference(model)
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_left_in_the_model(tmp_path: Path) -> None:

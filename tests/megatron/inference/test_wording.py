@@ -15,8 +15,7 @@ import pytest
 from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
-from megatron.inference.detokenizer import DECODE_WINDOW, Detokenizer, SequenceDetokenizer
-from megatron.inference.generation import GeneratedSequence
+from megatron.inference.generation import DECODE_WINDOW, Detokenizer, GeneratedSequence, SequenceDetokenizer
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import ServerLimits
 from megatron.serve.api_request import ServedModel

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import StorageError
-from megatron.profiler.profile import Macs, ModelProfile, ModuleRow, ProfiledJob
-from megatron.profiler.profile_report import (aggregated_lines, format_count, format_profile, format_seconds,
-                                              format_share, summary, tree_lines, write_profile)
+from megatron.profiler.profile import (Macs, ModelProfile, ModuleRow, ProfiledJob, aggregated_lines, format_count,
+                                       format_profile, format_seconds, format_share, summary, tree_lines,
+                                       write_profile)
 from tests.megatron.profiler.models import gpt2, recorded, tokens
 
 

@@ -14,8 +14,8 @@ import torch
 
 from megatron.inference import load
 from megatron.inference.decoder import Decoder
-from megatron.inference.detokenizer import SequenceDetokenizer
 from megatron.inference.frontends import build_generator
+from megatron.inference.generation import SequenceDetokenizer
 from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
 from mpu import groups
