@@ -49,8 +49,6 @@ _FP64_BLOCK_ELEMENTS = 1 << 23
 """Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB."""
 
 
-NORM_FALLBACK_COST = "no kernel for the norms of gradients, which are copied to fp64 without it"
-
 NORM_ROW = 128
 """Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms."""
 
@@ -71,7 +69,8 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
             if not math.isfinite(place.sum()):
                 large = place.isinf()
                 place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
-    elif (kernel := load_kernels("mpu.kernels", flat.device, NORM_FALLBACK_COST)) and kernel.serves(rows):
+    elif (kernel := load_kernels("mpu.kernels", flat.device, "no kernel for the norms of gradients, which are copied "
+                                 "to fp64 without it")) and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
         at_a_time = _FP64_BLOCK_ELEMENTS // NORM_ROW
