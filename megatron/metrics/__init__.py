@@ -5,5 +5,5 @@
     sinks.py              JSON lines, CSV, TensorBoard, Weights & Biases
     append_only_file.py   whole lines in a text file
 
-The trainer's log (train/run_log.py) and the engine's monitor (zero/api/engine_monitor.py) write to the same sinks.
+The trainer's log (train/run_log.py) and the engine's monitor (zero/api/engine_features.py) write to the same sinks.
 """

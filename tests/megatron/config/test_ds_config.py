@@ -24,7 +24,7 @@ from megatron.config.ds_keys import DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey,
 from megatron.config.schema import JsonKey, flag_name
 from megatron.errors import ConfigError, StorageError
 from megatron.optim.schedulers import LRSchedule
-from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.api.torch_interfaces import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 

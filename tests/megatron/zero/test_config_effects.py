@@ -79,8 +79,3 @@ def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind(value: Any) ->
     assert type(changed) is type(value)
     for found, wanted in ((value, x), (changed, x + 1)):
         assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
-
-
-def test_other_things_are_handed_on() -> None:
-    value = [None, 3, "word", Tensor]
-    assert map_tensors(value, lambda tensor: tensor + 1) == value and not [*iter_tensors(value)]

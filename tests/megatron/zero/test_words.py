@@ -32,15 +32,6 @@ def test_an_error_about_a_drive_names_keys_alone(section: str, more: dict[str, s
     assert told.replace("{}", f"zero_optimization.{section}") in str(caught.value) and "--" not in str(caught.value)
 
 
-def test_an_error_about_the_host_names_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise ConfigError("--offload-optimizer-device cpu: there is no room")
-
-    monkeypatch.setattr("megatron.zero.api.initialize.create_engine_storage", full)
-    with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device cpu: there is no room$"):
-        initialized()
-
-
 def test_an_error_of_a_pass_names_keys_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zeros = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_param_persistence_threshold": 0}
