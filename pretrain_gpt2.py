@@ -61,7 +61,7 @@ def _run(stop: StopListener) -> int:
 
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
-    from megatron.plan.oom_hint import oom_hint
+    from megatron.plan.alternatives import oom_hint
     from megatron.recompute import notes as recompute_notes
     from megatron.train import build
     from megatron.train.evaluation import generate_sample, printable

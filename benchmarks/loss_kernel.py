@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mpu import loss_kernel  # noqa: E402
+from mpu import kernels  # noqa: E402
 
 COLUMNS, WIDTH = 50_257, 50_304
 SIZES = [(1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16),
@@ -42,13 +42,13 @@ def main() -> None:
     logits = drawn.clone()
     told("copy", milliseconds(lambda: logits.copy_(drawn), device), logits)
     for block, warps in SIZES:
-        with mock.patch.multiple(loss_kernel, _BLOCK=block, _WARPS=warps):
+        with mock.patch.multiple(kernels, _BLOCK=block, _WARPS=warps):
             logits.copy_(drawn)
-            losses = loss_kernel.losses_and_gradients(logits, target, COLUMNS, scale)
+            losses = kernels.losses_and_gradients(logits, target, COLUMNS, scale)
             some = slice(0, 64)
             torch.testing.assert_close(losses[some], torch.nn.functional.cross_entropy(
                 drawn[some, :COLUMNS].float(), target[some], reduction="none"))
-            found = milliseconds(lambda: loss_kernel.losses_and_gradients(logits, target, COLUMNS, scale), device)
+            found = milliseconds(lambda: kernels.losses_and_gradients(logits, target, COLUMNS, scale), device)
         told(f"blocks of {block}, {warps} warps", found, logits)
 
 

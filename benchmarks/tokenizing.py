@@ -24,11 +24,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np  # noqa: E402
 
-from data.gpt2_bpe import (GigatokenEngine, GPT2BPETokenizer, TiktokenEngine, byte_alphabet,  # noqa: E402
+from data.gpt2_bpe import (GigatokenEngine, TiktokenEngine, byte_alphabet,  # noqa: E402
                            fastest_engine, packaged_merges, parse_merges)
 from data.indexed import IndexedCorpus  # noqa: E402
-from data.jsonl import parse_lines, read_line_chunks  # noqa: E402
 from data.preprocess import TextReadOptions, build_corpus  # noqa: E402
+from data.text_files import parse_lines, read_line_chunks  # noqa: E402
+from data.tokenizer import GPT2BPETokenizer  # noqa: E402
 
 WORKERS_BYTES = 3e9
 """Text for the workers: enough that starting them does not count."""

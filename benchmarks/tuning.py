@@ -25,11 +25,8 @@ os.environ["PYTHONPATH"] = str(ROOT)  # of the ranks that measure, and of trials
 from megatron.plan.footprint import PlannedRun  # noqa: E402
 from megatron.plan.roofline import measured_rates  # noqa: E402
 from megatron.tune import cli  # noqa: E402
-from megatron.tune.cli import plan_choices  # noqa: E402
-from megatron.tune.search import (FINALISTS, REPEATS, TrialOption, TrialResult, fastest_choice,  # noqa: E402
-                                  next_trial)
-from megatron.tune.space import available_memory  # noqa: E402
-from megatron.tune.space import TuningChoice, samples_per_step  # noqa: E402
+from megatron.tune.search import (FINALISTS, REPEATS, TrialOption, TrialResult, TuningChoice,  # noqa: E402
+                                  available_memory, fastest_choice, next_trial, plan_choices)
 from megatron.tune.trial import TrialRunner  # noqa: E402
 
 SIZES = {
@@ -58,7 +55,7 @@ def main() -> None:
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     options, requested = cli.parse(flags)
-    tuning, samples = requested.config.autotuning, samples_per_step(requested)
+    tuning = requested.config.autotuning
     planned = plan_choices(requested, measured_rates(requested))
     capacity = available_memory(requested, options.card_gb)
     trials = TrialRunner(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
@@ -68,12 +65,12 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
 
     def measure(choices: Sequence[TuningChoice]) -> None:
         for number, choice in enumerate(choices):
-            outcome = trials.run(number, choice.apply_to(requested, samples), grid[choice])
+            outcome = trials.run(number, choice.apply_to(requested), grid[choice])
             before = outcomes.get(choice)
             if before is None or outcome.seconds is not None:
                 outcomes[choice] = outcome if before is None else before.merge_repeat(outcome)
             words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(requested, samples))} | predicted "
+            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(requested))} | predicted "
                   f"{1e3 * grid[choice]:.4g} ms | {outcome.state} {words}", flush=True)
 
     for _ in range(rounds):
@@ -92,8 +89,8 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
     limit, found = seconds_of(outcomes, first), seconds_of(outcomes, pick)
     print(f"best of {len(outcomes)} choices, {len(planned)} that differ ({seconds:.0f} s): "
-          f"{' '.join(first.flags(requested, samples))}, "
-          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(pick.flags(requested, samples))}, "
+          f"{' '.join(first.flags(requested))}, "
+          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(pick.flags(requested))}, "
           f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
           "trials")
 

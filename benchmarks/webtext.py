@@ -59,10 +59,10 @@ def datasketch_signatures(path: Path) -> Task:
 
 
 def our_cleaning(path: Path) -> Task:
-    from data.webtext import clean
+    from data.webtext import filters
     from data.webtext.documents import Document, parse_shard_line
 
-    mended = clean.make_clean(clean.CleanOptions())
+    mended = filters.make_clean(filters.CleanOptions())
 
     def one(line: bytes) -> object:
         document = mended(parse_shard_line(line, "bench"))
@@ -78,11 +78,11 @@ def ftfy_alone(path: Path) -> Task:
 
 
 def our_cleaning_and_language(path: Path) -> Task:
-    from data.webtext import clean, language
+    from data.webtext import filters
     from data.webtext.documents import Document, parse_shard_line
 
-    first = clean.make_clean(clean.CleanOptions())
-    second = language.make_language_filter(language.LanguageOptions(detector=language.choose_detector("auto")))
+    first = filters.make_clean(filters.CleanOptions())
+    second = filters.make_language_filter(filters.LanguageOptions(detector=filters.choose_detector("auto")))
 
     def both(line: bytes) -> object:
         document = first(parse_shard_line(line, "bench"))
@@ -103,8 +103,8 @@ def ftfy_and(module: str, path: Path) -> Task:
 
 
 def our_tokens(path: Path) -> Task:
-    from data.jsonl import read_line_chunks
     from data.preprocess import TextReadOptions, encode_chunk
+    from data.text_files import read_line_chunks
     from data.tokenizer import build
 
     tokenizer = build("GPT2BPETokenizer")

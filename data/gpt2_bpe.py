@@ -16,7 +16,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError, UsageError
-from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, read_flag_text,
-                                 tokenizer_fingerprint)
+from data.storage import DataError, UsageError, read_flag_file, read_flag_text
 
 if TYPE_CHECKING:
     import gigatoken
     import tiktoken
 
+END_OF_TEXT = "<|endoftext|>"
 
 # GPT-2's pattern in the possessive form: the same pieces, faster (40,452 awkward samples compared).
 GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
@@ -210,65 +209,6 @@ def parse_merges(text: str, name: str) -> list[str]:
     if len(set(tokens)) != len(tokens):
         raise DataError(f"--merge-file {name}: two merges make the same token")
     return tokens
-
-
-@final
-class GPT2BPETokenizer(Tokenizer):
-    """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
-
-    name = "GPT2BPETokenizer"
-    safe_split_characters = " \n"  # tokens contain white space only at their start
-
-    def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
-                 engine: Callable[[Sequence[bytes]], TiktokenEngine] | None = None) -> None:
-        merges, vocabulary = read_merges_and_vocabulary(vocab_file, merge_file)
-        tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
-        alphabet = byte_alphabet()
-        token_bytes = [bytes(alphabet[character] for character in token) for token in tokens]
-        ids = self._ids(tokens, vocabulary, vocab_file)
-        self.eod = ids.pop()
-        self.vocab_size = max(*ids, self.eod) + 1
-        # Engines return ranks; a vocabulary file may number tokens differently.
-        self._id_of_rank = None if ids == list(range(len(ids))) else np.array(ids, np.uint32)
-        is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
-        self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
-        self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
-        self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
-                                                 json.dumps([*ids, self.eod]).encode())
-
-    @staticmethod
-    def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
-        """The id of each token, then that of the end of text."""
-        if vocabulary is None:
-            return list(range(len(tokens) + 1))
-        try:
-            ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
-        except TypeError as error:
-            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
-        except KeyError as error:
-            raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
-        if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
-            raise DataError(f"--vocab-file {vocab_file}: ids must be distinct integers from 0")
-        return ids
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.encode_array(text).tolist()
-        return ids
-
-    def encode_array(self, text: str) -> NDArray[np.uint32]:
-        ranks = self._engine.encode_to_ranks(text)
-        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
-
-    def byte_lengths(self) -> NDArray[np.int64]:
-        found = np.zeros(self.vocab_size, np.int64)
-        for token, spelled in self._bytes_of_token.items():
-            found[token] = len(spelled)
-        found[self.eod] = 0
-        return found
-
-    def decode(self, ids: Iterable[int]) -> str:
-        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
-        return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
 
 def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:

@@ -8,6 +8,8 @@ seq_length, seed, epoch). So the number of consumed samples is the whole state o
 from __future__ import annotations
 
 import hashlib
+import os
+import struct
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -15,15 +17,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from data.indexed import IndexedCorpus
+from data.indexed import IndexedCorpus, StableFile
 from data.sampling import Blend, epoch_permutation, index_dtype
-from data.stable_file import REBUILD_HINT, ROW_FILE_VERSION, RowFile, write_row_file
-from data.storage import DataError, make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock
+from data.storage import (DataError, crc32, make_folder, prefix_data_errors, prefix_storage_errors, staged_file,
+                          wait_for_lock)
 
 BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16
@@ -34,6 +36,12 @@ MAX_CACHED_EPOCHS = 2
 
 SAMPLES_BEFORE_EVICTION = 4096
 """Samples read from one epoch after which its neighbour is evicted."""
+
+ROW_FILE_VERSION = 2
+ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
+ROW_FILE_HEADER = struct.Struct("<8sI4sQII")
+"""Magic, version, dtype, rows, columns (0: rows are scalars), CRC-32 of the content name, the shape and the rows."""
+REBUILD_HINT = "delete it, and it is built again"
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
@@ -62,6 +70,60 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
     return starts
 
 
+def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.integer]) -> None:
+    """Write [rows] or [rows, columns] atomically. `name` identifies the content."""
+    rows = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    kind, columns = rows.dtype.str.encode(), rows.shape[1] if rows.ndim > 1 else 0
+    content = rows.reshape(-1).view(np.uint8).data
+    crc = crc32(content, _row_file_seed(name, kind, len(rows), columns))
+    with staged_file(path) as file:
+        file.write(ROW_FILE_HEADER.pack(ROW_FILE_MAGIC, ROW_FILE_VERSION, kind, len(rows), columns, crc))
+        file.write(content)
+
+
+def _row_file_seed(name: str, kind: bytes, rows: int, columns: int) -> int:
+    """Start of the checksum, so that another content name or shape does not fit the same rows."""
+    return crc32(repr((name, kind, rows, columns)).encode())
+
+
+@final
+class RowFile:
+    """Reads what `write_row_file` wrote under the same name. Opening it reads all rows once and checks their checksum;
+    raises DataError."""
+
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
+        self._path, self._name = os.fspath(path), name
+        try:
+            self._file = StableFile(self._path, REBUILD_HINT)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
+        header = self._file.read(0, min(ROW_FILE_HEADER.size, self._file.size), "u1").tobytes()
+        magic, version, padded_kind, rows, columns, expected = ROW_FILE_HEADER.unpack(
+            header.ljust(ROW_FILE_HEADER.size, b"\0"))
+        kind = padded_kind.rstrip(b"\0")
+        found = self._file.checksum(_row_file_seed(name, kind, rows, columns), ROW_FILE_HEADER.size)
+        if (magic, version) != (ROW_FILE_MAGIC, ROW_FILE_VERSION) or found != expected:
+            raise DataError(f"{self._path}: damaged, or made from something else: has the checksum {found:08x}, "
+                            f"expected {expected:08x}; {REBUILD_HINT}")
+        self.shape: tuple[int, ...] = (rows, columns) if columns else (rows,)
+        self._dtype = np.dtype(kind.decode())
+
+    def __reduce__(self) -> tuple[type[RowFile], tuple[str, str]]:
+        return RowFile, (self._path, self._name)  # another process opens the file itself
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, row: int) -> Any:
+        """A scalar, or [columns]."""
+        if not 0 <= row < self.shape[0]:
+            raise IndexError(f"row {row}: expected 0 to {self.shape[0] - 1}")
+        columns = self.shape[1] if len(self.shape) > 1 else 1
+        offset = ROW_FILE_HEADER.size + row * columns * self._dtype.itemsize
+        values = self._file.read(offset, columns, self._dtype)
+        return values if len(self.shape) > 1 else values[0]
+
+
 @dataclass(frozen=True)
 class EpochIndex:
     documents: NDArray[np.integer] | RowFile
@@ -70,18 +132,10 @@ class EpochIndex:
     """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
 
 
-def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int,
-                seed: int, epoch: int) -> EpochIndex:
-    """Shuffle documents, cut samples, shuffle samples."""
-    order = documents[epoch_permutation(len(documents), seed, epoch, stream=0)]
-    starts = sample_starts(sizes, order, seq_length)
-    return EpochIndex(order, starts[epoch_permutation(len(starts), seed, epoch, stream=1)])
-
-
 class EpochCache:
     """Epochs by number. Holds one in memory, two around an epoch's end, and stores all as files if a folder is given.
     Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
-    (stable_file.py). One of the processes that share the folder builds an epoch; the others wait and read its files."""
+    (`RowFile`). One of the processes that share the folder builds an epoch; the others wait and read its files."""
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
                  samples: int, folder: str | None = None) -> None:
@@ -112,7 +166,10 @@ class EpochCache:
                                repr((self._seq_length, self._seed, ROW_FILE_VERSION)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
-        return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
+        """Shuffle documents, cut samples, shuffle samples."""
+        order = self._documents[epoch_permutation(len(self._documents), self._seed, epoch, stream=0)]
+        starts = sample_starts(self._sizes, order, self._seq_length)
+        return EpochIndex(order, starts[epoch_permutation(len(starts), self._seed, epoch, stream=1)])
 
     def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
         names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
@@ -186,8 +243,6 @@ class GPT2Dataset(Dataset):
         return self.samples_per_epoch
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         number, phase = divmod(int(index), self.samples_per_epoch)
         with prefix_data_errors(self._flag):
             epoch = self._epochs[number]
@@ -195,7 +250,7 @@ class GPT2Dataset(Dataset):
             sample = np.empty(self.seq_length + 1, np.int64)
             filled = 0
             while filled < len(sample):
-                ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+                ids = self._corpus.document(int(epoch.documents[position]), offset, offset + len(sample) - filled)
                 sample[filled:filled + len(ids)] = ids
                 filled += len(ids)
                 position, offset = position + 1, 0
@@ -225,8 +280,6 @@ class BlendedDataset(Dataset):
         return min(limits, default=None)
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         dataset, within = self._blend.locate(index)
         return self._datasets[int(dataset)][int(within)]
 
@@ -245,7 +298,5 @@ class MockDataset(Dataset):
         return None
 
     def __getitem__(self, index: int) -> Sample:
-        if index < 0:
-            raise IndexError(f"sample {index}: expected 0 or more")
         bits = np.random.Philox(key=np.array([self._seed, index], np.uint64)).random_raw(self.seq_length + 1)
         return (bits % np.uint64(self._vocab_size)).astype(np.int64)

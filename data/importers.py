@@ -9,12 +9,13 @@ order. Signs of a wrong order or of several streams give warnings (`order_warnin
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,7 @@ from data.compressed import is_compressed, read_errors_for
 from data.indexed import BLOCK_ENTRIES
 from data.input_files import kind_of
 from data.preprocess import OTHER_PREFIX_HINT, add_tokenizer_arguments, build_tokenizer
-from data.storage import (DataError, change_detector, check_is_file, check_outputs_are_not_inputs, crc32, crc32_file,
-                          make_folder)
+from data.storage import DataError, change_detector, check_is_file, check_outputs_are_not_inputs, make_folder
 from data.tokenizer import Tokenizer
 from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter, corpus_files
 
@@ -35,9 +35,6 @@ LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
 
 TOKEN_DTYPE = np.dtype("<u2")
 OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"
-
-COMPARED_BYTES = 1 << 16
-"""Bytes at both ends of equally long files that are compared before all of them."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +132,13 @@ def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
 
 
 def _check_distinct(files: Sequence[TokenFile]) -> None:
-    """Raise if a file is given twice, also as a copy. Files of equal size are compared, their ends first."""
-    seen: dict[tuple[int, int, int], list[str]] = {}
-    for file in files:
-        with read_errors_for(file.path):
-            size = os.path.getsize(file.path)
-            with open(file.path, "rb") as opened:
-                beginning = crc32(opened.read(COMPARED_BYTES))
-                opened.seek(max(0, size - COMPARED_BYTES))
-                same_size = seen.setdefault((size, beginning, crc32(opened.read(COMPARED_BYTES))), [])
-            for other in same_size:
-                is_same_file = os.path.samefile(other, file.path)
-                if is_same_file or crc32_file(other) == crc32_file(file.path):
-                    raise DataError(f"{file.path}: is " + ("the same file as" if is_same_file else "a copy of") +
-                                    f" {other}: every token would be there twice; name it once")
-        same_size.append(file.path)
+    """Raise if a file is given twice, also as a copy."""
+    for before, file in combinations([file.path for file in files], 2):
+        with read_errors_for(file):
+            is_same_file = os.path.samefile(before, file)
+            if is_same_file or filecmp.cmp(before, file, shallow=False):
+                raise DataError(f"{file}: is {'the same file as' if is_same_file else 'a copy of'} {before}: every "
+                                "token would be there twice; name it once")
 
 
 def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:

@@ -1,25 +1,219 @@
-"""`IndexedCorpus`: a read-only corpus on disk, checked against its index when opened.
+"""`IndexedCorpus`: a read-only corpus on disk, checked against its index when opened; and the format of its files.
 
-A corpus is `PREFIX.bin`, `PREFIX.idx` (see `format`) and, if we wrote it, `PREFIX.json`. Opening compares every number
-of the index with the files, and the identity in `PREFIX.json` with index and tokens; corpora of Megatron-LM, without
-that file, work too. Token values are checked when they are read, or by `data.verify`.
+A corpus has Megatron-LM's MMIDIDX layout, byte for byte. `PREFIX.bin` holds the token ids of all sequences, little
+endian, without header or padding. `PREFIX.idx` is
+
+    0            9 bytes     MMIDIDX\\0\\0              26           uint64      D, documents + 1
+    9            uint64      version, 1              34           int32[S]    tokens of each sequence
+    17           uint8       code of the token dtype 34+4S        int64[S]    byte offset of each sequence in .bin
+    18           uint64      S, number of sequences  34+12S       int64[D]    first sequence of each document, then S
+
+then, in multimodal corpora only, int8[S] modes. We write one sequence per document. `PREFIX.json` holds facts of ours
+and is optional. Opening compares every number of the index with the files, and the identity in `PREFIX.json` with index
+and tokens. Token values are checked when they are read, or by `data.verify`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+import struct
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, final, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format import INDEX_HEADER, IndexHeader, parse_index_header, read_corpus_facts
 from data.sampling import index_dtype
-from data.stable_file import StableFile
-from data.storage import DataError, check_is_rereadable, crc32
+from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
+
+T = TypeVar("T")
+
+INDEX_MAGIC = b"MMIDIDX\0\0"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+
+DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"), 3: np.dtype("<i2"),
+                                           4: np.dtype("<i4"), 5: np.dtype("<i8"), 6: np.dtype("<f8"),
+                                           7: np.dtype("<f4"), 8: np.dtype("<u2")}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+UINT16_VOCABULARY = 65_500
+"""Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.fingerprint} ({self.vocab_size} ids)"
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """Counts, checksum and origin of the tokens: the content of PREFIX.json."""
+
+    documents: int
+    tokens: int
+    crc32: str
+    """CRC-32 of the whole .bin, 8 hexadecimal digits."""
+    max_token: int
+    tokenizer: TokenizerFacts | None
+    """None: unknown."""
+    identity: str
+    """Identity of .idx and .bin (`corpus_identity`)."""
+
+
+def read_corpus_facts(path: str) -> CorpusFacts | None:
+    """The facts in a file; None if it does not exist."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+        tokenizer = value["tokenizer"] and _from_json(TokenizerFacts, value["tokenizer"])
+        return _from_json(CorpusFacts, {**value, "tokenizer": tokenizer})
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not the facts of a corpus ({error}); remove it or preprocess again") from error
+
+
+def tokenizer_facts_of_state(state: Mapping[str, Any]) -> TokenizerFacts | None:
+    """The tokenizer recorded in a saved state; None if there is none, or it is not ours."""
+    try:
+        return _from_json(TokenizerFacts, state["tokenizer"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _from_json(kind: type[T], value: Mapping[str, Any]) -> T:
+    """A dataclass of these values; KeyError or TypeError if one is missing or has another type."""
+    types = get_type_hints(kind)
+    for name, expected in types.items():
+        if not isinstance(value[name], expected):
+            raise TypeError(f"{name}: expected {getattr(expected, '__name__', expected)}, found {value[name]!r}")
+    return kind(**{name: value[name] for name in types})
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype Megatron chooses for a vocabulary: uint16 while it is safely small, else int32."""
+    return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY else np.dtype("<i4")
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """The first 34 bytes of an index, and the offsets of its arrays."""
+
+    dtype: np.dtype[Any]
+    sequences: int
+    boundaries: int
+    """Documents + 1."""
+
+    @property
+    def pointers_offset(self) -> int:
+        return INDEX_HEADER.size + 4 * self.sequences
+
+    @property
+    def documents_offset(self) -> int:
+        return INDEX_HEADER.size + 12 * self.sequences
+
+    @property
+    def size(self) -> int:
+        """Bytes of the index, without the modes of multimodal corpora."""
+        return INDEX_HEADER.size + 12 * self.sequences + 8 * self.boundaries
+
+    def pack(self) -> bytes:
+        return INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.sequences, self.boundaries)
+
+
+def parse_index_header(start: bytes, file_size: int, name: str) -> IndexHeader:
+    """Check the first bytes of an index of `file_size` bytes, before anything is allocated. Raises DataError."""
+    if start.startswith(b"TNTIDX"):
+        raise DataError(f"{name}: magic: the old TNTIDX format (not memory-mapped); preprocess the text again")
+    if len(start) < INDEX_HEADER.size:
+        raise DataError(f"{name}: header: expected {INDEX_HEADER.size} bytes, found {len(start)}")
+    magic, version, code, sequences, boundaries = INDEX_HEADER.unpack_from(start)
+    if magic != INDEX_MAGIC:
+        raise DataError(f"{name}: magic: expected {INDEX_MAGIC!r}, found {magic!r}; is this a corpus index?")
+    if version != INDEX_VERSION:
+        raise DataError(f"{name}: version: expected {INDEX_VERSION}, found {version}")
+    if code not in DTYPE_OF_CODE:
+        raise DataError(f"{name}: dtype code: expected one of {sorted(DTYPE_OF_CODE)}, found {code}")
+    dtype = DTYPE_OF_CODE[code]
+    if dtype.kind == "f":
+        raise DataError(f"{name}: dtype code: {code} ({dtype.name}) cannot hold token ids; expected an integer type")
+    header = IndexHeader(dtype, sequences, boundaries)
+    # Python integers do not wrap: counts near 2**64 give a large number here.
+    if file_size not in (header.size, header.size + sequences):
+        raise DataError(f"{name}: size: {sequences} sequences and {boundaries} document boundaries "
+                        f"need {header.size} bytes, found {file_size}")
+    if sequences < 1 or boundaries < 2:
+        raise DataError(f"{name}: counts: the corpus is empty ({sequences} sequences, {boundaries} boundaries)")
+    return header
+
+
+MAX_READ_BYTES = 1 << 30
+"""Bytes per read call; the kernel's limit is 2 GiB."""
+
+
+@final
+class StableFile:
+    """A file read by position that must not change while open: a change of size or mtime is a DataError. It is not
+    memory-mapped, since a mapped file that is truncated kills the process."""
+
+    def __init__(self, path: str, remedy: str | None = None) -> None:
+        """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
+        self._path, self._remedy = path, remedy
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
+        weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        self.size, self._mtime_ns = status.st_size, status.st_mtime_ns
+
+    def is_still_at_path(self) -> bool:
+        """Whether its path still names this file."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
+        """`count` values from byte `offset` on; DataError if the file has changed."""
+        found = np.empty(count, dtype)
+        left = found.data.cast("B") if count else memoryview(b"")
+        try:
+            while left:
+                got = os.preadv(self._file, [left[:MAX_READ_BYTES]], offset)
+                if not got:
+                    break
+                left, offset = left[got:], offset + got
+            status = os.fstat(self._file)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
+        if status.st_size != self.size:
+            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
+                            self._remedy or "put the whole file there again, under another name while a program reads "
+                            "this one"))
+        if left or status.st_mtime_ns != self._mtime_ns:
+            raise DataError(f"{self._path}: was written to while it was read; "
+                            f"{self._remedy or 'give each corpus a name of its own'}")
+        return found
+
+    def checksum(self, crc: int = 0, start: int = 0) -> int:
+        """CRC-32 of the bytes from `start` on, continued from `crc`."""
+        for at in range(start, self.size, READ_BYTES):
+            crc = crc32(self.read(at, min(READ_BYTES, self.size - at), "u1").data, crc)
+        return crc
+
 
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
@@ -123,10 +317,7 @@ class IndexedCorpus:
         sizes = np.diff(self._starts)
         return sizes.astype(index_dtype(int(sizes.max())))
 
-    def document(self, number: int) -> NDArray[Any]:
-        return self.read(number)
-
-    def read(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def document(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Ids [start, stop) of one document, clipped to it like a slice."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")

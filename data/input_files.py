@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.compressed import COMPRESSED_SUFFIXES, strip_compression_suffix
+from data.compressed import COMPRESSED_SUFFIXES, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
 
 STAGE_FILE = "stage.json"
@@ -44,24 +44,18 @@ def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1
 
 def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
     """Check the SHA-256 of each path; raises DataError."""
-    try:
-        for (path, wanted), found in zip(expected.items(), checksum_in_threads(sha256_file, list(expected), workers)):
-            if found != wanted:
-                raise DataError(f"{path}: expected content with the sha256 {wanted} ({STAGE_FILE}), found {found}: "
-                                "changed or damaged since it was written; remove the folder of that stage and run its "
-                                "command again")
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot read: {error.strerror or error}") from error
+    for (path, wanted), found in zip(expected.items(), checksum_in_threads(sha256_file, list(expected), workers)):
+        if found != wanted:
+            raise DataError(f"{path}: expected content with the sha256 {wanted} ({STAGE_FILE}), found {found}: "
+                            "changed or damaged since it was written; remove the folder of that stage and run its "
+                            "command again")
 
 
-def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], workers: int) -> Iterator[str]:
-    """Checksums in order; an OSError names its file. Threads are enough, since reading and hashing release the GIL."""
+def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], workers: int = 1) -> Iterator[str]:
+    """Checksums in order; raises DataError. Threads are enough, since reading and hashing release the GIL."""
     def checksum_of(path: str) -> str:
-        try:
+        with read_errors_for(path):
             return checksum(path)
-        except OSError as error:  # read errors carry no file name
-            error.filename = path
-            raise
 
     with ThreadPoolExecutor(max(1, min(workers, len(paths))), "checksum") as pool:
         try:

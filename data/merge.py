@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, run_command
-from data.format import TokenizerFacts
-from data.indexed import IndexedCorpus
+from data.indexed import IndexedCorpus, TokenizerFacts
 from data.storage import DataError, check_outputs_are_not_inputs, crc32, make_folder
 from data.writer import CorpusWriter, corpus_files
 

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -25,12 +24,12 @@ from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset,
 from data.importers import import_tokens, inspect_token_file, order_warnings
 from data.indexed import IndexedCorpus
 from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
-from data.plain_text import Separator
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
-from data.storage import (DataError, StorageFault, change_detector, check_is_file, check_is_rereadable, crc32_file,
+from data.storage import (DataError, change_detector, check_is_file, check_is_rereadable, crc32_file,
                           escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
                           read_json_or_none, wait_for_lock, write_json_atomic)
+from data.text_files import Separator
 from data.tokenizer import Tokenizer
 
 
@@ -126,7 +125,7 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
     beside = os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
     check_unchanged = change_detector(found.files)
-    contents, size = _content_keys(found.files, ChecksumCache(folder))
+    contents, size = content_keys(found.files, folder)
     key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
     start, outcome = time.monotonic(), "found in the cache"
@@ -150,51 +149,31 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
     return str(prefix), [summary, *(f"warning: {line}" for line in warnings)]
 
 
-def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
-    """(what identifies the content of each file, total bytes)."""
+def content_keys(files: Sequence[str], folder: Path) -> tuple[list[str], int]:
+    """(what identifies the content of each file, total bytes). `folder`, which processes share, stores checksums; one
+    is valid while inode, size and times of its file are unchanged."""
     for path in files:
         check_is_file(path)
-    try:
-        sizes = [os.path.getsize(path) for path in files]
-        with checksums:
-            # On all cores: the other ranks of the machine wait for this one.
-            found = list(checksum_in_threads(checksums.checksum_of, files, len(os.sched_getaffinity(0))))
-    except StorageFault:  # the checksum cache cannot be written
-        raise
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
+    with wait_for_lock(folder / ".sums.lock"):
+        known: dict[str, dict[str, Any]] = read_json_or_none(folder / CHECKSUMS_FILE) or {}
+        new: dict[str, dict[str, Any]] = {}
+
+        def checksum_of(path: str) -> str:
+            status, name, now_ns = os.stat(path), os.path.abspath(path), time.time_ns()
+            stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            if name in known and known[name]["mark"] == stamp:
+                return str(known[name]["crc32"])
+            crc = crc32_file(path)
+            if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
+                new[name] = {"mark": stamp, "crc32": crc}
+            return crc
+
+        # On all cores: the other ranks of the machine wait for this one.
+        found = list(checksum_in_threads(checksum_of, files, len(os.sched_getaffinity(0))))
+        if new:
+            write_json_atomic(folder / CHECKSUMS_FILE, known | new)
+    sizes = [os.path.getsize(path) for path in files]
     return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
-
-
-class ChecksumCache:
-    """Checksums of files, stored in a folder that processes share; valid while inode, size and times are unchanged."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[str, dict[str, Any]] = {}
-        self._has_new_entries = False
-        self._lock = ExitStack()
-
-    def __enter__(self) -> None:
-        self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
-        self._known = read_json_or_none(self._folder / CHECKSUMS_FILE) or {}
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            if self._has_new_entries:
-                write_json_atomic(self._folder / CHECKSUMS_FILE, self._known)
-
-    def checksum_of(self, path: str) -> str:
-        status = os.stat(path)
-        stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
-        if known and known["mark"] == stamp:
-            return str(known["crc32"])
-        now_ns = time.time_ns()
-        crc = crc32_file(path)
-        if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
-            self._known[name], self._has_new_entries = {"mark": stamp, "crc32": crc}, True
-        return crc
 
 
 @dataclass(frozen=True)

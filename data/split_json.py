@@ -20,12 +20,12 @@ from pathlib import Path
 
 from data.cli import StrictArgumentParser, format_count, run_command, size
 from data.input_files import check_stage_shards, find_text_files
-from data.jsonl import parse_lines, read_line_chunks
-from data.plain_text import MAX_DOCUMENT_BYTES, DamagedRest, MalformedDocument, count_lines
 from data.sampling import PARTS, parse_split
 from data.storage import (UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
                           hold_writer_lock, make_folder, remove_stale_files, staged_file, stale_temporary_files,
                           write_errors_for)
+from data.text_files import (MAX_DOCUMENT_BYTES, DamagedRest, MalformedDocument, count_lines, parse_lines,
+                             read_line_chunks)
 
 
 def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:

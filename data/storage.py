@@ -2,23 +2,25 @@
 
 A *staged* file is written under a hidden temporary name and renamed when every byte is on disk, so a killed process
 leaves the old file or none. `wait_for_lock` waits for the holder of a lock, `hold_writer_lock` refuses a second writer.
+Locks are the kernel's (flock) and end with the process that holds them, so a killed holder blocks no other process.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
-
-from data.file_lock import LockFile, LockResult, lock_when_free, unlock_on_exit
 
 try:
     from isal.isal_zlib import crc32 as crc32  # same CRC-32 as zlib's, several times faster
@@ -97,6 +99,29 @@ def prefix_data_errors(flag: str) -> Iterator[None]:
         if not flag or str(error).startswith("--"):
             raise
         raise type(error)(f"{flag}: {error}") from error
+
+
+def check_flag_file(path: str | Path, flag: str) -> None:
+    """Raise if the path given with `flag` is no file."""
+    if not Path(path).is_file():
+        raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
+                         "file that exists")
+
+
+def read_flag_file(path: str | Path, flag: str) -> bytes:
+    """The content of the file given with `flag`."""
+    check_flag_file(path, flag)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{flag} {path}: cannot read: {error.strerror}") from error
+
+
+def read_flag_text(path: str | Path, flag: str) -> str:
+    try:
+        return read_flag_file(path, flag).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
@@ -245,10 +270,94 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+class LockResult(Enum):
+    """Outcome of an attempt to lock."""
+
+    ACQUIRED = auto()
+    HELD_BY_OTHER = auto()
+    UNSUPPORTED = auto()
+    """The file system has no locks; each caller decides what that means for its files."""
+
+
+def try_lock(file: IO[Any] | int) -> LockResult:
+    """Lock an open file or descriptor without waiting. The lock lasts until all copies of the descriptor are closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockResult.HELD_BY_OTHER
+    except OSError:
+        return LockResult.UNSUPPORTED
+    return LockResult.ACQUIRED
+
+
+def lock_when_free(file: IO[Any] | int) -> None:
+    """Wait for the lock; an OSError if the file system has none."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def unlock(file: IO[Any] | int) -> None:
+    """Release the lock, even if a forked child still has the descriptor."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
+    """Unlock at the end of the block; a forked child that leaves the block does not unlock."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            unlock(file)
+
+
+class LockFile:
+    """A lock file that names its holder.
+
+    `result` says whether it is locked, `holder` who holds it otherwise. Close the file to release it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open or create the file, try to lock it, and write this process's name into it."""
+        self.path = Path(path)
+        self.holder = ""
+        while True:
+            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=_open_without_following)
+            try:
+                self.result = try_lock(self.file)
+                if self._is_current():
+                    break
+            except BaseException:
+                self.file.close()
+                raise
+            self.file.close()  # a former holder has just deleted it
+
+    def _is_current(self) -> bool:
+        """Read or write the holder; False if the opened file was deleted meanwhile."""
+        if self.result is LockResult.HELD_BY_OTHER:
+            self.file.seek(0)
+            self.holder = " ".join(self.file.read(200).split()) or "another process"
+        elif self.result is LockResult.ACQUIRED:
+            try:
+                if not os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
+                    return False
+            except FileNotFoundError:
+                return False
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self.file.flush()
+        return True
+
+
+def _open_without_following(path: str, flags: int) -> int:
+    """The file is truncated, which must not hit the target of a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 @contextmanager
 def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold an advisory lock: one process builds, the others wait. It ends with the process, so a killed holder blocks
-    no other process. The empty lock file stays."""
+    """Hold an advisory lock: one process builds, the others wait. The empty lock file stays."""
     with write_errors_for(path):
         file = open(path, "ab")
     with file, unlock_on_exit(file):

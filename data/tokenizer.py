@@ -1,33 +1,135 @@
-"""The tokenizers by name: `build` makes what the command line asks for.
+"""Tokenizers: text to ids and back. `build` makes the one that the command line asks for.
 
     GPT2BPETokenizer         byte-level BPE with GPT-2's 50257 tokens, or any vocab.json + merges.txt of that form
     SentencePieceTokenizer   a SentencePiece model file (`train_sentencepiece` trains one)
     ByteLevelTokenizer       256 bytes and the end of a document; needs no file
     CharacterLevelTokenizer  the characters of a text file
+
+`eod` is the id that ends a document; `encode` never returns it. `decode` accepts any ids: unknown ids and invalid UTF-8
+become U+FFFD. `fingerprint` is equal exactly if two tokenizers give equal ids for equal text; a corpus records it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.gpt2_bpe import GPT2BPETokenizer
-from data.storage import DataError, UsageError, staged_file
-from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, check_flag_file, read_flag_file,
-                                 read_flag_text, tokenizer_fingerprint)
+from data.gpt2_bpe import (END_OF_TEXT, GPT2_MERGES_SHA256, TiktokenEngine, byte_alphabet, fastest_engine,
+                           parse_merges, read_merges_and_vocabulary)
+from data.indexed import TokenizerFacts
+from data.storage import DataError, UsageError, check_flag_file, read_flag_file, read_flag_text, staged_file
 
-__all__ = ["KINDS", "ByteLevelTokenizer", "CharacterLevelTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer",
-           "Tokenizer", "build", "canonical_kind", "check_tokenizer_files", "train_sentencepiece"]
-
-
+REPLACEMENT_CHARACTER = "\ufffd"
 LOSSLESS_PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
 """Texts that a lossy model changes: start of text, white space, characters with a plain form."""
+
+
+class Tokenizer(ABC):
+    """Maps text to ids and back."""
+
+    name: str
+    vocab_size: int
+    """Ids are 0 to vocab_size - 1, `eod` included; the model adds padding for tensor parallelism."""
+    eod: int
+    fingerprint: str
+    safe_split_characters: str = ""
+    """White space characters before which, after a non-space, a text can be split without changing its ids."""
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        """What a corpus records of its tokenizer."""
+        return TokenizerFacts(self.name, self.fingerprint, self.vocab_size, self.eod)
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; lone surrogates are replaced, everything else is restored by `decode`."""
+
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        """The ids as an array; overridden by kinds that need no list for it."""
+        return np.array(self.encode(text), np.uint32)
+
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if they do not add up."""
+        return None
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of any sequence of ids."""
+
+
+def tokenizer_fingerprint(name: str, *parts: bytes) -> str:
+    digest = hashlib.sha256(name.encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+@final
+class GPT2BPETokenizer(Tokenizer):
+    """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
+
+    name = "GPT2BPETokenizer"
+    safe_split_characters = " \n"  # tokens contain white space only at their start
+
+    def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
+                 engine: Callable[[Sequence[bytes]], TiktokenEngine] | None = None) -> None:
+        merges, vocabulary = read_merges_and_vocabulary(vocab_file, merge_file)
+        tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
+        alphabet = byte_alphabet()
+        token_bytes = [bytes(alphabet[character] for character in token) for token in tokens]
+        ids = self._ids(tokens, vocabulary, vocab_file)
+        self.eod = ids.pop()
+        self.vocab_size = max(*ids, self.eod) + 1
+        # Engines return ranks; a vocabulary file may number tokens differently.
+        self._id_of_rank = None if ids == list(range(len(ids))) else np.array(ids, np.uint32)
+        is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
+        self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
+        self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
+        self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
+                                                 json.dumps([*ids, self.eod]).encode())
+
+    @staticmethod
+    def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
+        """The id of each token, then that of the end of text."""
+        if vocabulary is None:
+            return list(range(len(tokens) + 1))
+        try:
+            ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
+        except TypeError as error:
+            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
+        except KeyError as error:
+            raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
+        if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
+            raise DataError(f"--vocab-file {vocab_file}: ids must be distinct integers from 0")
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
+
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        ranks = self._engine.encode_to_ranks(text)
+        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        found = np.zeros(self.vocab_size, np.int64)
+        for token, spelled in self._bytes_of_token.items():
+            found[token] = len(spelled)
+        found[self.eod] = 0
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
+        return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
 
 @final

@@ -21,9 +21,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.format import INDEX_HEADER, CorpusFacts, IndexHeader, TokenizerFacts, token_dtype
-from data.indexed import BLOCK_ENTRIES, corpus_identity
-from data.stable_file import StableFile
+from data.indexed import (BLOCK_ENTRIES, INDEX_HEADER, CorpusFacts, IndexHeader, StableFile, TokenizerFacts,
+                          corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
                           hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
                           write_json_atomic)

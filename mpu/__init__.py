@@ -10,19 +10,7 @@ written against its `mpu`. They are imported on first use: mpu.split must not im
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
-                                   vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
-    from mpu.grads import clip_grad_norm as clip_grad_norm
-    from mpu.layers import (ColumnParallelLinear as ColumnParallelLinear, ParallelEmbedding as ParallelEmbedding,
-                            RowParallelLinear as RowParallelLinear, VocabParallelEmbedding as VocabParallelEmbedding)
-    from mpu.parallel_state import *  # noqa: F403
-    from mpu.random import (get_cuda_rng_tracker as get_cuda_rng_tracker,
-                            model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed)
-    from mpu.regions import split_tensor_along_last_dim as split_tensor_along_last_dim
-    from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
+from typing import Any
 
 _MODULES = {
     "mpu.parallel_state": "VocabUtility broadcast_data destroy_model_parallel get_data_parallel_group "

@@ -222,13 +222,6 @@ def functional_all_gather(x: Tensor, group: Group) -> Tensor:
         torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.group_name_for(x)))
 
 
-@via_host
-def functional_reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """[size * n, ...] -> this rank's [n, ...] of the sum, taken in at least fp32."""
-    wide, name = x.to(accumulation_dtype(x.dtype)).contiguous(), group.group_name_for(x)
-    return _wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(wide, "sum", group.size, name)).to(x.dtype)
-
-
 def _wait_tensor(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))

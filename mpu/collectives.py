@@ -1,10 +1,10 @@
 """Collectives over a `Group`: on flat buffers, out of place for autograd, and of JSON values between hosts.
 
-`..._into` runs asynchronously on flat buffers of the caller and returns a `CollectiveWork`. `all_reduce`, `all_gather`
-and `reduce_scatter` return a new tensor; only these may be used inside autograd, which may have saved the argument.
-`all_gather_json`, `broadcast_json`, `all_reduce_scalar`, `all_reduce_min` and `barrier` run over gloo on the host
-(the group's control process group), so they never wait behind a kernel. On a group of one every operation is the
-identity and needs no process group.
+`..._into` runs asynchronously on flat buffers of the caller and returns a `CollectiveWork`. `all_reduce` and
+`all_gather` return a new tensor; only these may be used inside autograd, which may have saved the argument.
+`all_gather_json`, `broadcast_json`, `all_reduce_scalars` and `barrier` run over gloo on the host (the group's control
+process group), so they never wait behind a kernel. On a group of one every operation is the identity and needs no
+process group.
 """
 
 from __future__ import annotations
@@ -22,25 +22,20 @@ from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBack
 from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
-from mpu.split import ParallelError, divide
+from mpu.split import ParallelError
 
 
 @track_collective
-def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
-    """Reduce one number per rank on the host of every rank; exact for integers below 2**53."""
-    value = torch.tensor([number], dtype=torch.float64)
-    if not group.is_solo:
-        dist.all_reduce(value, REDUCE_OPS[op], group=group.control_process_group)
-    return float(value.item())
-
-
-@track_collective
-def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
-    """The element-wise minimum over ranks, in one collective. (The maximum is -all_reduce_min(-x).)"""
+def all_reduce_scalars(numbers: Sequence[float], group: Group, op: Op = "max") -> list[float]:
+    """Reduce each number over ranks, in one collective on the hosts; exact for integers below 2**53."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if not group.is_solo:
-        dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
+        dist.all_reduce(values, REDUCE_OPS[op], group=group.control_process_group)
     return cast(list[float], values.tolist())
+
+
+def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
+    return all_reduce_scalars([number], group, op)[0]
 
 
 def barrier(group: Group) -> None:
@@ -79,7 +74,7 @@ def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
 
 __all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json",
            "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
-           "all_reduce_min", "reduce_scatter", "reduce_scatter_into"]
+           "all_reduce_scalars", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = CollectiveBackend(), GlooBackend()
 
@@ -154,12 +149,3 @@ def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
         return x
     parts = backends.functional_all_gather(x.unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]
-
-
-def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """This rank's slice along `dim` of the sum of every rank's x."""
-    if group.is_solo:
-        return x
-    each = divide(x.shape[dim], group.size, "length")
-    parts = torch.stack(x.split(each, dim))  # [..., size * n, ...] -> [size, ..., n, ...]
-    return backends.functional_reduce_scatter(parts, group).squeeze(0)

@@ -79,11 +79,6 @@ class CompressedAllReduce:
         self._zero_excluded_in_chunks(self.worker_error, all_chunks)
         self._zero_excluded_in_chunks(self.server_error, self._own_chunk)
 
-    def reset_errors(self) -> None:
-        """Set both errors to zero, since unrelated inputs follow."""
-        self.worker_error.zero_()
-        self.server_error.zero_()
-
     @property
     def _own_chunk(self) -> range:
         return range(self.group.rank, self.group.rank + 1)
@@ -106,7 +101,8 @@ class CompressedAllReduce:
                 add_inputs(place, self.worker_error[place])
             self._uncompressed_result = self.worker_error + self.server_error
             self._zero_excluded_in_chunks(self._uncompressed_result, self._own_chunk)
-            self.reset_errors()
+            self.worker_error.zero_()
+            self.server_error.zero_()
             return
         messages, self._received_messages = self._new_message(self.group.size), self._new_message(self.group.size)
         self._compress(self.worker_error, range(self.group.size), messages, add_inputs)

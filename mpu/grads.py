@@ -71,7 +71,7 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
             if not math.isfinite(place.sum()):
                 large = place.isinf()
                 place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
-    elif (kernel := load_kernels("mpu.norm_kernel", flat.device, NORM_FALLBACK_COST)) and kernel.serves(rows):
+    elif (kernel := load_kernels("mpu.kernels", flat.device, NORM_FALLBACK_COST)) and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
         at_a_time = _FP64_BLOCK_ELEMENTS // NORM_ROW

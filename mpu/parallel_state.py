@@ -23,8 +23,6 @@ from mpu.split import ParallelError, split_range
 
 T = TypeVar("T")
 
-MAX_SENT_DIMS = 4
-
 
 class _GlobalGroups:
     """The current groups; None before initialize_model_parallel."""
@@ -75,45 +73,22 @@ def destroy_model_parallel() -> None:
     _GlobalGroups.groups = None
 
 
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """The tensor-parallel process group, even of one rank."""
-    return current_groups().tp.process_group
+def _of_current_groups(read: Callable[[Groups], T]) -> Callable[[], T]:
+    """Raises before initialize_model_parallel. Process groups exist even for one rank."""
+    return lambda: read(current_groups())
 
 
-def get_model_parallel_rank() -> int:
-    return current_groups().tp.rank
-
-
-def get_model_parallel_world_size() -> int:
-    return current_groups().tp.size
-
-
-def get_model_parallel_src_rank() -> int:
-    """World rank of the first rank of this tensor-parallel group."""
-    return current_groups().tp.ranks[0]
-
-
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """The data-parallel process group, even of one rank."""
-    return current_groups().dp.process_group
-
-
-def get_data_parallel_rank() -> int:
-    return current_groups().dp.rank
-
-
-def get_data_parallel_world_size() -> int:
-    return current_groups().dp.size
-
-
-def get_data_parallel_src_rank() -> int:
-    """World rank of the first rank of this data-parallel group."""
-    return current_groups().dp.ranks[0]
-
-
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """This rank alone, since there is one pipeline stage."""
-    return subgroup(current_groups().world, 1).process_group
+get_model_parallel_group = get_tensor_model_parallel_group = _of_current_groups(lambda groups: groups.tp.process_group)
+get_model_parallel_rank = get_tensor_model_parallel_rank = _of_current_groups(lambda groups: groups.tp.rank)
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _of_current_groups(lambda groups: groups.tp.size)
+get_model_parallel_src_rank = get_tensor_model_parallel_src_rank = _of_current_groups(lambda groups: groups.tp.ranks[0])
+"""World rank of the first rank of this group, as below."""
+get_data_parallel_group = _of_current_groups(lambda groups: groups.dp.process_group)
+get_data_parallel_rank = _of_current_groups(lambda groups: groups.dp.rank)
+get_data_parallel_world_size = _of_current_groups(lambda groups: groups.dp.size)
+get_data_parallel_src_rank = _of_current_groups(lambda groups: groups.dp.ranks[0])
+get_pipeline_model_parallel_group = _of_current_groups(lambda groups: subgroup(groups.world, 1).process_group)
+"""This rank alone, since there is one pipeline stage."""
 
 
 def _of_one_stage(answer: T) -> Callable[..., T]:
@@ -128,10 +103,6 @@ get_pipeline_model_parallel_rank = _of_one_stage(0)
 get_pipeline_model_parallel_world_size = _of_one_stage(1)
 is_pipeline_first_stage = is_pipeline_last_stage = _of_one_stage(True)
 get_virtual_pipeline_model_parallel_rank = get_virtual_pipeline_model_parallel_world_size = _of_one_stage(None)
-get_tensor_model_parallel_group = get_model_parallel_group
-get_tensor_model_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_world_size = get_model_parallel_world_size
-get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
 
 
 def _with_current_tp(region: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -159,36 +130,31 @@ class VocabUtility:
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype,
                    tp: Group | None = None) -> dict[str, Tensor]:
     """`data[key]` of the group's first rank for every key, on every rank; other ranks may pass None. The tensors, of
-    one dtype, travel as one flat buffer and arrive on the device of the group's backend. A wrong key, dtype or shape
+    one dtype, travel as one flat buffer and arrive on the device of the group's backend. A wrong key or dtype
     raises ParallelError on every rank."""
     group = tp_group_or_current(tp)
-    described, problem = _describe_batch(keys, data, dtype) if group.rank == 0 else ({}, None)
-    shapes, problem = all_gather_json([described, problem], group)[0]
+    shapes, problem = all_gather_json(_shapes_of(keys, data or {}, dtype) if group.rank == 0 else None, group)[0]
     if problem is not None:
         raise ParallelError(problem)
     if group.is_solo:
         assert data is not None
         return {key: data[key] for key in keys}
     device = torch.device("cpu" if group.own_backend_serves_cpu else f"cuda:{torch.cuda.current_device()}")
-    sizes = [math.prod(shapes[key]) for key in keys]
+    sizes = [math.prod(shape) for shape in shapes]
     if group.rank == 0:
         assert data is not None
         flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     broadcast_into(flat, 0, group).wait()
-    return {key: part.view(shapes[key]) for key, part in zip(keys, flat.split(sizes))}
+    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
 
 
-def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
-                    dtype: torch.dtype) -> tuple[dict[str, list[int]], str | None]:
-    """(shape by key, error text or None)."""
-    data = data or {}
+def _shapes_of(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[list[Any], str | None]:
+    """(shape of each key, error text or None)."""
     for key in keys:
         if key not in data:
-            return {}, f"broadcast_data: key {key!r} is not in the batch {sorted(data)}"
+            return [], f"broadcast_data: key {key!r} is not in the batch {sorted(data)}"
         if data[key].dtype != dtype:
-            return {}, f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}: convert it"
-        if data[key].dim() > MAX_SENT_DIMS:
-            return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_SENT_DIMS} are sent"
-    return {key: list(data[key].shape) for key in keys}, None
+            return [], f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}: convert it"
+    return [list(data[key].shape) for key in keys], None

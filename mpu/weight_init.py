@@ -12,7 +12,7 @@ tensor-parallel size, ZeRO stage and device gives the same model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
@@ -39,6 +39,23 @@ class StridedSegments:
     segment_length: int
     full_length: int
     offset: int
+
+    def iter_rows(self, out: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+        """Cut `out`, elements from `start` on of the slice, into views [rows, count] whose rows are one block of the
+        full tensor apart; yields (view, its position in the full tensor). Padding is set to zero."""
+        done = 0
+        while done < out.numel():
+            left = out.numel() - done
+            block, within = divmod(start + done, self.segment_length)
+            count = min(left, self.segment_length - within)
+            rows = left // count if within == 0 and count == self.segment_length else 1
+            part = out[done : done + rows * count].view(rows, count)
+            position = self.offset + within  # position within the block
+            real = max(0, min(count, self.full_length - position))
+            part[:, real:] = 0
+            if real:
+                yield part[:, :real], block * self.full_length + position
+            done += rows * count
 
 
 def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, rank: int,
@@ -77,38 +94,8 @@ class NormalInitializer:
     segments: StridedSegments
 
     def __call__(self, out: Tensor, start: int) -> None:
-        _fill_segments(out, start, self.segments,
-                       lambda run, place: fill_normal_rows(run, self.key, place, self.segments.full_length, self.std))
-
-
-@dataclass(frozen=True)
-class UniformInitializer:
-    """Uniform values in [0, 1) of `key`, for the slice that `segments` describes."""
-
-    key: int
-    segments: StridedSegments
-
-    def __call__(self, out: Tensor, start: int) -> None:
-        _fill_segments(out, start, self.segments,
-                       lambda run, place: fill_uniform_rows(run, self.key, place, self.segments.full_length))
-
-
-def _fill_segments(out: Tensor, start: int, segments: StridedSegments, fill: Callable[[Tensor, int], None]) -> None:
-    """Call `fill(view, position)` for views [rows, count] of `out` whose rows are one block of the full tensor apart
-    and start at `position` in it; padding is set to zero."""
-    done = 0
-    while done < out.numel():
-        left = out.numel() - done
-        block, within = divmod(start + done, segments.segment_length)
-        count = min(left, segments.segment_length - within)
-        rows = left // count if within == 0 and count == segments.segment_length else 1
-        part = out[done : done + rows * count].view(rows, count)
-        position = segments.offset + within  # position within the block
-        real = max(0, min(count, segments.full_length - position))
-        part[:, real:] = 0
-        if real:
-            fill(part[:, :real], block * segments.full_length + position)
-        done += rows * count
+        for view, position in self.segments.iter_rows(out, start):
+            fill_normal_rows(view, self.key, position, self.segments.full_length, self.std)
 
 
 @dataclass(frozen=True)
@@ -142,18 +129,20 @@ def fill_normal_rows(out: Tensor, key: int, start: int, stride: int, std: float 
             part.copy_(buffers.draw_normal(part, key, begin, stride, std))
 
 
-def fill_uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
-    """out[i, j] <- the uniform value of `key` in [0, 1) at position start + i * stride + j."""
-    rows, width = out.shape
-    rows_per_block = max(1, (ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK) // width)
-    column_offsets = torch.arange(width, device=out.device)
-    for first in range(0, rows, rows_per_block):
-        part = out[first : first + rows_per_block]
-        row_starts = torch.arange(first, first + len(part), device=out.device).mul_(stride).add_(start)
-        bits = (row_starts.unsqueeze(1) + column_offsets).view(-1)
-        shifted = torch.empty_like(bits)
-        _hash_counters(bits, key, shifted)
-        part.copy_(_shift_right(bits, 40, shifted).view(part.shape)).mul_(2.0**-24)
+def fill_uniform(out: Tensor, key: int, start: int, segments: StridedSegments) -> None:
+    """out <- uniform values of `key` in [0, 1), for elements from `start` on of the slice that `segments` describes."""
+    for view, position in segments.iter_rows(out, start):
+        rows, width = view.shape
+        rows_per_block = max(1, (ACCELERATOR_BLOCK if on_accelerator(view) else CPU_BLOCK) // width)
+        column_offsets = torch.arange(width, device=view.device)
+        for first in range(0, rows, rows_per_block):
+            part = view[first : first + rows_per_block]
+            row_starts = torch.arange(first, first + len(part), device=view.device)
+            row_starts.mul_(segments.full_length).add_(position)
+            bits = (row_starts.unsqueeze(1) + column_offsets).view(-1)
+            shifted = torch.empty_like(bits)
+            _hash_counters(bits, key, shifted)
+            part.copy_(_shift_right(bits, 40, shifted).view(part.shape)).mul_(2.0**-24)
 
 
 class _DrawBuffers:

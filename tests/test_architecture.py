@@ -249,7 +249,7 @@ def test_flags_are_checked_before_torch_is_imported():
 
 
 @pytest.mark.parametrize("pattern, modules", [
-    (r"fcntl\.flock\(", ["data.file_lock"]),
+    (r"fcntl\.flock\(", ["data.storage"]),
     # zero_to_fp32.py is copied into save folders, where it stands alone
     (r"class \w+\((argparse\.)?ArgumentParser\)", ["data.cli", "megatron.checkpoint.zero_to_fp32"]),
 ])

@@ -22,21 +22,8 @@ def test_quick_cells_have_every_value_or_pair(each: int, most: int) -> None:
         assert {tuple(cell[place] for place in places) for cell in quick} == wanted
 
 
-def test_names_tell_the_values() -> None:
-    assert [cell.id for cell in cells([{}, {"initial_loss_scale": 256.0}], [0, 1])] == ["{}-0", "{}-1", "1-0", "1-1"]
-
-
 @pytest.mark.parametrize("number, quick", [(1, [4]), (2, [1, 4]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4]),
                                            (9, [0, 1, 2, 3, 4])])
 def test_a_few_are_from_all_over_the_list(number: int, quick: list[int]) -> None:
     chosen, others = spread_out(range(5), number)
     assert chosen == quick and sorted(chosen + others) == list(range(5))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("case", range(5))
-def test_the_others_are_slow(case: int, request: pytest.FixtureRequest) -> None:
-    is_slow = request.node.get_closest_marker("slow") is not None
-    alike = [item for item in request.session.items if item.nodeid.startswith(request.node.nodeid.split("[")[0])]
-    assert is_slow == (case not in (1, 4)) or len(alike) == 1  # asked for by its name
-    assert len(alike) in (1, 2, 3)

@@ -19,7 +19,7 @@ from data.input_files import InputFiles
 from data.storage import DataError
 from data.webtext import report
 from data.webtext.documents import DocumentCounts
-from data.webtext.stage_folder import StageRecord
+from data.webtext.runner import StageRecord
 from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
 from megatron.distributed import exit_codes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.collectives import CollectiveWork, all_gather_into, all_reduce_into, broadcast_into, reduce_scatter_into
+from mpu.collectives import CollectiveWork, all_gather_into
 from mpu.groups import Group, build
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
@@ -34,40 +34,9 @@ def orders(rank: int, world: int) -> list[list[str]]:
     return found
 
 
-def scalars(rank: int, world: int) -> float:
-    number = torch.tensor(float(rank))
-    with late_wire():
-        broadcast_into(number, 1, build().world).wait()
-    return float(number)
-
-
-def test_a_tensor_without_dimensions_travels_too() -> None:
-    assert run_ranks(scalars, 2) == [1.0, 1.0]
-
-
 def test_operations_end_in_random_orders_that_are_the_same_on_all_ranks() -> None:
     first, second = run_ranks(orders, 2)
     assert first == second and len({str(ended) for ended in first}) > 1
-
-
-def results(rank: int, world: int) -> None:
-    group = build().world
-    mine = torch.arange(8.0) + rank
-    with late_wire():
-        flat, shard, within, word = mine.clone(), torch.empty(4), mine.clone(), mine.clone()
-        own = within[4 * rank:4 * rank + 4]
-        pending = [all_reduce_into(flat, group), reduce_scatter_into(shard, mine, group),
-                   reduce_scatter_into(own, within, group), broadcast_into(word, 1, group)]
-        assert shard.isnan().all() or not shard.isnan().any(), "at once, or not yet"
-        for operation in pending:
-            operation.wait()
-    total = 2 * torch.arange(8.0) + 1
-    assert torch.equal(flat, total) and torch.equal(shard, total[4 * rank:4 * rank + 4])
-    assert torch.equal(own, shard) and torch.equal(word, torch.arange(8.0) + 1)
-
-
-def test_every_operation_gives_what_the_real_wire_gives() -> None:
-    run_ranks(results, 2)
 
 
 def write_to_source(full: Tensor, shard: Tensor, pending: CollectiveWork) -> None:

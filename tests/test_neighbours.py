@@ -59,15 +59,6 @@ def test_a_package_that_hides_ours_is_named_with_what_to_do(project: Path, file:
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
 
 
-def test_a_package_started_with_m_gets_the_sentence_of_its_import(project: Path) -> None:
-    (project / "data.py").touch()
-    (project / "theirs").mkdir()
-    (project / "theirs" / "__init__.py").write_text("from megatron import zero\n")
-    (project / "theirs" / "__main__.py").touch()
-    done = python("-m", "theirs", path=[ROOT], cwd=project)
-    assert done.returncode == 1 and "hides the package `data`" in done.stderr, done.stderr
-
-
 def test_the_remedy_is_one_for_every_way_to_start(project: Path) -> None:
     (project / "data.py").write_text("raise SystemExit('the foreign module was run')\n")
     for statement in (["-m", "megatron.launch", "-m", "megatron.plan", "--preset", "tiny"],

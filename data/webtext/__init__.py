@@ -3,6 +3,7 @@
 A *stage* reads documents and writes those it keeps, perhaps changed, into a folder of *shards* (`part-00000.jsonl`,
 ...) with a `stage.json` that is written last. A *map stage* processes documents one by one (`urls`, `extract`, `clean`,
 `language`, `decontaminate`); a *global stage* all of them (`dedup`, `shuffle`, `split`) with temporary files, so memory
-does not grow with the corpus. Begin with documents.py, stage_folder.py and runner.py (one stage), then __main__.py (all
-of them in order); each stage has a file of its name (`shuffle` is in split.py, `unique` in dedup.py).
+does not grow with the corpus. Begin with documents.py and runner.py (one stage), then __main__.py (all
+of them in order); the stages are in filters.py (`urls`, `clean`, `language`), extract.py, dedup.py (with `unique`),
+decontaminate.py and split.py (with `shuffle`).
 """

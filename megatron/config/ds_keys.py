@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron.config.config_errors import ErrorList
 from megatron.config.optimizer_config import OPTIMIZERS, extra_param_type
 from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
@@ -76,15 +77,22 @@ _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
 _NO_PIPELINE = "there is no pipeline parallelism here"
 _NO_SEQUENCE = "there is no sequence parallelism here"
 _ZERO_SECTION, _OFFLOAD_OPTIMIZER_SECTION = "zero_optimization.", "zero_optimization.offload_optimizer"
+_WEIGHT_QUANTIZATION = "compression_training.weight_quantization.shared_parameters."
 
+# their effect depends on other keys (ds_cross_keys.py)
+_DEPENDENT_KEYS: tuple[tuple[str, JsonType], ...] = (
+    ("gradient_accumulation_steps", COUNT), ("optimizer.params.adam_w_mode", BOOLEAN),
+    *((f"optimizer.params.{name}", extra_param_type(name, default))
+      for takes in OPTIMIZERS.values() for name, default in takes.extra.items()),
+    ("scheduler.params.decay_step_size", COUNT_FROM_0), ("wandb.project", TEXT),
+    *((f"{section}.{name}", kind) for section in ("tensorboard", "csv_monitor")
+      for name, kind in (("output_path", ANY_TEXT), ("job_name", TEXT))),
+    ("compression_training.weight_quantization.different_groups", WEIGHT_GROUP))
 
-def _dependent_key(path: str, kind: JsonType) -> dict[str, DsKeyRow]:
-    """A key whose effect depends on other keys (ds_cross_keys.py)."""
-    return {path: JsonKey(path, kind, is_independent=False)}
-
-
-_TOP_LEVEL: dict[str, DsKeyRow] = {
-    **_dependent_key("gradient_accumulation_steps", COUNT),
+DS_KEYS: dict[str, DsKeyRow] = {
+    **{key.path: key for key in keys_of_fields()},
+    **{path: JsonKey(path, kind, is_independent=False) for path, kind in _DEPENDENT_KEYS},
+    # top level
     "managed_gradient_accumulation": FixedValue((True,), "the engine counts micro-batches; "
                                                 "set_gradient_accumulation_boundary says otherwise"),
     "gradient_allreduce_op": FixedValue(("mean",), "gradients are averaged over the ranks; for "
@@ -113,9 +121,8 @@ _TOP_LEVEL: dict[str, DsKeyRow] = {
     "memory_breakdown": IgnoredKey(BOOLEAN, False, "each step's peak memory is in --metrics-file",
                                    has_effect_in_engine=True),
     "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", has_effect_in_engine=True),
-    "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size",), INTEGER)}
-
-_PRECISION: dict[str, DsKeyRow] = {
+    "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size",), INTEGER),
+    # precision
     "fp16.consecutive_hysteresis": FixedValue((False,), "the hysteresis is restored when the loss scale grows"),
     "fp16.fp16_master_weights_and_grads": FixedValue((False,), _16BIT_STATE),
     "fp16.fused_mode": IgnoredKey(BOOLEAN, True, _SAME_RESULT),
@@ -123,29 +130,22 @@ _PRECISION: dict[str, DsKeyRow] = {
     "bf16.check_grad_overflow": IgnoredKey(BOOLEAN, False, "in bf16 a gradient that is not finite is always noticed"),
     **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
                     FixedValue((False,), _16BIT_STATE)),
-    "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN)}
-
-_OPTIMIZER: dict[str, DsKeyRow] = {
+    "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN),
+    # optimizer
     "optimizer.legacy_fusion": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
-    **_dependent_key("optimizer.params.adam_w_mode", BOOLEAN),
-    **{path: row for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
-       for path, row in _dependent_key(f"optimizer.params.{name}", extra_param_type(name, default)).items()},
     "optimizer.params.ns_method": IgnoredKey(one_of("standard", "gram"), "gram", _SAME_RESULT),
     "optimizer.params.fp32_optimizer_states": FixedValue((True,), _16BIT_STATE),
     "optimizer.params.cuda_aware": IgnoredKey(BOOLEAN, False, _ONE_BACKEND),
     "optimizer.params.comm_backend_name": IgnoredKey(one_of("nccl", "mpi", "compressed", "hccl"), "nccl", _ONE_BACKEND),
     "optimizer.params.torch_adam": IgnoredKey(BOOLEAN, False, "the same optimizer runs on every device"),
-    "optimizer.params.max_grad_norm": RenamedKey(("gradient_clipping",), NUMBER)}
-
-_SCHEDULER: dict[str, DsKeyRow] = {
+    "optimizer.params.max_grad_norm": RenamedKey(("gradient_clipping",), NUMBER),
+    # scheduler
     "scheduler.params.warmup_min_lr": FixedValue((0,), "the warm-up starts from 0"),
     "scheduler.params.warmup_min_ratio": FixedValue((0,), "the warm-up starts from 0"),
-    **_dependent_key("scheduler.params.decay_step_size", COUNT_FROM_0),
     **{f"scheduler.params.cycle_{half}_stair_count": IgnoredKey(COUNT_FROM_0_OR_NULL, 0, "rates do not rise in stairs")
        for half in ("first", "second")},
-    "scheduler.params.last_batch_iteration": FixedValue((-1,), "the step is the checkpoint's")}
-
-_ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
+    "scheduler.params.last_batch_iteration": FixedValue((-1,), "the step is the checkpoint's"),
+    # zero_optimization and aio
     "zero_optimization": RenamedKey((_ZERO_SECTION + "stage",), SWITCH_OR_OBJECT, int),
     **{_ZERO_SECTION + name: RenamedKey((f"{_ZERO_SECTION}stage3_{name}",), kind, deprecated=False) for kind, names in (
         (INTEGER, "prefetch_bucket_size param_persistence_threshold max_live_parameters max_reuse_distance"),
@@ -196,20 +196,15 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
     f"{_OFFLOAD_OPTIMIZER_SECTION}.cpuadam_cores_perc": IgnoredKey(NUMBER, 0.8,
                                                                    "OMP_NUM_THREADS sets the number of cores per rank"),
     "aio.thread_count": RenamedKey(("aio.intra_op_parallelism",), INTEGER),
-    "aio.use_gds": IgnoredKey(BOOLEAN, False, "NVMe is read and written through the host, not by the GPU")}
-
-_CHECKPOINT: dict[str, DsKeyRow] = {
+    "aio.use_gds": IgnoredKey(BOOLEAN, False, "NVMe is read and written through the host, not by the GPU"),
+    # checkpoint
     "checkpoint.tag_validation": IgnoredKey(one_of("Ignore", "Warn", "Fail"), "Fail",
                                             "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": IgnoredKey(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": FixedValue((False,), "a checkpoint is one folder that all nodes share"),
     "checkpoint.key_file": UnsupportedSection(NOT_SIGNED_MESSAGE),
-    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE)}
-
-_MONITORS: dict[str, DsKeyRow] = {
-    **{path: row for section in ("tensorboard", "csv_monitor") for path, row in (
-        _dependent_key(f"{section}.output_path", ANY_TEXT) | _dependent_key(f"{section}.job_name", TEXT)).items()},
-    **_dependent_key("wandb.project", TEXT),
+    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE),
+    # monitors, profiler, autotuning
     "comet": UnsupportedSection("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                                 "--metrics-file"),
     "flops_profiler.recompute_fwd_factor": IgnoredKey(NUMBER, 0.0, "recomputation is counted as it runs"),
@@ -221,10 +216,8 @@ _MONITORS: dict[str, DsKeyRow] = {
     **{f"autotuning.{name}_train_micro_batch_size_per_gpu": IgnoredKey(
         ANY, None, "every micro-batch that fits is looked at") for name in ("min", "max")},
     "comms_logger": UnsupportedSection("collectives are not logged one by one"),
-    "timers": UnsupportedSection("there are no timers to configure")}
-
-_WEIGHT_QUANTIZATION = "compression_training.weight_quantization.shared_parameters."
-_QUANTISED: dict[str, DsKeyRow] = {
+    "timers": UnsupportedSection("there are no timers to configure"),
+    # quantisation
     **{f"{place}eigenvalue.gas_boundary_resolution": IgnoredKey(COUNT, 1, "eigenvalues are found when a bit "
                                                                 "is about to fall, and at no other step")
        for place in ("", "quantize_training.")},
@@ -233,9 +226,7 @@ _QUANTISED: dict[str, DsKeyRow] = {
     _WEIGHT_QUANTIZATION + "quantizer_kernel": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
     _WEIGHT_QUANTIZATION + "quantize_weight_in_forward": IgnoredKey(
         BOOLEAN, False, "the forward has weights that were rounded when the step before made them, in any precision"),
-    **_dependent_key("compression_training.weight_quantization.different_groups", WEIGHT_GROUP)}
-
-_ABSENT: dict[str, DsKeyRow] = {
+    # what does not exist here
     "torch_autocast": UnsupportedSection("autocast is not used; enable bf16 or fp16, "
                                          "or call torch.autocast in the model"),
     "amp": UnsupportedSection("apex is not used; enable bf16 or fp16"),
@@ -257,9 +248,6 @@ _ABSENT: dict[str, DsKeyRow] = {
     "expert_parallel": UnsupportedSection("there are no experts here"),
     "zenflow": UnsupportedSection("the optimizer step is not split in time"),
     "compile": UnsupportedSection("call engine.compile(); pretrain_gpt2.py does with --compile")}
-
-DS_KEYS: dict[str, DsKeyRow] = {**{key.path: key for key in keys_of_fields()}, **_TOP_LEVEL, **_PRECISION, **_OPTIMIZER,
-                                **_SCHEDULER, **_ZERO_OPTIMIZATION, **_CHECKPOINT, **_MONITORS, **_QUANTISED, **_ABSENT}
 """Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
@@ -277,6 +265,7 @@ class DsKeyValues:
     notices: list[str] = field(default_factory=list)
     engine_values: dict[str, Any] = field(default_factory=dict)  # that only the engine of `zero.initialize` honours
     invalid_keys: set[str] = field(default_factory=set)  # keys with an invalid value or a misspelt name
+    errors: ErrorList = field(default_factory=ErrorList)
 
     def is_given(self, path: str) -> bool:
         return path in self.keys or path in self.auto_keys

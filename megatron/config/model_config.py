@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
-from megatron.config.config_errors import ErrorList, range_errors
+from megatron.config.config_errors import ConfigSection, ErrorList
 from megatron.config.schema import COUNT, MAX_INT64, NUMBER, JsonKey, NumberRange, one_of, require, setting
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule
@@ -43,7 +44,7 @@ _NOT_ARCHITECTURE = ("make_vocab_size_divisible_by", "attention_dropout", "hidde
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ConfigSection):
     """The shape of the GPT-2. `--preset` fills it in; flags that are given win."""
 
     num_layers: int = setting(24, "transformer blocks", "n-layer", common=True, ge=1)
@@ -63,14 +64,12 @@ class ModelConfig:
                                                        "gathers one tile at a time")
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
-        problems, tiles = ErrorList(), NumberRange(1, self.hidden_size)
-        problems.require(tiles.contains(self.tile_factor),
-                         f"--tile-factor is {self.tile_factor}: expected {tiles}")
-        problems.require(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not "
-                         f"divisible by --num-attention-heads {self.num_attention_heads}")
-        problems.raise_if_any()
+    def check(self, errors: ErrorList) -> None:
+        tiles = NumberRange(1, self.hidden_size)
+        errors.require(tiles.contains(self.tile_factor),
+                       f"--tile-factor is {self.tile_factor}: expected {tiles}")
+        errors.require(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not "
+                       f"divisible by --num-attention-heads {self.num_attention_heads}")
 
     @property
     def ffn_size(self) -> int:
@@ -102,7 +101,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(ConfigSection):
     """The corpora, their tokenizer, and how samples are cut from them."""
 
     train_data: tuple[str, ...] = setting(
@@ -135,14 +134,13 @@ class DataConfig:
     reset_attention_mask: bool = setting(False, "attend only within a document")
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(not (self.mock_data and self.train_data),
                 "--mock-data and --train-data exclude each other: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ConfigSection):
     """The length of the run, its batches, and how reproducible it is."""
 
     batch_size: int = setting(
@@ -173,8 +171,7 @@ class TrainConfig:
     deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
                                          "need be (docs/training.md)")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(self.compile is not False or not self.cuda_graphs,
                 "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")
         require(not self.skip_train or self.evaluates_every > 0,
@@ -190,7 +187,7 @@ _PROGRESSIVE_LAYER_DROP = "progressive_layer_drop."
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerDropConfig:
+class LayerDropConfig(ConfigSection):
     """Progressive layer dropping: each training step leaves out some blocks, more of them later in the run and more of
     the later ones (docs/methods.md)."""
 
@@ -201,9 +198,6 @@ class LayerDropConfig:
         help="what the keep probability falls to, behind the last block; 1 leaves nothing out"), gt=0, le=1)
     pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma",
                                ge=0)
-
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
 
     @property
     def schedule(self) -> ThetaSchedule | None:
@@ -238,7 +232,7 @@ def _algorithm_keys(name: str, shared: str, *words: str) -> tuple[JsonKey, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeConfig:
+class QuantizeConfig(ConfigSection):
     """Quantisation in training (MoQ): the weights at work are rounded to fewer and fewer bits, their fp32 masters are
     not (docs/methods.md)."""
 
@@ -285,23 +279,21 @@ class QuantizeConfig:
                                         json=_eigenvalue_keys("layer_num"), ge=0)
     eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"))
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
-        problems.require(not self.quantize_eigenvalue or self.quantize_training,
-                         "--quantize-eigenvalue needs --quantize-training: it only says when bits fall")
-        problems.require(not self.quantize_eigenvalue or self.quantize_period > 1,
-                         "--quantize-eigenvalue needs --quantize-period of at least 2, not 1: an eigenvalue is found "
-                         "with a batch of the step before a bit falls")
-        problems.require(self.quantize_target_bits <= self.quantize_start_bits,
-                         f"--quantize-target-bits {self.quantize_target_bits} is above --quantize-start-bits "
-                         f"{self.quantize_start_bits}: bits only fall")
+    def check(self, errors: ErrorList) -> None:
+        errors.require(not self.quantize_eigenvalue or self.quantize_training,
+                       "--quantize-eigenvalue needs --quantize-training: it only says when bits fall")
+        errors.require(not self.quantize_eigenvalue or self.quantize_period > 1,
+                       "--quantize-eigenvalue needs --quantize-period of at least 2, not 1: an eigenvalue is found "
+                       "with a batch of the step before a bit falls")
+        errors.require(self.quantize_target_bits <= self.quantize_start_bits,
+                       f"--quantize-target-bits {self.quantize_target_bits} is above --quantize-start-bits "
+                       f"{self.quantize_start_bits}: bits only fall")
         few = self.quantize_training and self.quantize_target_bits < MIN_UNIFORM_BITS
         for name, value, plain in (("type", self.quantize_type, "symmetric"),
                                    ("rounding", self.quantize_rounding, "nearest")):
-            problems.require(not few or value == plain,
-                             f"--quantize-{name} {value} needs --quantize-target-bits of at least {MIN_UNIFORM_BITS}, "
-                             f"not {self.quantize_target_bits}: ternary and binary weights are symmetric and nearest")
-        problems.raise_if_any()
+            errors.require(not few or value == plain,
+                           f"--quantize-{name} {value} needs --quantize-target-bits of at least {MIN_UNIFORM_BITS}, "
+                           f"not {self.quantize_target_bits}: ternary and binary weights are symmetric and nearest")
 
     @property
     def schedule(self) -> BitSchedule | None:
@@ -317,7 +309,8 @@ class QuantizeConfig:
         if schedule is None:
             return []
         start, target, begin = schedule.start, schedule.target, self.quantize_offset
-        if train_iters is not None and train_iters < begin:
+        end = math.inf if train_iters is None else train_iters
+        if end < begin:
             return [f" note: nothing is rounded: --train-iters {train_iters} is below --quantize-offset {begin}"]
         since = f" from applied step {begin} on" if begin else ""
         falls = [begin + fall for fall in schedule.drop_counters()]
@@ -326,16 +319,15 @@ class QuantizeConfig:
         if self.quantize_eigenvalue:
             lines = [f" note: weights are rounded to {start} bits{since}, and to fewer until they have {target}: at "
                      f"applied step {falls[0]} for the first time, then when eigenvalues say so"]
-            if train_iters is not None and falls[0] > train_iters:
+            if falls[0] > end:
                 lines.append(f" note: --train-iters {train_iters} ends the run at {start} bits, before an "
                              "eigenvalue is looked for")
             return lines
-        when = ", ".join(map(str, falls))
         fewer = ", ".join(map(str, range(start - 1, target - 1, -1)))
         lines = [f" note: weights are rounded to {start} bits{since}, and to {fewer} bits at applied "
-                 f"step{'s' * (len(falls) > 1)} {when}"]
-        if train_iters is not None and falls[-1] > train_iters:
-            reached = start - sum(fall <= train_iters for fall in falls)
+                 f"step{'s' * (len(falls) > 1)} {', '.join(map(str, falls))}"]
+        if falls[-1] > end:
+            reached = start - sum(fall <= end for fall in falls)
             lines.append(f" note: --train-iters {train_iters} ends the run at {reached} bits: a period P takes "
                          f"2^{len(falls) - 1} P applied steps from {start} to {target} bits")
         return lines

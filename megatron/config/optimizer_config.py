@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import range_errors
+from megatron.config.config_errors import ConfigSection, ErrorList
 from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, JSON_TYPE_OF, NUMBER, NUMBER_FROM_0,
-                                    JsonKey, JsonType, NumberRange, one_of, require, setting)
+                                    JsonKey, JsonType, NumberRange, flag_name, one_of, require, setting)
 from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
@@ -107,27 +107,6 @@ def extra_param_type(name: str, default: Any) -> JsonType:
     return NUMBER_FROM_0 if default is None else JSON_TYPE_OF[type(default)]
 
 
-def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
-    """The converted value; ValueError says what is wrong."""
-    takes = OPTIMIZERS[optimizer]
-    if name in takes.fields:
-        flags = " and ".join(f"--{field.replace('_', '-')}" for field in takes.fields[name].split())
-        raise ValueError(f"{name} has a flag of its own: give {flags}")
-    if name not in takes.extra:
-        raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
-                         f"{', '.join(takes.extra) or 'none'}")
-    kind = extra_param_type(name, takes.extra[name])
-    try:
-        converted = kind.convert(value)
-    except ValueError:
-        raise ValueError(f"{name} is {value!r}: expected {kind.expected}") from None
-    numbers = converted if isinstance(converted, tuple) else (converted,)
-    if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
-        shown = f"{value:g}" if isinstance(value, float) else value
-        raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
-    return converted
-
-
 def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
     """Errors of extra parameters that contradict each other."""
     for low, high in ORDERED_EXTRAS:
@@ -140,7 +119,7 @@ def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(ConfigSection):
     """The optimizer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms."""
 
     optimizer: OptimizerName = setting("adam", "adam and adamw are both AdamW", json=JsonKey(
@@ -164,14 +143,13 @@ class OptimConfig:
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
                                "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
+    def check(self, errors: ErrorList) -> None:
         freeze = self.onebit_freeze_step
-        problems.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
-                         f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
-        problems.require(self.optimizer in OPTIMIZERS,
-                         f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
-        problems.raise_if_any()
+        errors.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
+                       f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
+        errors.require(self.optimizer in OPTIMIZERS,
+                       f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        errors.raise_if_any()
         require(self.adam_w_mode or self.optimizer != "adamw",
                 "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
         require(self.adam_w_mode or self.optimizer not in ONE_BIT_OPTIMIZERS,
@@ -202,21 +180,30 @@ class OptimConfig:
         return {**hyper, **params.extra, **self._parse_optimizer_params()}
 
     def _parse_optimizer_params(self) -> dict[str, Any]:
-        params: dict[str, Any] = {}
+        takes, params = OPTIMIZERS[self.optimizer], dict[str, Any]()
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
             require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
             require(name not in params, f"--optimizer-params {name} is given twice; leave one of them out")
-            if name in OPTIMIZER_SWITCHES and name not in OPTIMIZERS[self.optimizer].extra and value == "false":
+            if name in OPTIMIZER_SWITCHES and name not in takes.extra and value == "false":
                 continue
+            if name in takes.fields:
+                flags = " and ".join(map(flag_name, takes.fields[name].split()))
+                raise ConfigError(f"--optimizer-params {name} has a flag of its own: give {flags}")
+            require(name in takes.extra, f"--optimizer-params {name} is not a parameter of --optimizer "
+                    f"{self.optimizer}: expected {', '.join(takes.extra) or 'none'}")
+            kind, given = extra_param_type(name, takes.extra[name]), value
             try:
-                is_text = isinstance(OPTIMIZERS[self.optimizer].extra.get(name), str)
-                params[name] = parse_extra_param(self.optimizer, name,
-                                                 value.strip('"') if is_text else json.loads(value))
+                given = value.strip('"') if isinstance(takes.extra[name], str) else json.loads(value)
+                params[name] = kind.convert(given)
             except json.JSONDecodeError:
                 raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
-            except ValueError as error:
-                raise ConfigError(f"--optimizer-params {error}") from None
+            except ValueError:
+                raise ConfigError(f"--optimizer-params {name} is {given!r}: expected {kind.expected}") from None
+            numbers = params[name] if isinstance(params[name], tuple) else (params[name],)
+            if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
+                shown = f"{given:g}" if isinstance(given, float) else given
+                raise ConfigError(f"--optimizer-params {name} is {shown}: expected {EXTRA_RANGES[name]}")
         return params
 
 
@@ -234,7 +221,7 @@ def _scheduler_key(name: str, json_type: JsonType | None, default: str | None = 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(ConfigSection):
     """The learning rate: warm up, then decay until --lr-decay-iters."""
 
     lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", common=True, ge=0, json=(
@@ -293,8 +280,7 @@ class ScheduleConfig:
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
         require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
                 "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")

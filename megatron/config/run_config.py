@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NoReturn
 
-from megatron.config.config_errors import range_errors
+from megatron.config.config_errors import ConfigSection, ErrorList
 from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
 from megatron.errors import ConfigError
 
@@ -21,7 +21,7 @@ def refuse_checkpoint_key(file: str) -> NoReturn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveConfig:
+class SaveConfig(ConfigSection):
     """Checkpoints: where they are written and read, and what of them."""
 
     save: str | None = setting(None, "folder to write checkpoints to", common=True)
@@ -46,8 +46,7 @@ class SaveConfig:
         False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
@@ -63,13 +62,13 @@ class SaveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(ConfigSection):
     """What a run prints, and where it records it."""
 
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
         "least ten lines)", "logging-steps", common=True,
-        json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"), ge=0)
+        json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, help="a flag wins over it"), ge=0)
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", common=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
                                           "logging-dir", common=True,
@@ -89,12 +88,10 @@ class LogConfig:
     verbose: bool = setting(False, "print the whole configuration at the start")
     debug: bool = setting(False, "print tracebacks")
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
+    def check(self, errors: ErrorList) -> None:
         for name in ("wandb_group", "wandb_team"):
-            problems.require(getattr(self, name) is None or self.wandb_project is not None,
-                             f"{flag_name(name)} needs --wandb-project")
-        problems.raise_if_any()
+            errors.require(getattr(self, name) is None or self.wandb_project is not None,
+                           f"{flag_name(name)} needs --wandb-project")
 
 
 def check_wandb(flag: str) -> None:
@@ -108,7 +105,7 @@ _FLOPS_PROFILER = "flops_profiler."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(ConfigSection):
     """The flops profiler counts and times one training step module by module; a trace says what ran when
     (docs/profiler.md, docs/trace.md)."""
 
@@ -139,16 +136,14 @@ class ProfileConfig:
         first, last = map(int, self.profile_steps.split(":"))
         return range(first, last + 1)
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
+    def check(self, errors: ErrorList) -> None:
         steps = self.profile_steps
         is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
-        problems.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
-                                   "write 10:12, say, for steps 10 to 12")
+        errors.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
+                                 "write 10:12, say, for steps 10 to 12")
         output_file = self.flops_profiler_output_file
-        problems.require(not (output_file or "").lower().endswith((".html", ".htm")), f"--flops-profiler-output-file "
-                         f"{output_file}: a profile is JSON or text, no page; name a .json or .txt file")
-        problems.raise_if_any()
+        errors.require(not (output_file or "").lower().endswith((".html", ".htm")), f"--flops-profiler-output-file "
+                       f"{output_file}: a profile is JSON or text, no page; name a .json or .txt file")
 
     def notes(self, train_iters: int | None = None) -> list[str]:
         """Notes on settings that are on but have no effect."""
@@ -165,7 +160,7 @@ _AUTOTUNING = "autotuning."
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutotuningConfig:
+class AutotuningConfig(ConfigSection):
     """The search for the fastest settings of a machine, by `python -m megatron.tune` (docs/tune.md). Training itself
     tunes nothing."""
 
@@ -203,8 +198,7 @@ class AutotuningConfig:
         None, "tensor parallel size (default: all that divide ranks and model are tried)",
         json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"), ge=1)
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
                 f"--autotuning-end-profile-step {self.autotuning_end_profile_step} is before "
                 f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")

@@ -141,15 +141,9 @@ class JsonKey:
     nullable: bool = False  # null counts as absent
     refused: Mapping[str, str] = field(default_factory=dict)  # lower-case text that only DeepSpeed accepts -> reason
     is_independent: bool = True  # False: the field's value depends on further keys (ds_cross_keys.py)
-    flag_wins: bool = False  # a flag with another value wins, with a note; for other keys that is an error
     default: str | None = None  # default shown on the reference page, if it is not the field's
     help: str = ""  # text on the reference page in addition to the field's help
     field: str = ""  # the field it sets; filled in by ds_keys.py
-
-    @property
-    def known_json_type(self) -> JsonType:
-        assert self.json_type is not None, "the table fills in the kind"
-        return self.json_type
 
 
 @dataclass(frozen=True)

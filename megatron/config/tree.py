@@ -251,8 +251,7 @@ REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progr
                                    "quantize_change_ratio": "quantize_mixed",
                                    **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
 """Field -> the switch that it needs."""
-OPTIMIZER_FIELDS: dict[str, list[str]] = {}
-"""Field of `optim` -> the optimizers that read it."""
+OPTIMIZER_FIELDS: dict[str, list[str]] = {}  # field of `optim` -> the optimizers that read it
 for _optimizer, _takes in OPTIMIZERS.items():
     for _name in " ".join(_takes.fields.values()).split():
         OPTIMIZER_FIELDS.setdefault(_name, []).append(_optimizer)

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron.config.config_errors import range_errors
+from megatron.config.config_errors import ConfigSection, ErrorList
 from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, flag_name, flags_have, one_of, require,
                                     setting)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(ConfigSection):
     """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
 
     model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", common=True, ge=1)
@@ -23,9 +23,6 @@ class ParallelConfig:
         None, "the same until all ranks have taken a step: meeting, indexing the corpus, loading, compiling (default: "
         "three times as long)", gt=0)
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
-
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
 
     @property
     def startup_limit(self) -> float:
@@ -42,7 +39,7 @@ def data_parallel_size(world_size: int, tp: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(ConfigSection):
     """The working precision of weights and activations. Master weights and moments are always fp32."""
 
     fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", common=True)
@@ -69,8 +66,7 @@ class PrecisionConfig:
                      refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(not (self.fp16 and self.bf16),
                 "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
         require(self.loss_scale is None or self.fp16,
@@ -96,7 +92,7 @@ _ZERO_OPTIMIZATION = "zero_optimization."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
+class ZeroConfig(ConfigSection):
     """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
 
     zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
@@ -142,10 +138,8 @@ class ZeroConfig:
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION)
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
-        problems.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
-        problems.raise_if_any()
+    def check(self, errors: ErrorList) -> None:
+        errors.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
         require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
                 f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
                 f"{self.gradient_predivide_factor:g}: give one of them")
@@ -155,7 +149,7 @@ _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "ze
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
+class OffloadConfig(ConfigSection):
     """Where the ranks' shards are kept when not in use: on the device, the host or NVMe."""
 
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = setting(
@@ -173,7 +167,7 @@ class OffloadConfig:
                                                      json=_OFFLOAD_OPTIMIZER + "pipeline_write")
     offload_optimizer_ratio: float = setting(
         1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
-        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio")
+        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio", ge=0, le=1)
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
         "auto measures both", json=_OFFLOAD_OPTIMIZER + "update")
@@ -205,26 +199,19 @@ class OffloadConfig:
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
 
-    def __post_init__(self) -> None:
-        problems = range_errors(self)
+    def check(self, errors: ErrorList) -> None:
         for kind in ("optimizer", "param"):
             device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
             name = flag_name(f"offload_{kind}_device")
-            problems.require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
-            problems.require(device != "nvme" or bool(path),
-                             f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
-        problems.require(self.offload_update in ("auto", "host", "device"),
-                         f"--offload-update is {self.offload_update}: expected auto, host or device")
-        problems.require(0 <= self.offload_optimizer_ratio <= 1,
-                         f"--offload-optimizer-ratio is {self.offload_optimizer_ratio}: expected a share from 0 to 1")
-        problems.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
-                         f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
-                         "device would update its share at once, and the host the rest a step later; leave one of "
-                         "them out")
-        problems.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
-                         "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
-                         "of the host, and is updated there; leave the flag out, or keep the state on cpu")
-        problems.raise_if_any()
+            errors.require(device != "nvme" or bool(path),
+                           f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+        errors.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
+                       f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
+                       "device would update its share at once, and the host the rest a step later; leave one of "
+                       "them out")
+        errors.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
+                       "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
+                       "of the host, and is updated there; leave the flag out, or keep the state on cpu")
 
 
 # settings that apply only to NVMe
@@ -261,7 +248,7 @@ _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecomputeConfig:
+class RecomputeConfig(ConfigSection):
     """Activation checkpointing: keep the input of each chunk of blocks, and recompute the rest in backward."""
 
     checkpoint_activations: bool = setting(False, "recompute activations in backward",
@@ -282,7 +269,6 @@ class RecomputeConfig:
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
                                      json=_ACTIVATION_CHECKPOINTING + "profile")
 
-    def __post_init__(self) -> None:
-        range_errors(self).raise_if_any()
+    def check(self, errors: ErrorList) -> None:
         require(self.partition_activations or not self.contiguous_memory_optimization,
                 "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")

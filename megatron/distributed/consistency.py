@@ -17,7 +17,7 @@ from megatron.distributed.preflight import mismatch_message
 from megatron.distributed.rank_text import describe_differences
 from megatron.errors import (CheckpointError, ConfigError, NumericsError, PeerError, RankOutOfMemory, StorageError,
                              TrainerError)
-from mpu.collectives import all_gather_json, all_reduce_min, all_reduce_scalar, broadcast_json
+from mpu.collectives import all_gather_json, all_reduce_scalar, all_reduce_scalars, broadcast_json
 from mpu.groups import Group
 from mpu.split import ParallelError
 
@@ -99,8 +99,8 @@ def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]], world: Gro
     _, failure = _try_action(check)
     texts = [json.dumps(values, sort_keys=True, default=str) for values in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
-    first, *minima = all_reduce_min([world.size if failure is None else world.rank,
-                                     *digests, *(-digest for digest in digests)], world)
+    first, *minima = all_reduce_scalars([world.size if failure is None else world.rank,
+                                         *digests, *(-digest for digest in digests)], world, "min")
     _raise_first_failure(int(first), failure, world)
     return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
             for text, smallest, negated in zip(texts, minima[:len(texts)], minima[len(texts):], strict=True)]

@@ -1,7 +1,7 @@
 """Before the ranks connect: check that all are there, were given the same settings and run the same code.
 
-Each rank writes its WORLD_SIZE, its settings and their checksum to the rendezvous store. Settings are read only where
-checksums differ, of one rank per checksum. Rank 0 compares; every other rank waits for its one result.
+Each rank writes its settings, WORLD_SIZE among them, and their checksum to the rendezvous store. Settings are read only
+where checksums differ, of one rank per checksum. Rank 0 compares; every other rank waits for its one result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str
     """Raise the same ConfigError on every rank if ranks or `settings` differ; PeerError if a rank does not arrive in
     time. Every rank of the job calls it, with a `store` whose keys nothing else uses. Nothing is compared pairwise:
     rank 0 reads all digests and writes one result."""
-    text = json.dumps(settings, sort_keys=True, default=str)
+    text = json.dumps({"WORLD_SIZE": ranks, **settings}, sort_keys=True, default=str)
     this_process = f"process {os.getpid()} on {socket.gethostname()}"
     if store.add(f"claims/{rank}", 1) > 1:
         raise ConfigError(f"rank {rank} was given twice: to {store.get(f'process/{rank}').decode()}, which came first, "
@@ -91,11 +91,10 @@ def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str
 
 
 def _register_rank(store: Store, rank: int, ranks: int) -> str | None:
-    """Write this rank's WORLD_SIZE; returns an error text if it differs from that of the first rank to arrive."""
-    store.set(f"world_size/{rank}", str(ranks))
+    """Note that this rank has come; returns an error text if its WORLD_SIZE is not that of the first to come."""
     size, first = map(int, store.compare_set("world_size", "", f"{ranks} {rank}").split())
     if size != ranks:
-        store.set("mismatch", f"{max(ranks, size, rank + 1)}")  # the number of ranks whose WORLD_SIZE is to be read
+        store.set("mismatch", f"{max(ranks, size, rank + 1)}")  # the number of ranks whose settings are to be read
     if store.add("arrived", 1) == ranks or size != ranks:
         store.set("comparable", "")
     return None if size == ranks else mismatch_message([({"WORLD_SIZE": size}, [first]),
@@ -104,26 +103,24 @@ def _register_rank(store: Store, rank: int, ranks: int) -> str | None:
 
 def _compare_ranks(store: Store, ranks: int, timeout: timedelta) -> dict[str, Any] | None:
     """On rank 0: the error for all ranks, or None if all match."""
-    keys = [f"digest/{rank}" for rank in range(ranks)]
     with suppress(RuntimeError):  # missing ranks are reported below
         store.wait(["comparable"], timeout)
+    keys = [f"digest/{rank}" for rank in range(ranks)]
     if store.check(["mismatch"]):
         time.sleep(WORLD_SIZE_SECONDS)
-        sizes: dict[int, list[int]] = {}
-        for rank in range(int(store.get("mismatch"))):
-            if store.check([f"world_size/{rank}"]):
-                sizes.setdefault(int(store.get(f"world_size/{rank}")), []).append(rank)
-        return {"error": mismatch_message([({"WORLD_SIZE": size}, having) for size, having in sizes.items()]),
-                "code": EXIT_CONFIG}
-    if not store.check(["comparable"]):
+        keys = [f"digest/{rank}" for rank in range(int(store.get("mismatch")))]
+        here = [rank for rank, key in enumerate(keys) if store.check([key])]
+    elif store.check(["comparable"]):
+        here = list(range(ranks))
+    else:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         error = PeerError(f"{format_ranks(missing)} of {ranks} did not come within {timeout.total_seconds():g} s: look "
                           "for the first error among the ranks, and whether all were started with the same WORLD_SIZE")
         return {"error": str(error), "code": error.code}
-    digests = store.multi_get(keys)
-    if len(set(digests)) == 1:
+    digests = dict(zip(here, store.multi_get([keys[rank] for rank in here]), strict=True))
+    variants = [[rank for rank in here if digests[rank] == digest] for digest in dict.fromkeys(digests.values())]
+    if len(variants) == 1:
         return None
-    variants = [[rank for rank in range(ranks) if digests[rank] == digest] for digest in dict.fromkeys(digests)]
     values_by_ranks = [(json.loads(store.get(f"settings/{having[0]}")), having) for having in variants[:MAX_VARIANTS]]
     unread = sum(map(len, variants[MAX_VARIANTS:]))
     more = f" ({unread} more ranks have other values again)" if unread else ""

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from data.plain_text import Separator
+from data.text_files import Separator
 from data.preprocess import TextReadOptions
 from megatron.config.tree import require
 from megatron.distributed import process_group

@@ -25,9 +25,9 @@ from data.storage import DataError
 from megatron.errors import NumericsError
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather, all_gather_json, all_reduce
+from mpu.cross_entropy import VocabShard
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-from mpu.loss_chunk import VocabShard
 
 
 @dataclass(frozen=True)

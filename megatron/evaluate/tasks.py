@@ -26,7 +26,7 @@ from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
 from data.storage import DataError, parse_error_text
-from data.tokenizer_base import Tokenizer
+from data.tokenizer import Tokenizer
 from megatron.config.tree import require
 from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
 from megatron.evaluate.scoring import (ScoringRequest, TargetScore, TokenIds, continuation_request,

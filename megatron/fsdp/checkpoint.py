@@ -27,10 +27,9 @@ from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
-from megatron.fsdp.full_params import local_masters, param_ranges
 from megatron.fsdp.optim_state import OptimState, params_of, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
-from megatron.fsdp.sharded_tensor import local_tensor, segment_like
+from megatron.fsdp.sharded_tensor import local_params, local_tensor, make_segment
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
 from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
@@ -86,7 +85,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
     all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
     all_succeed_or_raise(lambda: _check_compatible(found, root, optimizer), root.dp)
-    all_succeed_or_raise(lambda: [_read_bucket(found, bucket, WEIGHT, local_masters(bucket))
+    all_succeed_or_raise(lambda: [_read_bucket(found, bucket, WEIGHT, bucket.master_state.view(WEIGHT))
                                   for bucket in root.buckets], root.dp)
     root.apply_master_edits()
     root.lineage = Lineage(found.manifest.commit_record)
@@ -121,16 +120,15 @@ def _prepare(model: nn.Module, what: str) -> tuple[nn.Module, FSDPRoot]:
 
 def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
     for bucket in root.buckets:
-        masters = local_masters(bucket)
-        for parameter, slot, (start, stop, offset) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
-                                                          strict=True):
-            if start == stop:
+        for parameter, slot, here, offset in local_params(bucket):
+            weights = bucket.master_state.view(WEIGHT)[here]
+            if not len(weights):
                 continue
-            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
+            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, weights)
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
                 values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
-                    stop - start, dtype=_state_dtype(optimizer, bucket, kind))
+                    len(weights), dtype=_state_dtype(optimizer, bucket, kind))
                 yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset, values)
 
 
@@ -170,10 +168,10 @@ def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | 
 
 def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> Tensor:
     """Read this rank's shard of one kind into `out`, and return it."""
-    for slot, (start, stop, offset) in zip(bucket.layout.slots, param_ranges(bucket), strict=True):
-        if start < stop:
+    for _, slot, here, offset in local_params(bucket):
+        if here.start < here.stop:
             found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
-                       out=out[start:stop])
+                       out=out[here])
     return out
 
 
@@ -191,14 +189,13 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
 
     shards = all_succeed_or_raise(lambda: [read_shards(bucket) for bucket in root.trained], root.dp)
     for bucket, flats in zip(root.trained, shards, strict=True):
-        for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
-                                                     strict=True):
-            counts = (scalars_by_param.get(slot.name) if scalars_by_param
+        for one in local_params(bucket):
+            counts = (scalars_by_param.get(one.slot.name) if scalars_by_param
                       else {"step": float(engine.get("optimizer_steps", 0))})
-            if id(parameter) in number and counts is not None and kinds:
-                state[number[id(parameter)]] = {
+            if id(one.parameter) in number and counts is not None and kinds:
+                state[number[id(one.parameter)]] = {
                     **{name: torch.tensor(value) if name == "step" else value for name, value in counts.items()},
-                    **{kind: segment_like(flat[start:stop].clone(), parameter) for kind, flat in flats.items()}}
+                    **{kind: make_segment(flat[one.range].clone(), one.location) for kind, flat in flats.items()}}
     restore_param_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()))
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

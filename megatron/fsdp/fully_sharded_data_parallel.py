@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import temporarily_replaced
 from megatron.fsdp.fully_shard import NotCopyable
-from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
+from megatron.fsdp.optim_state import gather_full_states, infer_sharded_kinds, params_of, shard_full_state
 from megatron.fsdp.root import clip_grad_norm_
+from megatron.fsdp.sharded_tensor import ShardedParam, local_tensor, location_of
 from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
                                     resolve_group, shard_module, sharded_modules)
-from megatron.fsdp.state_dict import (LocalStateDicts, buckets_of, full_state_dict, prepare_all_ranks,
-                                      summon_full_params)
+from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, named_tensors,
+                                      prepare_all_ranks, summon_full_params, temporarily_replaced)
 from megatron.recompute import Recomputation
 from megatron.zero.partitioned_param import full_shape
 
@@ -120,7 +120,7 @@ def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
     return FairScaleArguments(**given)
 
 
-class FullyShardedDataParallel(LocalStateDicts, NotCopyable, nn.Module):
+class FullyShardedDataParallel(NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
         """`given` are FairScale's arguments (`FairScaleArguments`). Collective over the group."""
         super().__init__()
@@ -134,7 +134,7 @@ class FullyShardedDataParallel(LocalStateDicts, NotCopyable, nn.Module):
             print(line, flush=True)
 
     @property
-    def module(self) -> nn.Module:  # type: ignore[override]
+    def module(self) -> nn.Module:
         """The wrapped module."""
         return cast(nn.Module, self.__dict__[WRAPPED_ATTRIBUTE])
 
@@ -189,12 +189,99 @@ class FullyShardedDataParallel(LocalStateDicts, NotCopyable, nn.Module):
         """The state dict of `optim` as over the unwrapped model, on the host of `recipient_rank` (None: every rank);
         None on the others. Collective."""
         prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
+        collects = recipient_rank in (None, require_fsdp_state(self.module).root.dp.rank)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        return gather_full_optim_state_dict(buckets_of(self.module), optim, recipient_rank, names)
+        number = {id(one): index for index, one in enumerate(params_of(optim))}
+        state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
+            optim, buckets_of(self.module), collects=collects) if id(parameter) in number}
+        state |= {number[id(one)]: own for one, own in optim.state.items() if not isinstance(one, ShardedParam)}
+        return {"state": dict(sorted(state.items())), "param_groups": optim.state_dict()["param_groups"],
+                "names": [names.get(id(one), "") for one in params_of(optim)]} if collects else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part, for `optim.load_state_dict`."""
-        return get_shard_from_optim_state_dict(dict(self.named_parameters()), full_optim_state_dict)
+        """This rank's part, for `optim.load_state_dict`. A state dict without names (of the unwrapped model) is taken
+        in the order of the model's parameters."""
+        parameters, full = dict(self.named_parameters()), full_optim_state_dict["state"]
+        names = full_optim_state_dict.get("names") or list(parameters)
+        state, split = {}, infer_sharded_kinds(full.values())
+        for index, whole in full.items():
+            if int(index) >= len(names) or names[int(index)] not in parameters:
+                raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no "
+                                  "such parameter: give it that of this model's optimizer")
+            state[index] = shard_full_state(parameters[names[int(index)]], whole, split)
+        return {"state": state, "param_groups": full_optim_state_dict["param_groups"]}
+
+    # ---- this rank's flat segments, without a collective ------------------------------------------------------------
+
+    def _split_tensors(self, what: str) -> OrderedDict[str, Any]:
+        """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
+        require_fsdp_state(self.module).root.check_idle(what)
+        return named_tensors(self.module)
+
+    def local_state_dict(self) -> OrderedDict[str, Any]:
+        """This rank's segments, and full buffers."""
+        with buffers_in_own_dtype(self.module):
+            state = self._split_tensors("local_state_dict()")
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor):
+                state[name] = (local_tensor(tensor) if isinstance(tensor, ShardedParam) else tensor.detach()).clone()
+        return state
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
+        group, params = require_fsdp_state(self.module).root.dp, {}
+        for name, tensor in self._split_tensors("local_metadata_dict()").items():
+            if isinstance(tensor, ShardedParam):
+                shape, _, offset = location_of(tensor)
+                params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
+        return {"rank": group.rank, "ranks": group.size, "params": params}
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
+        tensors = self._split_tensors("load_local_state_dict()")
+        if strict and (differing := tensors.keys() ^ state_dict.keys()):
+            raise ConfigError(f"load_local_state_dict: {len(differing)} names are missing, or not the model's, "
+                              f"{min(differing)} first")
+        for name in tensors.keys() & state_dict.keys():
+            tensor, value = tensors[name], state_dict[name]
+            if not isinstance(tensor, Tensor):
+                continue
+            if value.shape != (own := local_tensor(tensor)).shape:
+                raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {own.numel()} elements, "
+                                  f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; "
+                                  "make one of all ranks' with consolidate_shard_weights, and load that with "
+                                  "load_state_dict")
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    @staticmethod
+    def consolidate_shard_weights(
+            shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
+            with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
+        """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
+        ranks = sorted(metadata["rank"] for metadata in shard_metadata)
+        expected = list(range(shard_metadata[0]["ranks"])) if shard_metadata else [0]
+        if ranks != expected:
+            raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
+        whole: OrderedDict[str, Any] = OrderedDict()
+        vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
+        filled: dict[str, int] = {}
+        for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
+            for name, value in weights.items():
+                location = metadata["params"].get(name)
+                if location is None:
+                    if with_module_buffers and (name not in whole or metadata["rank"] == 0):
+                        whole[name] = value
+                    continue
+                if name not in whole:
+                    whole[name] = torch.empty(location["shape"], dtype=value.dtype)
+                whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
+                filled[name] = filled.get(name, 0) + location["numel"]
+        short = [name for name, count in filled.items() if count != whole[name].numel()]
+        if short and strict:
+            raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of "
+                              f"{whole[short[0]].numel()} elements: the state dicts are not of one model at one time")
+        return whole
 
     # ---- training -----------------------------------------------------------------------------------------------
 

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.errors import ConfigError, NumericsError
-from megatron.fsdp.full_params import param_ranges
-from megatron.fsdp.sharded_tensor import (ParamSegment, UnreducedGrad, gradient_of, local_tensor, make_segment,
-                                          set_gradient)
+from megatron.fsdp.sharded_tensor import ParamSegment, UnreducedGrad, local_params, local_tensor, make_segment
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.step_result import HostScalars, diverged_blocks_error, scalars_on_device
@@ -121,18 +119,19 @@ class ParamGradViews:
 
     def free_cleared_grads(self) -> None:
         """Before a forward: if the user cleared all gradients, free their memory for activations."""
-        if self._views and all(gradient_of(parameter) is None for parameter in self._bucket.parameters):
+        if self._views and all(parameter.grad is None for parameter in self._bucket.parameters):
             self._views = {}
             self._bucket.grads.discard()
 
     def take_user_grads(self) -> None:
         """Before a backward: accumulate onto what the user made of the gradients (edited, replaced or None)."""
         grads, parameters = self._bucket.grads, self._bucket.parameters
-        user_grads = [None if isinstance(one := gradient_of(parameter), UnreducedGrad) and one.is_cleared else one
-                      for parameter in parameters]
         before, self._views = self._views, {}
-        for parameter in parameters:
-            set_gradient(parameter, None)
+        with torch._C.DisableTorchFunctionSubclass():
+            user_grads = [None if isinstance(one.grad, UnreducedGrad) and one.grad.is_cleared else one.grad
+                          for one in parameters]
+            for parameter in parameters:
+                parameter.grad = None
         if all(one is None for one in user_grads):
             grads.discard()
             return
@@ -152,11 +151,12 @@ class ParamGradViews:
     def set_param_grads(self, reached: Collection[int]) -> None:
         """After a backward, with the parameters sharded: set `p.grad` of those that some rank has reached."""
         grads = self._bucket.grads
-        ranges, summed = param_ranges(self._bucket), grads.is_reduced
-        for index in sorted(reached):
-            parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
-            start, stop, offset = ranges[index]
-            view = make_segment(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
-                                offset) if summed else UnreducedGrad.for_param(parameter)
-            set_gradient(parameter, view)
-            self._views[index] = view
+        for index, one in enumerate(local_params(self._bucket)):
+            if index not in reached:
+                continue
+            if grads.is_reduced:
+                view = make_segment(grads.shard[one.range], one.location)
+            else:
+                blank = torch.full((1,), torch.nan, dtype=one.parameter.dtype, device=one.parameter.device)
+                view = make_segment(blank.expand(local_tensor(one.parameter).shape), one.location, UnreducedGrad)
+            one.parameter.grad = self._views[index] = view

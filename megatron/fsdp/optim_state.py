@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import broadcast_nested, gather_shards, param_ranges
-from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, segment_like, segment_location,
-                                          set_gradient)
+from megatron.fsdp.sharded_tensor import (ShardedParam, gather_shards, local_params, local_tensor, location_of,
+                                          segment_like)
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
-from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, load_from_rank0, named_tensors,
-                                      prepare_all_ranks)
+from megatron.fsdp.state_dict import (broadcast_nested, buckets_of, buffers_in_own_dtype, full_state_dict,
+                                      load_from_rank0, named_tensors, prepare_all_ranks)
 from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import broadcast_json
@@ -52,9 +51,9 @@ def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, colle
             if any(is_sharded.values()):
                 dtype = next(states[parameter][kind].dtype for parameter, split in is_sharded.items() if split)
                 shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-                for parameter, (start, stop, _) in zip(bucket.parameters, param_ranges(bucket), strict=True):
-                    if is_sharded.get(parameter):
-                        shard[start:stop] = local_tensor(states[parameter][kind]).to(bucket.device)
+                for one in local_params(bucket):
+                    if is_sharded.get(one.parameter):
+                        shard[one.range] = local_tensor(states[one.parameter][kind]).to(bucket.device)
                 gathered = gather_shards(bucket, shard)
             for index, parameter in enumerate(bucket.parameters):
                 if kind not in states[parameter]:
@@ -89,7 +88,7 @@ def _is_sharded(parameter: nn.Parameter, kind: str, value: Any) -> bool:
         return False
     if local_tensor(value).shape == local_tensor(parameter).shape:
         return True
-    raise ConfigError(f"the state {kind!r} of {segment_location(parameter)[1]} has shape "
+    raise ConfigError(f"the state {kind!r} of {location_of(parameter).param_name} has shape "
                       f"{list(local_tensor(value).shape)}, and this rank a segment of "
                       f"{local_tensor(parameter).numel()} elements: it is neither one number for each element nor one "
                       "for all, and cannot be gathered")
@@ -100,7 +99,7 @@ def shard_full_state(parameter: nn.Parameter | None, state: Mapping[str, Any], s
     parameter is not sharded."""
     if not isinstance(parameter, ShardedParam):
         return dict(state)
-    whole, name, offset = segment_location(parameter)
+    whole, name, offset = location_of(parameter)
     count = local_tensor(parameter).numel()
     local: OptimState = {}
     for kind, value in state.items():
@@ -118,13 +117,13 @@ def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
     """The state that the optimizer would create in its first step: runs one with zero gradients and zero learning rate.
     The optimizer is left without state."""
     parameters = params_of(optimizer)
-    gradients = [gradient_of(one) for one in parameters]
+    gradients = [one.grad for one in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for one in parameters:
-            set_gradient(one, torch.zeros_like(one.detach()) if one.requires_grad else None)
+            one.grad = torch.zeros_like(one.detach()) if one.requires_grad else None
         optimizer.step()
         return {one: dict(optimizer.state[one]) for one in parameters if one in optimizer.state}
     finally:
@@ -132,7 +131,7 @@ def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for one, gradient in zip(parameters, gradients, strict=True):
-            set_gradient(one, gradient)
+            one.grad = gradient
 
 
 def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -140,36 +139,6 @@ def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
     every kind but torch's `step` counts."""
     tensors = [(kind, value) for state in states for kind, value in state.items() if isinstance(value, Tensor)]
     return {kind for kind, value in tensors if value.dim()} or {kind for kind, _ in tensors} - {"step"}
-
-
-def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer, recipient_rank: int | None,
-                                 names: Mapping[int, str]) -> dict[str, Any] | None:
-    """As `optimizer.state_dict()` of the unwrapped model plus parameter names (from `names`, id -> name), on the host
-    of one rank (None: all); None elsewhere. Collective."""
-    collects = recipient_rank is None or buckets[0].dp.rank == recipient_rank
-    number = {id(one): index for index, one in enumerate(params_of(optimizer))}
-    state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
-        optimizer, buckets, collects=collects) if id(parameter) in number}
-    if not collects:
-        return None
-    for parameter, own in optimizer.state.items():
-        if not isinstance(parameter, ShardedParam):
-            state[number[id(parameter)]] = own
-    return {"state": dict(sorted(state.items())), "param_groups": optimizer.state_dict()["param_groups"],
-            "names": [names.get(id(one), "") for one in params_of(optimizer)]}
-
-
-def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a full state dict, for `optimizer.load_state_dict`. A dict without names (of the unwrapped
-    model) is taken in the order of the model's parameters. Not collective."""
-    names = full.get("names") or list(parameters)
-    state, split = {}, infer_sharded_kinds(full["state"].values())
-    for index, whole in full["state"].items():
-        if int(index) >= len(names) or names[int(index)] not in parameters:
-            raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
-                              "parameter: give it that of this model's optimizer")
-        state[index] = shard_full_state(parameters[names[int(index)]], whole, split)
-    return {"state": state, "param_groups": full["param_groups"]}
 
 
 # ---- the functions of torch.distributed.checkpoint.state_dict -------------------------------------------------------

@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -27,8 +28,7 @@ from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
-from megatron.fsdp.sharded_tensor import (ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, gradient_of,
-                                          local_tensor, set_gradient)
+from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
 from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
@@ -58,8 +58,7 @@ class FSDPRoot:
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [bucket.show_sharded for bucket in self.buckets
-                        if isinstance(bucket.show_sharded, ShardedParamViews)]
+        self._shards = [cast(ShardedParamViews, bucket.show_sharded) for bucket in self.buckets]
         self.reduces_grads = True
         self.grad_divisors: dict[FlatBucket, float] = {}
         """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
@@ -103,7 +102,6 @@ class FSDPRoot:
 
     def release_units(self) -> list[Unit]:
         """Detach the hooks and return the units, for a new root around them."""
-        self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
         detach_main_grad_writers(self.units)
@@ -160,10 +158,10 @@ class FSDPRoot:
     def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         self._abort_failed_backward()
         if not self.passes.in_backward:  # backward from a tensor that is no unit's output
-            gradient = gradient_of(bucket.parameters[index])
-            set_gradient(bucket.parameters[index], None)  # else `take_user_grads` would take it for the user's
+            parameter = bucket.parameters[index]
+            gradient, parameter.grad = parameter.grad, None  # else `take_user_grads` would take it for the user's
             self._begin_backward()
-            set_gradient(bucket.parameters[index], gradient)
+            parameter.grad = gradient
         self.passes.param_grad_ready(unit, bucket, index)
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ class FSDPRoot:
     def apply_master_edits(self) -> None:
         """The masters were written: recompute the working parameters and invalidate gathered ones."""
         for bucket in self.buckets:
-            bucket.take_user_writes()
+            bucket.write_guard.take_writes()
         self._copy_masters_to_params()
 
     def apply_user_writes(self) -> None:
@@ -239,7 +237,7 @@ class FSDPRoot:
         written = False
         for bucket in self.buckets:
             if not bucket.is_unsharded:
-                written |= bucket.take_user_writes()
+                written |= bucket.write_guard.take_writes()
         if written:
             self.steps += 1
             self._copy_masters_to_params()
@@ -247,7 +245,7 @@ class FSDPRoot:
     def _copy_masters_to_params(self) -> None:
         self.passes.weight_version += 1
         for bucket in self.buckets:
-            bucket.drop_secondary_shard()
+            bucket.secondary_shard = None  # out of date
             bucket.copy_masters_to_params()
 
     # ---- backward -----------------------------------------------------------------------------------------------
@@ -370,7 +368,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
 def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iterator[Tensor]:
     """This rank's gradients of these parameters: the bucket's flat shard in one piece if the user replaced none."""
-    grads = [None if (one := gradient_of(parameter)) is None else local_tensor(one) for parameter in parameters]
+    grads = [None if one.grad is None else local_tensor(one.grad) for one in parameters]
     if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced:
         address = bucket.grads.shard.untyped_storage().data_ptr()
         if all(one is not None and (not one.numel() or one.untyped_storage().data_ptr() == address) for one in grads):

@@ -1,4 +1,5 @@
-"""Sharded parameters and their gradients between two passes: tensor subclasses that hold this rank's segment.
+"""Sharded parameters and their gradients between two passes: tensor subclasses that hold this rank's segment; and how
+full values are gathered and stored.
 
     ShardedParam   the parameter: flat, in master precision, a view of the masters, updated in place by the optimizer
     ParamSegment   its gradient, and tensors derived elementwise from the two, such as optimizer state
@@ -16,22 +17,81 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import local_masters, param_ranges
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.param_writes import shift_version_counters
-from megatron.zero.partitioned_param import ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder
+from megatron.zero.hooks import iter_tensors
+from megatron.zero.layout import Slot
+from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.partitioned_param import (ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder,
+                                             shift_version_counters)
+from mpu.collectives import all_gather_into
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import ChunkStorageMetadata
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+# ---- the segments of a bucket ----------------------------------------------------------------------------------------
+
+
+class SegmentLocation(NamedTuple):
+    full_size: torch.Size
+    """Of the parameter."""
+    param_name: str
+    offset: int
+    """Of the segment in the flattened parameter."""
+
+
+class LocalParam(NamedTuple):
+    """A parameter of a bucket, and which of its elements this rank has."""
+
+    parameter: nn.Parameter
+    slot: Slot
+    range: slice
+    """Of this rank's shard; empty if it has no element of the parameter."""
+    offset: int
+    """Of the first one, in the flattened parameter."""
+
+    @property
+    def location(self) -> SegmentLocation:
+        return SegmentLocation(torch.Size(self.slot.shape), self.slot.name, self.offset)
+
+    def segment_of(self, full: Tensor) -> Tensor:
+        return full.detach().flatten()[self.offset : self.offset + self.range.stop - self.range.start]
+
+
+def local_params(bucket: FlatBucket) -> Iterator[LocalParam]:
+    segments = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
+    for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
+        one = segments.get(slot.name)
+        yield LocalParam(parameter, slot, slice(0, 0), 0) if one is None else LocalParam(
+            parameter, slot, slice(one.shard_offset, one.shard_offset + one.count), one.slot_offset)
+
+
+def gather_shards(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
+    """All-gather `shard` into one tensor for each parameter, on the bucket's device. Collective."""
+    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.device)
+    # [shard_numel] on each rank -> [numel], padding included
+    all_gather_into(flat, shard.to(bucket.device), bucket.shard_group).wait()
+    return [flat[slot.offset : slot.end].view(slot.shape) for slot in bucket.layout.slots]
+
+
+def gather_masters(bucket: FlatBucket) -> list[Tensor]:
+    """One full tensor for each parameter. Collective."""
+    return gather_shards(bucket, bucket.master_state.view(WEIGHT))
+
+
+def store_masters(bucket: FlatBucket, full_values: Iterable[Tensor]) -> None:
+    """Copy this rank's segments of `full_values` into its masters."""
+    shard = bucket.master_state.view(WEIGHT)
+    for value, one in zip(full_values, local_params(bucket), strict=True):
+        shard[one.range].copy_(one.segment_of(value))
 
 
 TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
@@ -84,30 +144,26 @@ class PartialTensor(Tensor):
 
     # the protocol of torch.distributed.checkpoint
 
-    def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
-        """(this rank's elements, their boxes in the full tensor, its size)."""
-        values, (full_size, _, offset) = local_tensor(self), segment_location(self)
-        boxes = list(split_into_boxes(full_size, offset, values.numel()))
-        return values, boxes if full_size.numel() else [((0,) * len(full_size), full_size)], full_size
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint import ChunkStorageMetadata
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                for offsets, sizes in self._local_boxes()[1]]
+        full_size, _, offset = location_of(self)
+        boxes = [*split_into_boxes(full_size, offset, local_tensor(self).numel())] if full_size.numel() \
+            else [((0,) * len(full_size), full_size)]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
     def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-        values, _, full_size = self._local_boxes()
+        properties, full_size = TensorProperties.create_from_tensor(local_tensor(self)), location_of(self).full_size
         return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
-            chunk, TensorProperties.create_from_tensor(values), full_size)) for chunk in self.__create_chunk_list__()]
+            chunk, properties, full_size)) for chunk in self.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        values, boxes, _ = self._local_boxes()
-        # the elements of a box are consecutive
-        parts: Sequence[Tensor] = values.split([prod(sizes) for _, sizes in boxes])
-        return next(part.view(sizes) for part, (offsets, sizes) in zip(parts, boxes, strict=True)
-                    if offsets == tuple(index.offset or ()))
+        chunks = self.__create_chunk_list__()
+        # the elements of a chunk are consecutive
+        parts: Sequence[Tensor] = local_tensor(self).split([chunk.sizes.numel() for chunk in chunks])
+        return next(part.view(chunk.sizes) for part, chunk in zip(parts, chunks, strict=True)
+                    if chunk.offsets == (index.offset or ()))
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -124,7 +180,7 @@ class PartialTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles this rank's elements only, with a warning."""
-        if local_tensor(self).numel() != segment_location(self)[0].numel():
+        if local_tensor(self).numel() != location_of(self).full_size.numel():
             _warn_partial_pickle()
         return local_tensor(self).clone().__reduce_ex__(protocol)
 
@@ -136,11 +192,7 @@ class ShardedParam(PartialTensor, Placeholder):  # type: ignore[misc]  # both ha
 class ParamSegment(PartialTensor):
     """A tensor derived elementwise from a parameter's segment: gradient, optimizer state."""
 
-    full_size: torch.Size
-    """Of the parameter."""
-    param_name: str
-    offset: int
-    """Of the segment in the flattened parameter."""
+    location: SegmentLocation
     owner: nn.Parameter | None = None
     """The parameter whose memory this tensor aliases; writes count as writes to it."""
 
@@ -153,11 +205,6 @@ class UnreducedGrad(ParamSegment):
     For code that bypasses `__torch_function__` its elements are NaN (expanded, without memory)."""
 
     is_cleared = False
-
-    @classmethod
-    def for_param(cls, parameter: nn.Parameter) -> ParamSegment:
-        blank = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
-        return make_segment(blank.expand(local_tensor(parameter).shape), *segment_location(parameter), cls)
 
     @staticmethod
     def error() -> ConfigError:
@@ -188,37 +235,22 @@ def _warn_partial_pickle() -> None:
           "on rank 0 (docs/fsdp.md)", file=sys.stderr, flush=True)
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
-
-
-def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.grad = gradient
-
-
-def make_segment(values: Tensor, full_size: torch.Size, param_name: str, offset: int,
-                 cls: type[ParamSegment] = ParamSegment) -> ParamSegment:
+def make_segment(values: Tensor, location: SegmentLocation, cls: type[ParamSegment] = ParamSegment) -> ParamSegment:
     with torch._C.DisableTorchFunctionSubclass():
         segment: ParamSegment = values.as_subclass(cls)
-    segment.full_size, segment.param_name, segment.offset = full_size, param_name, offset
+    segment.location = location
     return segment
 
 
 def segment_like(values: Tensor, like: Tensor) -> ParamSegment:
     """A segment at the position of `like`."""
-    return make_segment(values, *segment_location(like))
+    return make_segment(values, location_of(like))
 
 
-def segment_location(tensor: Tensor) -> tuple[torch.Size, str, int]:
-    """(size and name of the parameter, offset of the segment in it)."""
+def location_of(tensor: Tensor) -> SegmentLocation:
     if isinstance(tensor, ParamSegment):
-        return tensor.full_size, tensor.param_name, tensor.offset
-    bucket = bucket_of(tensor)
-    slot = bucket.slot_of(tensor)
-    segment = next((one for one in bucket.layout.segments(bucket.shard_group.rank) if one.slot is slot), None)
-    return torch.Size(slot.shape), slot.name, 0 if segment is None else segment.slot_offset
+        return tensor.location
+    return next(one.location for one in local_params(bucket_of(tensor)) if one.parameter is tensor)
 
 
 def bucket_of(tensor: Tensor) -> FlatBucket:
@@ -246,8 +278,8 @@ class ShardedParamViews:
 
     def __call__(self, bucket: FlatBucket) -> None:
         if not self._views:
-            masters, self._bucket = local_masters(bucket), ref(bucket)
-            self._views = [masters[start:stop] for start, stop, _ in param_ranges(bucket)]
+            masters, self._bucket = bucket.master_state.view(WEIGHT), ref(bucket)
+            self._views = [masters[one.range] for one in local_params(bucket)]
             self._set_views(bucket)
             for parameter in bucket.parameters:
                 _register_for_foreach(type(parameter))
@@ -289,7 +321,8 @@ def _register_for_foreach(cls: type[Tensor]) -> None:
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    parts = [] if func in ALWAYS_ALLOWED else [*_find_partial_tensors((*args, *kwargs.values()))]
+    parts = [] if func in ALWAYS_ALLOWED else [
+        one for one in iter_tensors((args, kwargs)) if isinstance(one, PartialTensor)]
     if not parts:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -301,7 +334,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
                 return _clear_unreduced(args[0])
             raise UnreducedGrad.error()
     if func in SIZE_OPS and args and args[0] is part:
-        return func(torch.empty(segment_location(part)[0], dtype=part.dtype, device="meta"), *args[1:], **kwargs)
+        return func(torch.empty(location_of(part).full_size, dtype=part.dtype, device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:  # the same memory: writes count as writes to the parameter
         alias = segment_like(local_tensor(part), part)
         alias.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
@@ -318,7 +351,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         if "shape" not in str(error) and "size" not in str(error):
             raise
         raise ConfigError(f"{name} of {_describe(part)}, of which this rank has a segment of "
-                          f"{local_size(part).numel()} elements: an optimizer's state must be made with "
+                          f"{local_tensor(part).numel()} elements: an optimizer's state must be made with "
                           "torch.zeros_like(parameter), and not by its shape (docs/fsdp.md). torch says: "
                           f"{error}") from error
     _count_inplace_writes(func, args)
@@ -336,7 +369,7 @@ def _clear_unreduced(zeroed: Any) -> Any:
 
 def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
     """`p.copy_(values)` with a segment or the full tensor; and `p.data = p.data`."""
-    whole, name, offset = segment_location(part)
+    whole, name, offset = location_of(part)
     target = local_tensor(part)
     if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
         raise _unsupported_error(part, "to")
@@ -352,11 +385,6 @@ def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, 
     return None if func == _SET_DATA else part
 
 
-def local_size(tensor: Tensor) -> torch.Size:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.shape
-
-
 def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any:
     """The result as a segment. Raises ConfigError if it has another size than its operand."""
     if isinstance(result, list | tuple) and result:
@@ -364,7 +392,7 @@ def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) ->
         return type(result)(_wrap_result(name, (), one, value) for one, value in zip(given, result))
     if not isinstance(result, Tensor) or isinstance(result, PartialTensor) or not isinstance(part, PartialTensor):
         return result
-    if local_size(result) != local_size(part):
+    if result.shape != local_tensor(part).shape:
         raise _unsupported_error(part, name)
     return segment_like(result, part)
 
@@ -386,17 +414,6 @@ def _count_write(part: Tensor) -> None:
             shift_version_counters([parameter], 1)
 
 
-def _find_partial_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """PartialTensors among the arguments, also inside sequences and mappings."""
-    for value in values:
-        if isinstance(value, PartialTensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _find_partial_tensors(value)
-        elif isinstance(value, dict):
-            yield from _find_partial_tensors(value.values())
-
-
 def _op_name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):
@@ -407,7 +424,7 @@ def _op_name(func: Callable[..., Any]) -> str:
 
 
 def _describe(part: Tensor) -> str:
-    whole, name, _ = segment_location(part)
+    whole, name, _ = location_of(part)
     return f"parameter {name!r} of shape {tuple(whole)}"
 
 

@@ -9,7 +9,7 @@ that takes over the units inside. A parameter used in several units goes to the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic_ns
 from typing import Any, cast
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from data.storage import crc32
+from megatron.config.tree import ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import restore_full_params
 from megatron.fsdp.root import VOLATILE, FSDPRoot
-from megatron.fsdp.sharded_tensor import ShardedParamViews
+from megatron.fsdp.sharded_tensor import ShardedParamViews, gather_masters
 from megatron.zero.api.initialize import init_distributed
 from megatron.zero.api.model_checks import check_same_descriptions, describe_tensor
 from megatron.zero.bucket import FlatBucket
@@ -35,8 +35,8 @@ from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
 from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs, map_tensors
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStorage
-from megatron.zero.partitioned_param import full_shape, param_owner
-from megatron.zero.stages import CommConfig, stage_policy
+from megatron.zero.partitioned_param import full_shape, param_owner, release_param, set_param_data
+from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_module_buffers
 from megatron.zero.units import ROOT
 from mpu import groups
@@ -133,7 +133,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
                     ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise ConfigError if the module cannot be sharded; changes nothing. Collective over the group."""
-    kind, device = type(module).__name__, compute_device_of(module, group)
+    kind = type(module).__name__
     if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
     inner = list(sharded_modules(module))
@@ -141,8 +141,6 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
         if member.root.dp.ranks != group.ranks:
             raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
                               f"{group.ranks}: give both the same process group")
-        if member.root.device != device:
-            raise ConfigError(f"{path} is on {member.root.device}, the module around it on {device}")
         member.root.check_idle("a module around it is sharded")
     own = _own_parameters(module, ignored,
                           {id(one) for _, shared in _externally_used_params(module, inner) for one in shared})
@@ -162,7 +160,10 @@ def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group,
                for name, buffer in child.named_buffers(recurse=False)}
     in_sharding_order = sorted(inner, key=lambda one: one[2].sharded_at)
     _check_same_on_all_ranks(own, buffers, group, kind, [path for path, _, _ in in_sharding_order], settings)
-    _check_reshard_size(settings.reshard_after_forward, group)
+    size = settings.reshard_after_forward
+    if not isinstance(size, bool) and not group.is_solo and (size < 1 or group.size % size):
+        raise ConfigError(f"reshard_after_forward={size}: give True, False, or a number of neighbouring ranks that "
+                          f"divides the {group.size} ranks")
 
 
 def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], group: Group,
@@ -204,19 +205,18 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     """Shard a module that passed `check_shardable`. Collective over the group."""
     inner, device = list(sharded_modules(module)), compute_device_of(module, group)
     for one, shared in _externally_used_params(module, inner):
-        one.unit = replace(one.unit, buckets=tuple(_drop_params({id(parameter) for parameter in shared}, one)))
+        remaining = tuple(_drop_params({id(parameter) for parameter in shared}, one))
+        one.unit = Unit(one.unit.index, one.unit.name, one.unit.module, remaining)
     own = _own_parameters(module, ignored)
     drop_gradients(module)
-    roots = {id(member.root): member.root for _, _, member in inner}
-    first = next(iter(roots.values()), None)
-    log = CollectiveLog(reductions_in_order=on_accelerator(device)) if first is None else first.log
-    buffer_pool = BufferPool() if first is None else first.buffer_pool
+    log, buffer_pool = CollectiveLog(reductions_in_order=on_accelerator(device)), BufferPool()
     own_dtypes = [*_move_buffers(module, inner, settings, device)]
     if settings.sync_module_states:
         broadcast_module_buffers(module, Groups(group, dp=group))
     unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
     path_of = {id(child): path for path, child, _ in inner}
-    for root in roots.values():  # rename the buckets inside for the larger model
+    roots = dict.fromkeys(member.root for _, _, member in inner)
+    for root in roots:  # rename the buckets inside for the larger model
         around = path_of[id(root.module)]
         for bucket in [bucket for one in root.release_units() for bucket in one.buckets]:
             bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, buffer_pool)
@@ -226,7 +226,7 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     kept |= {unit} if settings.is_kept_for_backward else set()
     units = [unit, *(member.unit for _, _, member in inner)]
     state = FSDPState(unit, settings, FSDPRoot(units, kept, group, device, log, buffer_pool), own_dtypes)
-    for root in roots.values():
+    for root in roots:
         state.root.grad_divisors |= root.grad_divisors
     for _, child in _own_modules(module, inner):
         before_state_dict(child, state.before_state_dict)
@@ -286,7 +286,9 @@ def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBuc
             continue
         kept = [(slot.name, parameter) for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
                 if id(parameter) not in shared]
-        restore_full_params(bucket)
+        for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
+            set_param_data(parameter, value.clone())
+            release_param(parameter)
         if kept:
             yield _create_bucket(bucket.name, kept, member.settings, root.dp, root.device, root.log, root.buffer_pool)
 
@@ -317,12 +319,11 @@ def _create_bucket(name: str, members: list[tuple[str, nn.Parameter]], settings:
         pins = settings.pin_memory and device.type == "cuda"
         storage = EngineStorage(HostStorage(own, 0, pinned=pins), HostStorage(work, 0, pinned=pins), copy_streams, pins)
     dtypes = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
-    config = BucketingConfig(policy, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
+    config = BucketingConfig(policy, ZeroConfig(gradient_predivide_factor=settings.grad_predivide_factor), dtypes,
                              group, device, 0, lambda parameter: 0, log, storage, buffer_pool, ShardedParamViews(),
                              values_are_equal=not settings.sync_module_states)
     bucket = FlatBucket(name, members, config, policy if members[0][1].requires_grad else policy.for_frozen_params)
     reshards = settings.reshard_after_forward
-    _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
     # the ranks that keep the secondary shard between forward and backward
     has_secondary = not (isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo)
     bucket.secondary_shard_group = subgroup(group, reshards) if has_secondary else SOLO
@@ -338,12 +339,6 @@ def _copy_streams_of(device: torch.device) -> CopyStreams | None:
     if copy_streams is not None:
         _COPY_STREAMS[device] = copy_streams
     return copy_streams
-
-
-def _check_reshard_size(reshards: bool | int, group: Group) -> None:
-    if not isinstance(reshards, bool) and not group.is_solo and (reshards < 1 or group.size % reshards):
-        raise ConfigError(f"reshard_after_forward={reshards}: give True, False, or a number of neighbouring ranks that "
-                          f"divides the {group.size} ranks")
 
 
 def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]], settings: ShardingSettings,

@@ -1,13 +1,10 @@
-"""State dicts of sharded modules.
-
-    full     full tensors with the names, order and precision of the unwrapped model, gathered one bucket at a time
-    local    this rank's flat segments, for the same rank of as many; `consolidate_shard_weights` joins all ranks'
-"""
+"""Full state dicts of sharded modules, gathered one bucket at a time: the names, order and precision of the unwrapped
+model; and full parameters for a while (`summon_full_params`)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import ConfigError
-from megatron.fsdp.full_params import (broadcast_masters_from_rank0, broadcast_nested, gather_masters, store_masters,
-                                       temporarily_replaced)
 from megatron.fsdp.root import VOLATILE, FSDPRoot
-from megatron.fsdp.sharded_tensor import PartialTensor, ShardedParam, local_tensor, segment_location
+from megatron.fsdp.sharded_tensor import PartialTensor, gather_masters, store_masters
 from megatron.fsdp.sharding import byte_checksum, require_fsdp_state, sharded_modules, unwrap
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import set_param_data
+from mpu.collectives import broadcast_into, broadcast_json
+from mpu.groups import Group
 
 FULL_STATE_DICT_CALL = "a full state dict"
 _EXTRA_STATE = "_extra_state"
@@ -56,6 +53,20 @@ def buffers_in_own_dtype(module: nn.Module) -> AbstractContextManager[None]:
     return temporarily_replaced(
         [(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
          for child, name, dtype in member.buffer_dtypes if (buffer := child._buffers.get(name)) is not None])
+
+
+@contextmanager
+def temporarily_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside, `dict[name]` is `value`, for each (dict, name, value); the dicts hold a module's parameters or
+    buffers."""
+    before = [(of, name, of[name]) for of, name, _ in entries]
+    try:
+        for of, name, value in entries:
+            of[name] = value
+        yield
+    finally:
+        for of, name, value in before:
+            of[name] = value
 
 
 @contextmanager
@@ -130,7 +141,14 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
     with _full_parameters(module, group.rank == 0, "cpu") as full:
         all_succeed_or_raise(load if group.rank == 0 else lambda: None, group)
     for bucket in buckets_of(module):
-        broadcast_masters_from_rank0(bucket, [full.get(parameter) for parameter in bucket.parameters])
+        whole = gather_masters(bucket)
+        for parameter, value in zip(bucket.parameters, whole, strict=True):
+            if parameter in full:
+                value.copy_(full[parameter].detach())
+        # the views of one gather share a storage, which is broadcast at once
+        flat = torch.empty(0, dtype=whole[0].dtype, device=device).set_(whole[0].untyped_storage())
+        broadcast_into(flat, 0, group).wait()
+        store_masters(bucket, whole)
     for root in _roots(module):
         root.apply_master_edits()
     buffers = {f"{path}.{name}": buffer for path, child in module.named_modules()
@@ -144,81 +162,36 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
             child.set_extra_state(extra[name])
 
 
-class LocalStateDicts:
-    """FairScale's methods for state dicts of this rank's flat segments. Not collective."""
+def broadcast_nested(value: Any, group: Group, device: torch.device, keep: Callable[[tuple[Any, ...], Tensor], Any],
+                     ) -> Any:
+    """Rank 0's nested dicts, lists and tuples of numbers, strings and tensors, on every rank. `keep(path, tensor)` says
+    what stays of each full tensor, which is on the device; one is there at a time. Collective."""
+    def encode(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape)]}
+        if isinstance(node, dict):
+            return {"dict": [[key, encode(inner)] for key, inner in node.items()]}
+        if isinstance(node, list | tuple):
+            return {"tuple" if isinstance(node, tuple) else "list": [encode(inner) for inner in node]}
+        return node
 
-    module: nn.Module
+    def receive(code: Any, own: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(code, dict):
+            return code
+        (kind, content), = code.items()
+        if kind == "dict":
+            return {key: receive(inner, own[key] if own else None, (*path, key)) for key, inner in content}
+        if kind == "tensor":
+            full = torch.empty(content[1], dtype=getattr(torch, content[0]), device=device)
+            if group.rank == 0:
+                full.copy_(own)
+            broadcast_into(full.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
+            return keep(path, full)
+        items = [receive(inner, own[index] if own else None, (*path, index)) for index, inner in enumerate(content)]
+        return tuple(items) if kind == "tuple" else items
 
-    def _split_tensors(self, what: str) -> OrderedDict[str, Any]:
-        """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
-        for root in _roots(self.module):
-            root.check_idle(what)
-        return named_tensors(self.module)
-
-    def local_state_dict(self) -> OrderedDict[str, Any]:
-        """This rank's segments, and full buffers."""
-        with buffers_in_own_dtype(self.module):
-            state = self._split_tensors("local_state_dict()")
-        for name, tensor in state.items():
-            if isinstance(tensor, Tensor):
-                state[name] = (local_tensor(tensor) if isinstance(tensor, ShardedParam) else tensor.detach()).clone()
-        return state
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
-        group, params = _roots(self.module)[0].dp, {}
-        for name, tensor in self._split_tensors("local_metadata_dict()").items():
-            if isinstance(tensor, ShardedParam):
-                shape, _, offset = segment_location(tensor)
-                params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
-        return {"rank": group.rank, "ranks": group.size, "params": params}
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
-        tensors = self._split_tensors("load_local_state_dict()")
-        if strict and (differing := tensors.keys() ^ state_dict.keys()):
-            raise ConfigError(f"load_local_state_dict: {len(differing)} names are missing, or not the model's, "
-                              f"{min(differing)} first")
-        for name in tensors.keys() & state_dict.keys():
-            tensor, value = tensors[name], state_dict[name]
-            if not isinstance(tensor, Tensor):
-                continue
-            if value.shape != (own := local_tensor(tensor)).shape:
-                raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {own.numel()} elements, "
-                                  f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; "
-                                  "make one of all ranks' with consolidate_shard_weights, and load that with "
-                                  "load_state_dict")
-            with torch.no_grad():
-                tensor.copy_(value)
-
-    @staticmethod
-    def consolidate_shard_weights(
-            shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
-            with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
-        """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
-        ranks = sorted(metadata["rank"] for metadata in shard_metadata)
-        expected = list(range(shard_metadata[0]["ranks"])) if shard_metadata else [0]
-        if ranks != expected:
-            raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
-        whole: OrderedDict[str, Any] = OrderedDict()
-        vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
-        filled: dict[str, int] = {}
-        for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
-            for name, value in weights.items():
-                location = metadata["params"].get(name)
-                if location is None:
-                    if with_module_buffers and (name not in whole or metadata["rank"] == 0):
-                        whole[name] = value
-                    continue
-                if name not in whole:
-                    whole[name] = torch.empty(location["shape"], dtype=value.dtype)
-                whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
-                filled[name] = filled.get(name, 0) + location["numel"]
-        short = [name for name, count in filled.items() if count != whole[name].numel()]
-        if short and strict:
-            raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of "
-                              f"{whole[short[0]].numel()} elements: the state dicts are not of one model at one time")
-        return whole
+    own = value if group.rank == 0 else None
+    return receive(broadcast_json(encode(own), group), own, ())
 
 
 # ---- full parameters for a while ------------------------------------------------------------------------------------

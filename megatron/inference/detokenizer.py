@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 from weakref import WeakKeyDictionary
 
-from data.tokenizer_base import REPLACEMENT_CHARACTER, Tokenizer
+from data.tokenizer import REPLACEMENT_CHARACTER, Tokenizer
 from megatron.inference.generation import GeneratedSequence
 
 DecodeFn = Callable[[Iterable[int]], str]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
-from data.format import TokenizerFacts
-from data.tokenizer_base import Tokenizer
+from data.indexed import TokenizerFacts
+from data.tokenizer import Tokenizer
 from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.int8_weights import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima

@@ -35,7 +35,7 @@ def meet_nodes(own: NodeInfo, address: str, port: int, seconds: float, print_lin
     if own.node == 0:
         with open_listener(address, port, print_line) as listener:
             return RendezvousServer(own, listener, f"{address}:{port}", seconds, print_line).run()
-    return RendezvousClient(own, address, port, seconds, print_line).run()
+    return join_node_0(own, address, port, seconds, print_line)
 
 
 def open_listener(address: str, port: int, print_line: PrintLine) -> socket.socket:
@@ -201,70 +201,53 @@ def _refusal_message(error: TrainerError) -> dict[str, Any]:
     return {"refused": shorten_error_text(str(error)), "code": error.code}
 
 
-@final
-class RendezvousClient:
+def join_node_0(own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> NodeMonitor:
     """The side of every other node."""
+    where, until, wait_notes = f"{address}:{port}", time.monotonic() + seconds, _WaitNotes(print_line)
+    while not isinstance(connection := try_connect(address, port, left := until - time.monotonic()), socket.socket):
+        if left <= 0:
+            raise PeerError(f"launcher: node 0 did not answer at {where} within {seconds:g} s ({connection}); start "
+                            "the same command there with --node-rank 0, or wait longer with --meeting-timeout-seconds")
+        wait_notes.print_if_due(f"waiting for node 0 at {where} ({connection})")
+        time.sleep(min(RETRY_SECONDS, left))
+    link, inbox = JsonConnection(connection), deque[dict[str, Any]]()
 
-    def __init__(self, own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> None:
-        self._own, self._address, self._port, self._seconds = own, address, port, seconds
-        self._where, self._until, self._wait_notes = (
-            f"{address}:{port}", time.monotonic() + seconds, _WaitNotes(print_line))
-        self._print_line = print_line
-        self._inbox: deque[dict[str, Any]] = deque()
-
-    def run(self) -> NodeMonitor:
-        link = self._connect()
-        try:
-            link.send({"greeting": GREETING, **asdict(self._own)})
-            try:
-                self._wait_for_message(link, min(self._until, time.monotonic() + GREETING_SECONDS), "welcome")
-            except JsonConnectionClosed as error:
-                raise ConfigError(
-                    f"launcher: what answers at {self._where} is no launcher that waits for node {self._own.node}: "
-                    "another program, or a job that has begun already; see what runs there, and give all nodes one "
-                    "--master-port that is free on node 0") from error
-            try:
-                begin = self._wait_for_message(link, self._until + GREETING_SECONDS, "begin")["begin"]
-            except JsonConnectionClosed as error:
-                raise PeerError(f"launcher: node 0 at {self._where} left before the job began; its output says why"
-                                ) from error
-            others = {info.node: info for info in map(node_info_from_json, begin) if info.node != self._own.node}
-            return NodeMonitor(self._own, {0: link}, others, self._print_line)
-        except BaseException:
-            link.close()
-            raise
-
-    def _connect(self) -> JsonConnection:
-        while True:
-            left = self._until - time.monotonic()
-            connection = try_connect(self._address, self._port, left)
-            if isinstance(connection, socket.socket):
-                return JsonConnection(connection)
-            if left <= 0:
-                raise PeerError(f"launcher: node 0 did not answer at {self._where} within {self._seconds:g} s "
-                                f"({connection}); start the same command there with --node-rank 0, or wait longer with "
-                                "--meeting-timeout-seconds")
-            self._wait_notes.print_if_due(f"waiting for node 0 at {self._where} ({connection})")
-            time.sleep(min(RETRY_SECONDS, left))
-
-    def _wait_for_message(self, connection: JsonConnection, until: float, expected: str) -> dict[str, Any]:
+    def receive(expected: str, until: float) -> dict[str, Any]:
         """The next message, which must contain `expected`. Raises node 0's refusal, or JsonConnectionClosed."""
         with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            while not self._inbox:
+            selector.register(link, selectors.EVENT_READ)
+            while not inbox:
                 if selector.select(min(RETRY_SECONDS, max(0.0, until - time.monotonic()))):
-                    self._inbox.extend(connection.receive())
+                    inbox.extend(link.receive())
                 elif time.monotonic() >= until:
                     raise JsonConnectionClosed
                 else:
-                    self._wait_notes.print_if_due(f"waiting for the other nodes at {self._where}")
-        message = self._inbox.popleft()
+                    wait_notes.print_if_due(f"waiting for the other nodes at {where}")
+        message = inbox.popleft()
         if "refused" in message:
-            kind = ConfigError if message.get("code") == EXIT_CONFIG else PeerError
-            raise kind(str(message["refused"]))
+            raise (ConfigError if message.get("code") == EXIT_CONFIG else PeerError)(str(message["refused"]))
         if expected not in message:
             raise JsonConnectionClosed
         return message
+
+    try:
+        link.send({"greeting": GREETING, **asdict(own)})
+        try:
+            receive("welcome", min(until, time.monotonic() + GREETING_SECONDS))
+        except JsonConnectionClosed as error:
+            raise ConfigError(
+                f"launcher: what answers at {where} is no launcher that waits for node {own.node}: another program, or "
+                "a job that has begun already; see what runs there, and give all nodes one --master-port that is free "
+                "on node 0") from error
+        try:
+            begin = receive("begin", until + GREETING_SECONDS)["begin"]
+        except JsonConnectionClosed as error:
+            raise PeerError(f"launcher: node 0 at {where} left before the job began; its output says why") from error
+        others = {info.node: info for info in map(node_info_from_json, begin) if info.node != own.node}
+        return NodeMonitor(own, {0: link}, others, print_line)
+    except BaseException:
+        link.close()
+        raise
 
 
 def node_info_from_json(fields: dict[str, Any]) -> NodeInfo:

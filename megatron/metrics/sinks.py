@@ -1,33 +1,41 @@
 """Sinks of metrics, for the trainer (train/run_log.py) and for the engine's monitor (zero/api/engine_features.py).
 
 A sink takes records: JSON lines, CSV tables, a CSV file for each scalar, TensorBoard events, Weights & Biases runs.
-Errors name the flag or key of the sink. A resumed run appends to the files; of a repeated step the later row counts. To
-continue a W&B run after a resume set WANDB_RUN_ID and WANDB_RESUME=allow; WANDB_MODE=offline writes to ./wandb.
+Errors name the flag or key of the sink. A resumed run appends to the files, after repairing what a kill, a power cut or
+a full disk left of the last line; of a repeated step the later row counts. To continue a W&B run after a resume set
+WANDB_RUN_ID and WANDB_RESUME=allow; WANDB_MODE=offline writes to ./wandb.
 """
 
 from __future__ import annotations
 
 import atexit
 import csv
+import errno
 import io
 import json
 import math
 import os
+import stat
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
+from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
+from data.storage import LockResult, try_lock, unlock
 from data.storage import escape_to_one_line
 from megatron.config.run_config import check_wandb
-from megatron.errors import ConfigError, StorageError
-from megatron.metrics.append_only_file import AppendOnlyFile, storage_errors
+from megatron.errors import ConfigError, StorageError, explain_os_error
 
 Warn = Callable[[str], object]
+TAIL_BYTES = 1 << 20
+"""Where the end of the last whole line is looked for."""
 
 
 class RunConfigRecord(NamedTuple):
@@ -74,6 +82,98 @@ def open_sinks(sinks: Iterable[MetricsSink]) -> list[MetricsSink]:
             found.append(sink)
         opened.pop_all()
     return found
+
+
+@contextmanager
+def storage_errors(flag: str, path: str) -> Iterator[None]:
+    """Convert an OSError to a StorageError that names the flag and the path. ENOMEM is not a storage error and passes
+    through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
+        why, remedy = explain_os_error(error, Path(path).absolute().parent)
+        raise StorageError(f"{flag} {path} cannot be written: {why}; {remedy}, or name another place, and start the "
+                           "same command again") from error
+
+
+class AppendOnlyFile:
+    """Appends lines, each complete or absent: in the file when `append` returns, on disk after `close`.
+
+    `flag` is the setting that names the file; `warn` is called if another process writes to it. A partial last line of
+    a killed run is completed as a line, or removed with `drops_partial_line`, where readers would take half a number
+    for one. The file is unchanged until the first `append`.
+    """
+
+    def __init__(self, flag: str, path: str, warn: Warn, *, header: str = "",
+                 drops_partial_line: bool = False) -> None:
+        self._flag, self._path, self._header, self._drops_partial_line = flag, path, header, drops_partial_line
+        self._is_repaired = False
+        try:
+            self._file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{flag} {path} cannot be opened for appending: {error.strerror}; name a file in a "
+                               "writable folder") from error
+        finalize(self, _close_quietly, self._file)  # for engines that are never closed
+        # The kernel's lock, without blocking: it is held until the file is closed or the process ends. On file systems
+        # without locks, or with locks local to a machine, other writers are not detected.
+        is_file = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self._holds_lock = not (is_file and try_lock(self._file) is LockResult.HELD_BY_OTHER)
+        if not self._holds_lock:  # only a warning: logging must not stop a resumed run
+            warn(f"warning: another process, or another part of this one, has {flag} {path} open to write into it: "
+                 "lines of two runs cannot be told apart; stop it, or start this run with another place")
+
+    def append(self, lines: str) -> None:
+        """Append lines, with their line ends; the header first if the file is empty."""
+        with storage_errors(self._flag, self._path):
+            begin = b"" if self._is_repaired else self._repair()
+            size = os.fstat(self._file.fileno()).st_size
+            left = memoryview(begin + ("" if size else self._header).encode() + lines.encode())
+            try:
+                while left:
+                    left = left[self._file.write(left):]
+            except OSError:
+                if self._holds_lock:  # else truncating would drop another process's lines
+                    with suppress(OSError):  # a pipe
+                        os.ftruncate(self._file.fileno(), size)
+                raise
+            self._is_repaired = True
+
+    def _repair(self) -> bytes:
+        """Bytes to write before the first line; may truncate a partial last line."""
+        if not os.path.isfile(self._path):
+            return b""
+        with open(self._path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(start)
+            tail = file.read()
+        full_lines_end = tail.rfind(b"\n") + 1
+        if full_lines_end == len(tail):
+            return b""
+        is_foreign = full_lines_end == 0 and (start > 0 or not self._header.encode().startswith(tail))
+        if is_foreign or not self._drops_partial_line or not self._holds_lock:
+            return b"\n"
+        os.ftruncate(self._file.fileno(), start + full_lines_end)
+        return b""
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        with storage_errors(self._flag, self._path):
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a pipe, a device
+                    raise
+            finally:
+                unlock(self._file)  # a forked process may keep the descriptor, and so the lock
+                self._file.close()
+
+
+def _close_quietly(file: FileIO) -> None:
+    with suppress(OSError):
+        file.close()
 
 
 class JsonlSink(MetricsSink):

@@ -72,39 +72,22 @@ class StepMetrics:
 
     def to_json(self) -> dict[str, Any]:
         own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
-        return {**own, **self.nvme_values(), **self.layer_drop_values()}
+        return own | self._optional_values()
 
     def to_scalars(self) -> dict[str, float]:
         """By their names on a dashboard, without unknown values."""
         values = {**{key: getattr(self, key) for key in STEP_SCALARS}, "memory_gib": self.max_memory_bytes / 2**30,
-                  **self.nvme_values(), **self.layer_drop_values()}
+                  **self._optional_values()}
         return {f"train/{key}": value for key, value in values.items() if value is not None}
 
-    def layer_drop_values(self) -> dict[str, float]:
-        return {} if self.dropping is None else {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
-
-    def nvme_values(self) -> dict[str, float]:
-        if self.drive is None:
-            return {}
-        return {"drive_wait_ms": self.drive.wait_seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
-                "drive_written_bytes": self.drive.written_bytes}
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Converts a step's time to rates."""
-
-    tokens_per_step: int
-    flops_per_token: float
-    devices: int
-    peak_tflops: float | None
-
-    def of_step(self, seconds: float, arithmetic_fraction: float = 1.0) -> tuple[float, float, float | None]:
-        """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this fraction of the
-        arithmetic."""
-        tokens = self.tokens_per_step / seconds
-        tflops = tokens * self.flops_per_token * arithmetic_fraction / self.devices / 1e12
-        return tokens, tflops, tflops / self.peak_tflops if self.peak_tflops else None
+    def _optional_values(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if self.drive is not None:
+            values |= {"drive_wait_ms": self.drive.wait_seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
+                       "drive_written_bytes": self.drive.written_bytes}
+        if self.dropping is not None:
+            values |= {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
+        return values
 
 
 def max_memory_bytes(device: torch.device) -> int:
@@ -114,19 +97,14 @@ def max_memory_bytes(device: torch.device) -> int:
     return peak_resident_bytes()
 
 
-class StepTiming(NamedTuple):
-    seconds: float
-    drive: NvmeStats | None
-
-
 class StepTimer:
-    """Measures the time and NVMe use between two laps."""
+    """Measures the seconds and NVMe use between two laps."""
 
     def __init__(self, nvme_stats: Callable[[], NvmeStats | None]) -> None:
         self._nvme_stats = nvme_stats
         self._last = time.perf_counter(), nvme_stats()
 
-    def lap(self) -> StepTiming:
+    def lap(self) -> tuple[float, NvmeStats | None]:
         (begin, used_before), self._last = self._last, (time.perf_counter(), self._nvme_stats())
         end, used = self._last
-        return StepTiming(end - begin, None if used is None or used_before is None else used - used_before)
+        return end - begin, None if used is None or used_before is None else used - used_before

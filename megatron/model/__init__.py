@@ -1,6 +1,6 @@
 """GPT-2 as tensor-parallel modules; knows mpu and its config section, not the engine.
 
-Begin with gpt2.py (embeddings, blocks, logits), then transformer.py (one block) and weight_init.py (initial weights).
+Begin with gpt2.py (embeddings, blocks, logits), then transformer.py (one block, initial weights).
 """
 
 from megatron.config.tree import ModelConfig

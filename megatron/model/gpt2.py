@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from megatron import layer_drop
 from megatron.config.tree import ModelConfig, require
-from megatron.model.transformer import Block, document_mask
-from megatron.model.weight_init import GPT2Init
+from megatron.model.transformer import Block, GPT2Init, document_mask
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group

@@ -1,9 +1,9 @@
-"""AdamW, and Adam without bias correction, over flat fp32 segments, as one fused kernel call for all segments.
+"""AdamW, Adam without bias correction, and Lion over flat fp32 segments.
 
-The kernel applies the gradient factor while it reads, and does nothing if the step is skipped. On an accelerator it is
-the Triton kernel (adam_kernel.py), which reads 16-bit gradients and writes 16-bit weights. On a CPU, and without
-Triton, it is torch's fused kernel; 16-bit gradients are cast to fp32 one tile at a time. A CPU tile fits the cache
-(docs/decisions/018-host-adam.md).
+Adam is one fused kernel call for all segments. The kernel applies the gradient factor while it reads, and does nothing
+if the step is skipped. On an accelerator it is the Triton kernel (adam_kernel.py), which reads 16-bit gradients and
+writes 16-bit weights. On a CPU, and without Triton, it is torch's fused kernel; 16-bit gradients are cast to fp32 one
+tile at a time. A CPU tile fits the cache (docs/decisions/018-host-adam.md).
 """
 
 from __future__ import annotations
@@ -140,3 +140,29 @@ class AdamW(UpdateRule):
 def _numel_to_widen(segment: UpdateSegment) -> int:
     """Gradient elements that must be cast to fp32."""
     return 0 if segment.grad.dtype == torch.float32 else len(segment.grad)
+
+
+@dataclass(frozen=True)
+class Lion(UpdateRule):
+    """The sign of an interpolated momentum, and decoupled weight decay; one state per weight, half of Adam's (Chen et
+    al. 2023, "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675).
+
+        w <- (1 - lr x decay) w - lr sign(beta1 m + (1 - beta1) g);   m <- beta2 m + (1 - beta2) g
+    """
+
+    tile: int = MAX_TILE_NUMEL
+    """Elements updated at a time: the size of temporaries."""
+
+    name = "Lion"
+    states = ("exp_avg",)
+    elementwise = True
+
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        beta1, beta2 = hyper["betas"]
+        for start in range(0, segment.master.numel(), self.tile):
+            tile = slice(start, start + self.tile)
+            master, exp_avg = segment.master[tile], segment.states["exp_avg"][tile]
+            grad = segment.grad[tile].to(torch.float32).mul_(factor)
+            direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+            master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).add_(direction, alpha=-hyper["lr"])
+            exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
 from megatron.optim.lamb import Lamb, apply_updates, bias_corrections, denominator, iter_tiles, unscaled_update
-from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateRule, UpdateSegment
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
 from mpu.groups import Group
@@ -31,7 +31,8 @@ STABLE_VARIANCE_RATIO = 0.96
 
 @dataclass
 class OneBitRule(UpdateRule):
-    """Base of rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first."""
+    """Base of rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first. Both are
+    on the device. Nothing is sent for elements whose `exp_avg_sq` is 0, since they never had a gradient."""
 
     freeze_step: int | None
     """Steps of the warm-up; None: until v is stable."""
@@ -44,15 +45,13 @@ class OneBitRule(UpdateRule):
     _lr_rose: bool = field(default=False, init=False)
     """The learning rate of the last step, and whether it rose since the last measurement."""
 
-    supports_compression = True
-    compression_mask_state = "exp_avg_sq"
-    compression_note = "the variance is frozen and the momentum travels at one bit a number"
-
     @property
     def is_compressed(self) -> bool:
         return self.frozen_at is not None
 
     def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
+        """Before each step, after `steps_taken` steps: decide what is sent. `sum_of_state(name)` sums a state over the
+        whole model; it is collective, so all ranks must call it or none. Called again after a skipped step."""
         if self.frozen_at is not None:
             return
         if self.freeze_step is None:
@@ -74,9 +73,11 @@ class OneBitRule(UpdateRule):
         return (not rose
                 and min(before, self._variance_sum) >= STABLE_VARIANCE_RATIO * max(before, self._variance_sum) > 0)
 
-    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, error_buffer: Tensor, momentum: Tensor, grad: Tensor, hyper: Mapping[str, Any], *,
+                              factor: float) -> None:
+        """Add this rank's message to the fp32 error buffer. `factor` scales the gradient of this rank."""
         beta1 = hyper["betas"][0]
-        target.error_buffer.add_(target.read_first_state(), alpha=beta1).add_(target.grad, alpha=(1 - beta1) * factor)
+        error_buffer.add_(momentum, alpha=beta1).add_(grad, alpha=(1 - beta1) * factor)
 
     def scalars(self) -> dict[str, Any]:
         return {"frozen_at": self.frozen_at, "sum": self._variance_sum, "rate": self._last_lr, "rose": self._lr_rose,

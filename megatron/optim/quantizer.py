@@ -47,10 +47,11 @@ class UniformQuantizer:
 
 @dataclass(frozen=True)
 class SignQuantizer:
-    """Ternary and binary."""
+    """Ternary, and with a negative threshold binary."""
 
     scale: Tensor
     threshold: Tensor
+    """[groups], as is scale. Magnitudes up to it become 0."""
 
     fits_int8 = True
 
@@ -103,15 +104,3 @@ class MagnitudeUnit:
     def mean(self, counts: Tensor, members: Tensor) -> Tensor:
         """The fp32 mean of `counts` (sums in units) over `members`; 0 for an empty group."""
         return (counts.double() * self.size / members.double().clamp(min=1)).float()
-
-
-def ternary_threshold(mean: Tensor) -> Tensor:
-    return mean * TERNARY_THRESHOLD
-
-
-def binary_quantizer(mean: Tensor) -> SignQuantizer:
-    return SignQuantizer(mean, torch.full_like(mean, -1.0))
-
-
-def ternary_quantizer(threshold: Tensor, mean_beyond: Tensor) -> SignQuantizer:
-    return SignQuantizer(mean_beyond, threshold)

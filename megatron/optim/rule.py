@@ -5,8 +5,8 @@ param group without "params"). Masters and states are fp32; the gradient may be 
 `factor` is what the gradient is multiplied by: unscaling, averaging and clipping in one number. A rule that takes the
 step's scalars as device tensors (`StepScalars`) never waits for the device; the others need host numbers. Lamb finds
 parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`. A 1-bit rule
-replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer
-(`add_compression_input`), and `step` gets the mean over ranks as the gradient.
+(one_bit.py) replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer, and
+`step` gets the mean over ranks as the gradient.
 """
 
 from __future__ import annotations
@@ -98,18 +98,6 @@ class StepScalars:
         return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
 
 
-@dataclass(frozen=True)
-class CompressionInput:
-    """A part of a bucket with one set of hyper-parameters, unsharded, on one rank."""
-
-    error_buffer: Tensor
-    """fp32; the rule adds what is to be sent."""
-    grad: Tensor
-    """This rank's gradient, in any precision."""
-    read_first_state: Callable[[], Tensor]
-    """The first of the rule's states, in fp32. May gather it; read-only."""
-
-
 class UpdateRule:
     """An optimizer as the engine sees it. By default the gradients are all-reduced in every step, and segments are
     updated one at a time, with the step's scalars on the host."""
@@ -120,12 +108,6 @@ class UpdateRule:
     """Names of the tensors stored for each weight."""
     elementwise: bool
     """Segments may be split anywhere, and empty ones skipped."""
-    supports_compression = False
-    """The rule may later replace the all-reduce by compression; its states must be on the device."""
-    compression_note = ""
-    """What is sent now, and why; for the user."""
-    compression_mask_state = ""
-    """The state that is 0 where there never was a gradient; nothing is sent for those elements."""
 
     @property
     def needs_host_scalars(self) -> bool:
@@ -136,14 +118,6 @@ class UpdateRule:
     def is_compressed(self) -> bool:
         """From this step on, compressed messages of each rank replace the all-reduce of gradients."""
         return False
-
-    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
-        """Before each step, after `steps_taken` steps: decide what is sent. `sum_of_state(name)` sums a state over the
-        whole model; it is collective, so all ranks must call it or none. Called again after a skipped step."""
-
-    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
-        """Add this rank's message to the error buffer. `factor` scales `target.grad`."""
-        raise AssertionError(f"the gradients of {type(self).__name__} are summed")
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         """Choose the implementation for segments on `device`. It must be the same on all ranks, or replicas would

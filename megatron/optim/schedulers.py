@@ -4,7 +4,7 @@ OneCycle, LRRangeTest.
 `LRSchedule` is a pure function of the number of completed steps; step 0 already trains with 1/warmup of the peak.
 DeepSpeed's classes write `lr` into the param groups of any optimizer. `last_batch_iteration` counts calls of `step`
 from -1, and is all of their state. As in DeepSpeed a warm-up has at least 2 steps. Unlike there, an unknown
-`warmup_type` is an error, and `load_state_dict` writes the rates of its step into the groups. No torch here.
+`warmup_type` is an error, and `load_state_dict` writes the rates of its step into the groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
+
+from torch.optim import Optimizer
 
 from megatron.errors import ConfigError
 
@@ -126,13 +128,6 @@ LRValues = float | Sequence[float]
 """One for all param groups, or one for each."""
 
 
-class HasParamGroups(Protocol):
-    """What a scheduler needs of an optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-
 Curve = Callable[[int], float]
 """`last_batch_iteration` -> the rate of one group."""
 
@@ -140,7 +135,7 @@ Curve = Callable[[int], float]
 class DeepSpeedScheduler:
     """Counts calls of `step`, and writes the rate of each group's curve into the param groups."""
 
-    def __init__(self, optimizer: HasParamGroups, curves: Sequence[Curve], last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int) -> None:
         self.optimizer, self._curves, self.last_batch_iteration = optimizer, curves, last_batch_iteration
         if last_batch_iteration == -1:
             self._write_to_groups()
@@ -171,7 +166,7 @@ class DeepSpeedScheduler:
             group["lr"] = rate
 
 
-def _warmup_curves(optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_steps: int, kind: str,
+def _warmup_curves(optimizer: Optimizer, lows: LRValues, highs: LRValues | None, warmup_steps: int, kind: str,
                    after_warmup: Callable[[int, int], float], first: float = 0.0) -> list[Curve]:
     """Curves from `lows` (fraction 0) to `highs` (fraction 1; None: each group's own rate): a warm-up from the fraction
     `first` on, then the fraction after_warmup(step, number of warm-up steps)."""
@@ -197,7 +192,7 @@ def _warmup_curves(optimizer: HasParamGroups, lows: LRValues, highs: LRValues | 
 class WarmupLR(DeepSpeedScheduler):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
-    def __init__(self, optimizer: HasParamGroups, warmup_min_lr: LRValues = 0.0, warmup_max_lr: LRValues | None = 0.001,
+    def __init__(self, optimizer: Optimizer, warmup_min_lr: LRValues = 0.0, warmup_max_lr: LRValues | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, _warmup_curves(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps,
                                                    warmup_type, lambda step, warmup: 1.0), last_batch_iteration)
@@ -207,7 +202,7 @@ class WarmupLR(DeepSpeedScheduler):
 class WarmupDecayLR(DeepSpeedScheduler):
     """As WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
+    def __init__(self, optimizer: Optimizer, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
                  warmup_max_lr: LRValues | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         def decay(step: int, warmup: int) -> float:
@@ -221,7 +216,7 @@ class WarmupDecayLR(DeepSpeedScheduler):
 class WarmupCosineLR(DeepSpeedScheduler):
     """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then cosine decay to `cos_min_ratio`."""
 
-    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
+    def __init__(self, optimizer: Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
                  warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         def decay(step: int, warmup: int) -> float:
@@ -237,7 +232,7 @@ class OneCycle(DeepSpeedScheduler):
     """Linear from `cycle_min_lr` to `cycle_max_lr` and back, then divided by 1 + `decay_lr_rate` per `decay_step_size`
     steps. If all groups have betas, beta1 moves the other way, and grows after the cycle."""
 
-    def __init__(self, optimizer: HasParamGroups, cycle_min_lr: LRValues, cycle_max_lr: LRValues,
+    def __init__(self, optimizer: Optimizer, cycle_min_lr: LRValues, cycle_max_lr: LRValues,
                  decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
                  cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
                  cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
@@ -247,8 +242,8 @@ class OneCycle(DeepSpeedScheduler):
         second = first if cycle_second_step_size is None else cycle_second_step_size
         _check_steps("cycle_first_step_size", first)
         _check_steps("cycle_second_step_size", second, 0)
-        stairs = cycle_first_stair_count
-        self._stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        if cycle_first_stair_count or cycle_second_stair_count:
+            raise ConfigError("a stair count of OneCycle is not 0: rates do not rise in stairs; leave it out")
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         limits = (_one_per_group(optimizer, limit)
                   for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
@@ -256,24 +251,12 @@ class OneCycle(DeepSpeedScheduler):
             LRSchedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
                        least if cycles else None, most, decay_mom_rate * per_step)
             for high, low, least, most in zip(*limits, strict=True)]
-        super().__init__(optimizer, (), last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        return [schedule(self._schedule_step()) for schedule in self._schedules]  # type: ignore[arg-type]
+        super().__init__(optimizer, list(map(_curve_of, self._schedules)), last_batch_iteration)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group, or None unless they are cycled."""
-        found = [schedule.betas(self._schedule_step()) for schedule in self._schedules]  # type: ignore[arg-type]
+        found = [schedule.betas(self.last_batch_iteration + 1) for schedule in self._schedules]
         return None if None in found else [betas for betas in found if betas is not None]
-
-    def _schedule_step(self) -> float:
-        """The next step. With stairs: the point at which the linear cycle has the height of the stair, as a fraction of
-        a step; never exactly 0, which only the first step is."""
-        step, top, end = self.last_batch_iteration + 1, self._schedules[0].warmup_steps, self._schedules[0].decay_steps
-        start, length, stairs = (0, top, self._stairs[0]) if step <= top else (end, top - end, self._stairs[1])
-        if not (stairs and 0 < step < end):
-            return step
-        return start + (step - start) * stairs // length * length / stairs or 1e-300
 
     def _write_to_groups(self) -> None:
         super()._write_to_groups()
@@ -286,18 +269,18 @@ class LRRangeTest(DeepSpeedScheduler):
     """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps,
     linearly or (staircase) at once."""
 
-    def __init__(self, optimizer: HasParamGroups, lr_range_test_min_lr: LRValues = 1e-3,
+    def __init__(self, optimizer: Optimizer, lr_range_test_min_lr: LRValues = 1e-3,
                  lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
                  lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
+        style = "range-test-stairs" if lr_range_test_staircase else "range-test"
+        super().__init__(optimizer, [_curve_of(LRSchedule(style, 0.0, low, 0, lr_range_test_step_size,
+                                                          tail=lr_range_test_step_rate))
+                                     for low in _one_per_group(optimizer, lr_range_test_min_lr)], last_batch_iteration)
 
-        def curve(low: float) -> Curve:
-            schedule = LRSchedule("range-test-stairs" if lr_range_test_staircase else "range-test", 0.0, low, 0,
-                                  lr_range_test_step_size, tail=lr_range_test_step_rate)
-            return lambda step: schedule(step + 1)
 
-        super().__init__(optimizer, list(map(curve, _one_per_group(optimizer, lr_range_test_min_lr))),
-                         last_batch_iteration)
+def _curve_of(schedule: LRSchedule) -> Curve:
+    return lambda last_batch_iteration: schedule(last_batch_iteration + 1)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:
@@ -305,7 +288,7 @@ def _check_steps(name: str, steps: object, least: int = 1) -> None:
         raise ConfigError(f"{name} is {steps}: expected an integer of at least {least}")
 
 
-def _one_per_group(optimizer: HasParamGroups, rates: LRValues) -> list[float]:
+def _one_per_group(optimizer: Optimizer, rates: LRValues) -> list[float]:
     count = len(optimizer.param_groups)
     given = list(rates) if isinstance(rates, Sequence) else [rates] * count
     if len(given) != count:

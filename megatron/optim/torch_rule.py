@@ -1,11 +1,11 @@
-"""torch.optim optimizers (and the user's own, and DeepSpeedCPUAdam) as update rules over flat segments.
+"""Update rules from the configuration, and from optimizers of torch, the user's own, and DeepSpeedCPUAdam.
 
-    from_torch(optimizer) -> UpdateRule
+    build_rule(optim, tile) -> UpdateRule, defaults of a param group        from_torch(optimizer) -> UpdateRule
 
-A copy of the optimizer steps one tile at a time as its only parameter. State of the parameter's
-shape lives in flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be
-elementwise: a small random matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole
-parameters, and hooks on `step`, are not supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments;
+An optimizer becomes a `TorchRule`: a copy of it steps one tile at a time as its only parameter. State of the
+parameter's shape lives in flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer
+must be elementwise: a small random matrix, split in two, must give the same bits as unsplit. Optimizers that look at
+whole parameters, and hooks on `step`, are not supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments;
 nothing is compiled.
 """
 
@@ -21,9 +21,46 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from megatron.config.optimizer_config import OPTIMIZERS
+from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW, Lion
+from megatron.optim.lamb import Lamb
+from megatron.optim.muon import Muon
+from megatron.optim.one_bit import OneBitAdam, OneBitLamb
 from megatron.optim.rule import UpdateRule, UpdateSegment
+
+FUSED_CLASSES = ("Adam", "AdamW", "SGD")
+"""torch.optim classes with a fused kernel on each kind of device."""
+
+
+def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any]]:
+    """The rule, and the default hyper-parameters of a param group except the learning rate, which is the schedule's.
+    Raises ConfigError if torch's optimizer refuses them."""
+    hyper = optim.hyper_parameters()
+    native: dict[str, Callable[[int], UpdateRule]] = {"lamb": Lamb, "lion": Lion, "muon": Muon}
+    if optim.optimizer in native:
+        return native[optim.optimizer](tile), hyper
+    hyper.pop("freeze_step", None)  # passed from `optim` below
+    if optim.optimizer == "onebit_lamb":
+        return OneBitLamb(optim.freeze_step, tile), hyper
+    if optim.optimizer == "onebit_adam":
+        return OneBitAdam(optim.freeze_step, tile, bias_correction=hyper.pop("bias_correction")), hyper
+    adam = optim.optimizer in ("adam", "adamw")
+    decoupled = adam and optim.adam_w_mode
+    if adam and not hyper.pop("bias_correction"):
+        return AdamW(tile, bias_correction=False, decoupled=decoupled), hyper
+    if decoupled and not hyper["amsgrad"]:
+        return AdamW(tile), hyper
+    name = "AdamW" if decoupled else OPTIMIZERS[optim.optimizer].torch_name
+    if name in FUSED_CLASSES:
+        hyper["fused"] = True
+    try:
+        optimizer = getattr(torch.optim, name)([Parameter(torch.zeros(2))], lr=1e-3, **hyper)
+    except ValueError as error:
+        raise ConfigError(f"--optimizer {optim.optimizer}: {error}") from error
+    defaults = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")}
+    return from_torch(optimizer, tile), defaults
 
 
 @final
@@ -170,7 +207,7 @@ class TorchRule(UpdateRule):
 
 
 def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
-    """The equivalent native rule, as a configuration would select it (build.py), or None."""
+    """The equivalent native rule, as a configuration would select it (build_rule), or None."""
     if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
         return None
     if isinstance(optimizer, DeepSpeedCPUAdam):

@@ -30,8 +30,7 @@ class Activations:
     tp: int
     param_bytes: int
     device: Device
-    document_mask: bool = False
-    """Documents are kept apart, so attention gets a mask."""
+    document_mask: bool = False  # documents are kept apart, so attention gets a mask
     recompute: RecomputeConfig = RecomputeConfig()
 
     @property

@@ -7,25 +7,22 @@ are rough published percentages of a step: good enough to order choices, no fore
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from megatron.config.config_errors import error_sentences
 from megatron.config.tree import Config, RecomputeConfig, flag_name
+from megatron.distributed.exit_codes import ExplainedMemoryError, is_out_of_memory
 from megatron.errors import ConfigError
+from megatron.plan.activations import Device
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import PhaseMemory, peak_memory
-
-
-def with_stage(run: PlannedRun, stage: int, placement: StatePlacement | None = None) -> PlannedRun:
-    """ConfigError if that is not allowed."""
-    config, offload = run.config, run.config.offload
-    return replace(run, config=replace(config, zero=replace(config.zero, zero_stage=stage),
-                                       offload=offload if placement is None else placement.apply_to(offload)))
 
 
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
@@ -43,8 +40,7 @@ OFFLOAD_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params",
 @dataclass(frozen=True)
 class PlanChoice:
     run: PlannedRun
-    device_bytes: int
-    """Peak memory of the device."""
+    device_bytes: int  # peak memory of the device
     slowdown_percent: int
 
     @property
@@ -63,14 +59,15 @@ class PlanChoice:
 def plan_rows(requested: PlannedRun) -> tuple[list[PlannedRun], list[tuple[int, StatePlacement, str]]]:
     """The run at every stage with every placement that is useful there, and as requested; and (stage, placement, why)
     of the rows that the configuration does not allow."""
-    rows, left_out = list[PlannedRun](), list[tuple[int, StatePlacement, str]]()
+    config, rows, left_out = requested.config, list[PlannedRun](), list[tuple[int, StatePlacement, str]]()
     for stage, placement in product(range(4), PLACEMENTS):
         if stage >= placement.min_stage and (stage == 3 or placement not in STAGE_3_PLACEMENTS) and \
                 (placement == ALL_ON_DEVICE or requested.device == "cuda"):
             try:
-                rows.append(with_stage(requested, stage, placement))
+                rows.append(replace(requested, config=replace(
+                    config, zero=replace(config.zero, zero_stage=stage), offload=placement.apply_to(config.offload))))
             except ConfigError as error:
-                why = requested.config.translate(error_sentences(error)[0]).partition(": ")[0]
+                why = config.translate(error_sentences(error)[0]).partition(": ")[0]
                 left_out.append((stage, placement, why))
     if requested not in rows:
         rows = sorted([*rows, requested], key=lambda run: run.config.zero.zero_stage)
@@ -106,37 +103,29 @@ def _slowdown_percent(run: PlannedRun) -> int:
             + OFFLOAD_COST.get(("params", run.placement.params), 0))
 
 
-MIN_SAVED_SHARE = 0.05
-"""A change that saves a smaller share of the memory is not suggested."""
+MIN_SAVED_SHARE = 0.05  # a change that saves a smaller share of the memory is not suggested
 MAX_SUGGESTIONS = 2
 
-LARGEST_MICRO_BATCH = 1 << 16
+LARGEST_MICRO_BATCH = (1 << 17) - 1
 
 
-@dataclass(frozen=True)
-class PlanSuggestion:
-    flags: str
-    saved_bytes: int
-    """Bytes of the device."""
-
-
-def suggest_changes(run: PlannedRun) -> list[PlanSuggestion]:
-    """The changes that help this run, the cheapest first."""
-    suggestions, now = list[PlanSuggestion](), peak_memory(run).total
+def suggest_changes(run: PlannedRun) -> dict[str, int]:
+    """Flags -> bytes of the device that they save, for the changes that help this run, the cheapest first."""
+    saved_by_flags, now = dict[str, int](), peak_memory(run).total
     for flags, sections in _candidate_changes(run):
         with suppress(ConfigError):
             changed = replace(run, config=replace(run.config, **sections))
             changed.config.check_world(run.ranks)
             saved = now - peak_memory(changed).total
             if saved >= MIN_SAVED_SHARE * now:
-                suggestions.append(PlanSuggestion(flags, saved))
-    return suggestions
+                saved_by_flags[flags] = saved
+    return saved_by_flags
 
 
 def describe_suggestions(run: PlannedRun) -> str:
     """The two cheapest changes that help, as text; "" if there are none."""
-    return " or ".join(f"{change.flags} (saves {format_bytes(change.saved_bytes)})"
-                       for change in suggest_changes(run)[:MAX_SUGGESTIONS])
+    return " or ".join(f"{flags} (saves {format_bytes(saved)})"
+                       for flags, saved in islice(suggest_changes(run).items(), MAX_SUGGESTIONS))
 
 
 def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,27 +153,15 @@ def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
                                               "train": replace(config.train, global_batch_size=total)}
 
 
-def with_batch(config: Config, batch: int, total: int) -> Config:
-    return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
-
-
 def largest_micro_batches(run: PlannedRun, capacities: Iterable[float]) -> list[int]:
     """For each capacity in bytes: the largest --batch-size whose peak fits, with the same number of micro-batches a
     step; 0: none."""
     @cache
     def needs(batch: int) -> int:
-        return peak_memory(replace(run, config=with_batch(run.config, batch, batch * run.dp * run.accumulation))).total
+        train = replace(run.config.train, batch_size=batch, global_batch_size=batch * run.dp * run.accumulation)
+        return peak_memory(replace(run, config=replace(run.config, train=train))).total
 
-    largest = list[int]()
-    for capacity in capacities:
-        low, high = 0, 1  # a batch that fits, and one that does not
-        while high <= LARGEST_MICRO_BATCH and needs(high) <= capacity:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if needs(middle) <= capacity else (low, middle)
-        largest.append(low)
-    return largest
+    return [bisect_right(range(1, LARGEST_MICRO_BATCH + 1), capacity, key=needs) for capacity in capacities]
 
 
 def format_bytes(count: int) -> str:
@@ -194,3 +171,21 @@ def format_bytes(count: int) -> str:
 def format_breakdown(moment: PhaseMemory) -> str:
     parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in asdict(moment).items() if name != "name")
     return f"{format_bytes(moment.total)} at its fullest moment ({moment.name}): {parts}"
+
+
+@contextmanager
+def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
+    """Turn an out-of-memory error of building or training into an ExplainedMemoryError that names the two cheapest flag
+    changes, and print the memory of this rank to stderr. `config` has its vocab_size."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or isinstance(error, ExplainedMemoryError):
+            raise
+        run = PlannedRun(config, ranks, device)
+        print(f" rank {rank} needs {format_breakdown(peak_memory(run))}", file=sys.stderr, flush=True)
+        reason = (str(error).strip() or "no more memory").splitlines()[0]
+        suggestions = describe_suggestions(run)
+        remedy = f"try {suggestions}" if suggestions else \
+            "no flag makes this run much smaller: use a smaller model, or more ranks with a higher --zero-stage"
+        raise ExplainedMemoryError(f"{reason}; {remedy}") from error

@@ -1,24 +1,33 @@
 """`python -m megatron.plan FLAGS...` and `pretrain_gpt2.py --dry-run`: memory, traffic and time of a run before it
-starts.
+starts, as a table, as JSON, and as a summary of what the run needs and what prevents it.
 
-Nothing is built; torch is imported when the flags are right, for the shapes of the model's parameters.
+Nothing is built; torch is imported when the flags are right, for the shapes of the model's parameters. The summary
+compares with this machine (memory, free space of the NVMe folders); it only warns, because a plan may be for another.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from data.cli import StrictArgumentParser, normalize_flag_names
+from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.config.cli_help import command_parser
-from megatron.config.tree import Config, require
+from megatron.config.tree import Config, flag_name, require
+from megatron.config.zero_config import unused_offload_settings
+from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, format_bytes,
+                                        largest_micro_batches, plan_rows)
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.plan_report import TargetMachine, build_report, describe_requirements, format_forecast, format_table
-from megatron.plan.roofline import KNOWN_GPUS, known_rates, measured_rates
+from megatron.plan.memory import USABLE_FRACTION, peak_memory, persistent_memory
+from megatron.plan.roofline import KNOWN_GPUS, MachineRates, known_rates, measured_rates, step_time
+from megatron.train.flops import flops_per_token
 
 CARD_SIZES_GB = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
@@ -131,3 +140,235 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
 
 def main() -> int:
     return print_plan(sys.argv[1:])
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True)
+class TargetMachine:
+    cards: Sequence[float]  # memory of cards in GB (of 2**30 bytes)
+    ranks_per_node: int
+    tflops: float | None = None  # TFLOP/s of a rank, as training reports it; None: unknown
+    rates: MachineRates | None = None  # every row then has the time of a step
+
+    def usable_bytes(self) -> list[float]:
+        return [card * 2**30 * USABLE_FRACTION for card in self.cards]
+
+
+def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
+    """Everything the table says, in bytes."""
+    choices, (rows, left_out) = all_choices(requested), plan_rows(requested)
+    return {"ranks": requested.ranks, "ranks_per_node": machine.ranks_per_node,
+            "tensor_parallel": requested.tp, "data_parallel": requested.dp,
+            "accumulation": requested.accumulation, "parameters": requested.config.model.parameters(),
+            "rows": [_row_record(run, requested, machine) for run in rows],
+            "left_out": [{"stage": stage, "offload": str(placement), "why": why}
+                         for stage, placement, why in left_out],
+            "cheapest": {f"{card:g}": _choice_record(cheapest_fit(choices, capacity))
+                         for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)},
+            "smallest": _choice_record(min(choices, key=lambda choice: choice.device_bytes)),
+            "time": _time_record(requested, machine.tflops), "config": requested.config.as_dict()}
+
+
+def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
+    lasting, peak, traffic = persistent_memory(run), peak_memory(run), run.traffic()
+    largest = largest_micro_batches(run, machine.usable_bytes())
+    on_node = peak.total if run.device == "cpu" else run.offloaded_host_bytes
+    return {"stage": run.config.zero.zero_stage, "offload": str(run.placement), "chosen": run == requested,
+            "lasting": {"parameters": lasting.parameters, "gradients": lasting.gradients,
+                        "optimizer": lasting.optimizer, "total": lasting.total},
+            "peak": {"moment": peak.name, "total": peak.total, **{kind: getattr(peak, kind) for kind in KINDS}},
+            "device": peak.total, "host": run.offloaded_host_bytes, "nvme": run.nvme_bytes,
+            "node_host": on_node * machine.ranks_per_node, "node_nvme": run.nvme_bytes * machine.ranks_per_node,
+            **({} if machine.rates is None else {"step": step_time(run, machine.rates).as_dict()}),
+            "sent_gradients": traffic.gradients,
+            "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices,
+            "cards": {f"{card:g}": {"fits": peak.total <= capacity, "largest_micro_batch": count}
+                      for card, capacity, count in zip(machine.cards, machine.usable_bytes(), largest, strict=True)}}
+
+
+def _choice_record(choice: PlanChoice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    return {"flags": choice.flags, "device": choice.device_bytes, "slower_percent": choice.slowdown_percent}
+
+
+def _time_record(run: PlannedRun, tflops: float | None) -> dict[str, float]:
+    """Work of a step, and its time at that many TFLOP/s per rank: means over the run."""
+    tokens = run.config.global_batch_size(run.dp) * run.config.seq_length
+    flops = tokens * flops_per_token(run.config.model, run.config.seq_length, run.mean_active_blocks)
+    record = {"tokens_per_step": float(tokens), "flops_per_step": flops}
+    if tflops is not None:
+        seconds = flops / (tflops * 1e12 * run.ranks)
+        record |= {"seconds_per_step": seconds, "tokens_per_second": tokens / seconds,
+                   "days": seconds * run.config.train.train_iters / SECONDS_PER_DAY}
+    return record
+
+
+def format_table(requested: PlannedRun, machine: TargetMachine, report: dict[str, Any]) -> Iterator[str]:
+    """`report` is that of build_report."""
+    yield from _describe_run(requested, machine, report)
+    unit, name = unit_for(max(row["peak"]["total"] for row in report["rows"]))
+    yield from ("", f"{name}: lasting state and peak of a rank; host memory and NVMe of a node; sent by a rank a step")
+    yield from align_columns([MEMORY_HEAD, *(_memory_cells(row, unit) for row in report["rows"])], left=(0, 1, 9))
+    places: dict[tuple[int, str], list[str]] = {}
+    for row in report["left_out"]:
+        places.setdefault((row["stage"], row["why"]), []).append(row["offload"])
+    yield from (f"left out: {stage} {', '.join(offload)}: {why}" for (stage, why), offload in places.items())
+    batch_size = requested.config.train.batch_size
+    yield from ("", "largest --batch-size by GB of the card ("
+                f"{1 - USABLE_FRACTION:.0%} left for libraries; -: none; <: below {batch_size})")
+    cards = [f"{card:g}" for card in machine.cards]
+    largest = [(row, [entry["largest_micro_batch"] for entry in row["cards"].values()]) for row in report["rows"]]
+    yield from align_columns([CARDS_HEAD + cards, *(
+        [*row_label(row), *(f"{'<' * (count < batch_size)}{count}" if count else "-" for count in counts)]
+        for row, counts in largest)], left=(0, 1))
+    yield from ("", "cheapest way to fit each card")
+    none_fits = ("nothing at this --batch-size and --model-parallel-size: the least is "
+                 f"{format_bytes(report['smallest']['device'])}")
+    choices = report["cheapest"]
+    yield from align_columns([[f"  {card} GB", choices[card]["flags"] if choices[card] else none_fits]
+                              for card in cards], left=(1,))
+
+
+def unit_for(largest: int) -> tuple[int, str]:
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+
+CARDS_HEAD = ["  zero", "offload"]
+MEMORY_HEAD = [*CARDS_HEAD, "weights", "grads", "optim", "sum", "activ", "buffers", "peak", "moment", "host", "nvme",
+               "sent"]
+
+
+def _describe_run(requested: PlannedRun, machine: TargetMachine, report: dict[str, Any]) -> Iterator[str]:
+    config, steps = requested.config, requested.accumulation
+    ranks = f"{requested.ranks} rank{'s' * (requested.ranks > 1)}, {machine.ranks_per_node} per node"
+    yield (f"{report['parameters']:,} parameters in {config.precision.name} on {ranks}: tensor parallel "
+           f"{requested.tp}, data parallel {requested.dp}")
+    recomputed, chunk = "nothing recomputed", requested.activations.chunk
+    if chunk is not None:
+        split = (f"split over {requested.tp} ranks" if config.recompute.partition_activations and requested.tp > 1
+                 else "kept whole")
+        recomputed = (f"{'every block' if chunk == 1 else f'every {chunk} blocks'} recomputed from an input {split} on "
+                      f"the {'host' if requested.activations.inputs_are_on_host else 'device'}")
+    yield (f"{steps} micro-batch{'es' * (steps > 1)} of {config.train.batch_size} x {config.seq_length} tokens per "
+           f"step; {recomputed}")
+    if requested.config.layer_drop.progressive_layer_drop:
+        yield (f"{requested.mean_active_blocks:.1f} of {requested.num_layers} blocks run in a step, on average over "
+               f"{config.train.train_iters} steps; memory is that of the first step, which runs all")
+    time = report["time"]
+    if "days" in time:
+        yield (f"at {machine.tflops:g} TFLOP/s per rank: {time['seconds_per_step']:.3g} s per step, "
+               f"{time['tokens_per_second']:,.0f} tokens/s, {time['days']:.3g} days for "
+               f"{config.train.train_iters} steps")
+
+
+PARTS = ("products", "memory", "latency", "optimizer", "exchange", "hidden", "total")
+
+
+def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """`rows`: of build_report."""
+    yield from ("", f"predicted ms of a step, by the rates of {rates.machine}"
+                + (f", measured with {rates.ranks} rank{'s' * (rates.ranks > 1)}" if rates.ranks else ""))
+    tokens = requested.config.global_batch_size(requested.dp) * requested.config.seq_length
+    cells = [[*row_label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
+              f"{tokens / row['step']['total']:,.0f}"] for row in rows]
+    yield from align_columns([[*CARDS_HEAD, *PARTS, "tokens/s"], *cells], left=(0, 1))
+    config = requested.config
+    not_predicted = [what for what, is_used in (
+        (f"what --optimizer {config.optim.optimizer} does otherwise than Adam",
+         config.optim.optimizer not in ("adam", "adamw")),
+        ("the drive", "nvme" in (requested.placement.optimizer, requested.placement.params)),
+        ("--compile", config.train.compile), ("--quantize-training", config.quantize.quantize_training),
+        ("--memory-centric-tiled-linear", config.model.memory_centric_tiled_linear)) if is_used]
+    if not_predicted:
+        yield f"note: not in the predicted time: {', '.join(not_predicted)}"
+    if 0 < rates.ranks < requested.ranks:
+        yield (f"note: {requested.ranks} ranks are predicted to work and to exchange as fast as the {rates.ranks} that "
+               "were measured on one machine")
+
+
+def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:
+    peak = row["peak"]
+    counts = [*row["lasting"].values(), peak["activations"], peak["buffers"], peak["total"]]
+    ends = [row["node_host"], row["node_nvme"], row["sent_gradients"] + row["sent_parameters"] + row["sent_matrices"]]
+    return [*row_label(row), *(format_number(count / unit) for count in counts), peak["moment"],
+            *(format_number(count / unit) for count in ends)]
+
+
+def row_label(row: dict[str, Any]) -> list[str]:
+    return [f"{'*' if row['chosen'] else ' '} {row['stage']}", row["offload"]]
+
+
+def format_number(value: float) -> str:
+    """Enough digits to tell rows apart, in at most six places up to a million."""
+    return f"{value:.2f}" if value < 999.995 else f"{value:.0f}"
+
+
+def align_columns(lines: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
+    """Columns two spaces apart, aligned to the right, or to the left for the indices in `left`."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(cell.ljust(width) if number in left else cell.rjust(width)
+                        for number, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+
+
+_DEVICE_NOTE = {"cuda": "planned for GPUs, whether or not there are any here; --device cpu plans for the CPU",
+                "cpu": "planned for the CPU; without --device cpu: for GPUs"}
+"""The device of a plan is the flag's, never the one of this machine."""
+
+
+def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iterator[str]:
+    """The last line is empty."""
+    yield _DEVICE_NOTE[requested.device]
+    peak, on_host, on_drive = peak_memory(requested), requested.offloaded_host_bytes, requested.nvme_bytes
+    unit, name = unit_for(max(peak.total, on_host, on_drive))
+    rows = [[f"  {place}", *(format_number(by_kind.get(kind, 0) / unit) for kind in KINDS), format_number(total / unit)]
+            for place, by_kind, total in (("device", asdict(peak), peak.total),
+                                          ("host", requested.host_by_kind, on_host),
+                                          ("nvme", requested.nvme_by_kind, on_drive)) if total]
+    yield f"{name} that a rank needs, on the device at its fullest moment ({peak.name})"
+    yield from align_columns([["", *KINDS, "sum"], *rows], left=(0,))
+    on_node = machine.ranks_per_node
+    host, nvme = (peak.total if requested.device == "cpu" else on_host) * on_node, on_drive * on_node
+    both = " and ".join(f"{format_bytes(count)} of {what}"
+                        for count, what in ((host, "host memory"), (nvme, "NVMe")) if count)
+    if both:
+        yield f"a node of {on_node} rank{'s' * (on_node > 1)} needs {both}"
+    if not machine.tflops:
+        yield "with --tflops X: the time of a step and of the run"
+    yield from (f"problem: {sentence}" for sentence in find_problems(requested, machine, host, nvme))
+    yield from (requested.config.translate(f"note: {sentence}") for sentence in
+                unused_offload_settings(requested.config.offload, requested.config.key_names.keys_of_given))
+    yield ""
+
+
+def find_problems(requested: PlannedRun, machine: TargetMachine, host: int, nvme: int) -> Iterator[str]:
+    """`host`, `nvme`: what a node needs."""
+    small = [f"{card:g}" for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)
+             if peak_memory(requested).total > capacity]
+    if requested.device == "cuda" and small:
+        suggestions = describe_suggestions(requested)
+        yield f"a card of {', '.join(small)} GB is too small" + (f"; try {suggestions}" if suggestions else "")
+    memory = host_memory.total_bytes()
+    if memory is not None and host > memory:
+        yield (f"a node needs {format_bytes(host)} of memory, and {host_memory.describe_owner('this machine')} has "
+               f"{format_bytes(memory)}")
+    flags_of_folder: dict[str, list[str]] = {}
+    for place, name in ((requested.offload_placement.optimizer, "offload_optimizer_nvme_path"),
+                        (requested.offload_placement.params, "offload_param_nvme_path")):
+        path = getattr(requested.config.offload, name)
+        if place == "nvme" and path:
+            flags_of_folder.setdefault(path, []).append(flag_name(name))
+    for folder, flags in flags_of_folder.items():
+        if not Path(folder).is_dir():
+            named = requested.config.translate(f"{' and '.join(flags)} {folder}")
+            yield f"{named}: there is no such folder on this machine; the run needs it"
+        path = Path(folder).absolute()
+        free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+        if nvme > free:
+            yield f"a node needs {format_bytes(nvme)} of NVMe, and {folder} has {format_bytes(free)} free"

@@ -25,12 +25,9 @@ from megatron.zero.stages import StagePolicy, stage_policy
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
-MOMENTS_PER_WEIGHT = 2
-"""AdamW's moments per weight."""
-MUON_WIRE_BYTES = 2
-"""Bytes per element of a matrix that is gathered for Muon."""
-MAX_TILE = 2**24
-"""Largest tile of an optimizer step, in elements."""
+MOMENTS_PER_WEIGHT = 2  # AdamW's moments per weight
+MUON_WIRE_BYTES = 2  # bytes per element of a matrix that is gathered for Muon
+MAX_TILE = 2**24  # largest tile of an optimizer step, in elements
 
 
 @dataclass(frozen=True)
@@ -72,23 +69,15 @@ ALL_ON_DEVICE = StatePlacement()
 
 
 @dataclass(frozen=True)
-class OffloadedBytes:
-    host: int
-    nvme: int
-
-
-@dataclass(frozen=True)
 class TrafficBytes:
     """Bytes that a rank sends to others of its data parallel group in one optimizer step."""
 
     gradients: int
     parameters: int
-    matrices: int = 0
-    """Matrices gathered for the optimizer (Muon)."""
+    matrices: int = 0  # matrices gathered for the optimizer (Muon)
 
 
-BLOCK = "blocks.0."
-"""Path of the first block in the model; all blocks have the same shape."""
+BLOCK = "blocks.0."  # path of the first block in the model; all blocks have the same shape
 
 
 @cache
@@ -175,13 +164,6 @@ class PlannedRun:
         in_place = self.config.precision.communication == "fp32" or not self.policy.grads_are_sharded
         return self.grad_sum_bytes if in_place else self.param_bytes
 
-    @property
-    def wire_grad_bytes(self) -> int:
-        """Bytes of a gradient on the wire: accelerators reduce in fp32 unless configured otherwise."""
-        if self.device == "cpu":
-            return self.grad_bytes
-        return 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
-
     @cached_property
     def vocab_columns(self) -> int:
         """Columns of the logits on one rank: the rows of the token embedding."""
@@ -207,11 +189,6 @@ class PlannedRun:
         """Whether the parameter stays gathered on every rank at stage 3."""
         return self.policy.params_are_sharded and slot.numel < self.config.zero.stage3_param_persistence_threshold
 
-    @property
-    def num_sharded_units(self) -> int:
-        """Of the root and the blocks, those with sharded parameters."""
-        return bool(self.root.numel) + self.num_layers * bool(self.block.numel) if self.policy.params_are_sharded else 0
-
     @cached_property
     def root_parameters(self) -> list[Slot]:
         """The parameters outside the blocks."""
@@ -228,12 +205,6 @@ class PlannedRun:
         data = self.config.data
         return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp,
                            self.param_bytes, self.device, data.reset_attention_mask, self.config.recompute)
-
-    @property
-    def num_skipped_products(self) -> int:
-        """Chunks whose last product, and sum, is not recomputed: only a dropout behind it would need the output."""
-        acts = self.activations
-        return acts.chunks if acts.chunk is not None and not self.config.model.hidden_dropout else 0
 
     # ---- persistent memory ----------------------------------------------------------------------------------------
 
@@ -293,11 +264,13 @@ class PlannedRun:
         return min(MAX_TILE, align(self.config.zero.sub_group_size))
 
     @property
-    def offloaded_bytes(self) -> OffloadedBytes:
-        """Offloaded state, and activation checkpoints on the host."""
-        on_host = self.host_bytes + self.activations.host_input_bytes
-        # a CPU is its own host
-        return OffloadedBytes(on_host if self.device == "cuda" else 0, sum(self.nvme_by_kind.values()))
+    def nvme_bytes(self) -> int:
+        return sum(self.nvme_by_kind.values())
+
+    @property
+    def offloaded_host_bytes(self) -> int:
+        """Offloaded state, and activation checkpoints on the host; a CPU is its own host."""
+        return self.host_bytes if self.device == "cuda" else 0
 
     @cached_property
     def nvme_by_kind(self) -> dict[str, int]:
@@ -312,11 +285,12 @@ class PlannedRun:
 
     @cached_property
     def host_by_kind(self) -> dict[str, int]:
-        """Bytes of offloaded state, and of the buffers in front of a drive."""
+        """Bytes of offloaded state, of the buffers in front of a drive, and of activation checkpoints."""
         offload, placement = self.config.offload, self.offload_placement
         by_kind = {"parameters": 0,
                    "gradients": self.offloaded_numel * self.grad_sum_bytes if self.gradients_are_offloaded else 0,
-                   "optimizer": self.offloaded_optimizer_bytes if placement.optimizer == "cpu" else 0, "buffers": 0}
+                   "optimizer": self.offloaded_optimizer_bytes if placement.optimizer == "cpu" else 0,
+                   "activations": self.activations.host_input_bytes, "buffers": 0}
         if placement.optimizer == "nvme":
             by_kind["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_offload_chunk_numel * FP32
         if self.gradients_are_offloaded and placement.optimizer == "cpu" and offload.delayed_param_update:
@@ -388,7 +362,10 @@ class PlannedRun:
         blocks = self.num_layers * self.block.numel
         numel = self.root.numel + self.persistent.numel + blocks
         times = self.accumulation if self.policy.grads_are_sharded else 1
-        gradients = numel * self.wire_grad_bytes * peers // self.dp * times
+        sent_bytes = self.grad_bytes
+        if self.device == "cuda":  # accelerators reduce in fp32 unless configured otherwise
+            sent_bytes = 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
+        gradients = numel * sent_bytes * peers // self.dp * times
         if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
             return TrafficBytes(2 * (numel * peers // self.dp // 8),
                                 numel * self.param_bytes * peers // self.dp if self.policy.optim_is_sharded else 0)

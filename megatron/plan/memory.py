@@ -20,6 +20,8 @@ from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, Planned
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
+USABLE_FRACTION = 0.92
+"""Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation."""
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
 CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES = 104 << 20, 1 << 30  # logits at a time
 CPU_BLOCK_ROWS = 64  # rows of them in fp32 at a time

@@ -36,18 +36,12 @@ class MachineRates:
 
     machine: str
     device: str
-    ranks: int
-    """Ranks that were measured at the same time; exchange is known for two or more."""
-    flops: float
-    """FLOP/s of matrix products."""
-    memory: float
-    """Bytes per second that elementwise operations read and write."""
-    exchange: float
-    """Bytes per second that a rank sends in a collective."""
-    operation_seconds: float
-    """Latency of an operation: the work of the host for it."""
-    collective_seconds: float
-    """Latency of a collective."""
+    ranks: int  # ranks that were measured at the same time; exchange is known for two or more
+    flops: float  # FLOP/s of matrix products
+    memory: float  # bytes per second that elementwise operations read and write
+    exchange: float  # bytes per second that a rank sends in a collective
+    operation_seconds: float  # latency of an operation: the work of the host for it
+    collective_seconds: float  # latency of a collective
 
 
 @dataclass(frozen=True)
@@ -55,28 +49,21 @@ class ElementPasses:
     """Reads and writes of a tensor by elementwise operations, (in the forward, in the backward). A CPU computes GELU,
     softmax and random numbers for the time of that many reads."""
 
-    hidden: tuple[int, int]
-    """Of [T, h] in a block: LayerNorm, bias, residual sums, copies."""
-    mlp: tuple[int, int]
-    """Of [T, f/t]: GELU."""
-    dropout: tuple[int, int]
-    """Of [T, h], for one dropout."""
-    scores: tuple[int, int]
-    """Of fp32 [s, s] matrices, by attention that is not fused."""
-    logits: int
-    """Of [T, V/t], in both directions."""
+    hidden: tuple[int, int]  # of [T, h] in a block: LayerNorm, bias, residual sums, copies
+    mlp: tuple[int, int]  # of [T, f/t]: GELU
+    dropout: tuple[int, int]  # of [T, h], for one dropout
+    scores: tuple[int, int]  # of fp32 [s, s] matrices, by attention that is not fused
+    logits: int  # of [T, V/t], in both directions
 
 
 PASSES = {"cpu": ElementPasses((10, 20), (10, 12), (40, 3), (100, 15), 24),
           "cuda": ElementPasses((12, 22), (2, 3), (3, 3), (0, 0), 6)}
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of fused attention in its backward, by those of its forward: it recomputes the scores."""
+ATTENTION_BACKWARD = 2.5  # FLOPs of fused attention in its backward, by those of its forward: it recomputes the scores
 BLOCK_OPERATIONS, RECOMPUTE_OPERATIONS = 56, 110
 """Operations of a block in both directions, and of its recomputation."""
 PASS_OPERATIONS, UNIT_OPERATIONS, STEP_OPERATIONS = 140, 12, 60
 """Operations of a micro-batch outside the blocks, of a unit's reduction and update, of a step."""
-UPDATE_BYTES = 28
-"""Bytes of memory traffic of an Adam update by parameter: gradient, and three fp32 states in and out."""
+UPDATE_BYTES = 28  # bytes of memory traffic of an Adam update by parameter: gradient, and three fp32 states in and out
 HOST_MEMORY, PCIE = 20e9, 20e9
 """Bytes per second of an update on the host of GPUs, and of copies between both."""
 
@@ -86,14 +73,11 @@ class StepTime:
     """Seconds of one optimizer step."""
 
     products: float
-    memory: float
-    """Elementwise operations."""
-    latency: float
-    """The host's work for operations, as far as the device waits for it."""
+    memory: float  # elementwise operations
+    latency: float  # the host's work for operations, as far as the device waits for it
     optimizer: float
     exchange: float
-    hidden: float
-    """The part of `exchange` that overlaps the backward."""
+    hidden: float  # the part of `exchange` that overlaps the backward
 
     @property
     def total(self) -> float:
@@ -125,7 +109,9 @@ def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
 
     directions = [False, True] + [False] * (acts.chunk is not None)  # recomputation is another forward
     flops, traffic = (planned.mean_active_blocks * sum(column) for column in zip(*map(block, directions), strict=True))
-    flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * planned.num_skipped_products
+    if acts.chunk is not None and not model.hidden_dropout:
+        # the last product of a chunk is not recomputed: only a dropout behind it would need the output
+        flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * acts.chunks
     flops += 6 * acts.tokens * model.hidden_size * planned.vocab_columns
     traffic += passes.logits * acts.tokens * planned.vocab_columns * planned.param_bytes + sum(passes.dropout) * dropout
     of_block = BLOCK_OPERATIONS + (RECOMPUTE_OPERATIONS if acts.chunk is not None else 0)
@@ -158,7 +144,8 @@ def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
     if planned.dp > 1:  # each unit is reduced, and gathered from stage 1 on
         count = (planned.num_layers + 1) * (planned.accumulation if planned.policy.grads_are_sharded else 1)
         if planned.policy.params_are_sharded:
-            count += planned.accumulation * 2 * planned.num_sharded_units
+            sharded_units = bool(planned.root.numel) + planned.num_layers * bool(planned.block.numel)
+            count += planned.accumulation * 2 * sharded_units
         elif planned.policy.optim_is_sharded:
             count += planned.num_layers + 1
         data_parallel = sum(astuple(planned.traffic())) / rates.exchange + count * rates.collective_seconds

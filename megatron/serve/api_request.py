@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, final
 
-from data.tokenizer_base import Tokenizer
+from data.tokenizer import Tokenizer
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field

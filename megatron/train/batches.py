@@ -11,19 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.gpt2_dataset import Dataset
 from megatron.distributed.rank_status import READING, STATUS
-
-
-class Samples(Protocol):
-    """A dataset: any id >= 0 -> seq_length + 1 tokens."""
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class MicroBatchSampler:
         starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(self.accumulation))
         return [range(start, start + self.micro_batch) for start in starts]
 
-    def load_batch(self, samples: Samples, ids: range) -> Batch:
+    def load_batch(self, samples: Dataset, ids: range) -> Batch:
         rows = torch.from_numpy(np.stack([samples[i] for i in ids]))  # [b, s + 1]
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
@@ -107,7 +101,7 @@ def samples_digest(first: int, count: int) -> str:
 class BatchStream:
     """The micro-batches of consecutive steps, prefetched by background threads."""
 
-    def __init__(self, samples: Samples, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
+    def __init__(self, samples: Dataset, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
         self._samples, self._sampler = samples, sampler
         self._first_ids = iter(range(first, first + steps * sampler.global_batch, sampler.global_batch))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from data.gpt2_dataset import Dataset
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
 from megatron.inference.generation import Generator
 from megatron.inference.live import engine_decoder
 from megatron.inference.request import GenerationConfig, Sampling
-from megatron.train.batches import Batch, MicroBatchSampler, Samples
+from megatron.train.batches import Batch, MicroBatchSampler
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
 
@@ -29,13 +30,6 @@ StopCheck = Callable[[float], float]
 Collective: all ranks call it after the same round."""
 
 
-class SizedSamples(Samples, Protocol):
-    """A dataset with a known number of distinct samples."""
-
-    @property
-    def distinct_samples(self) -> int | None: ...
-
-
 class EvaluationLoss(NamedTuple):
     loss: float
     """Mean over micro-batches, in nats per token."""
@@ -44,7 +38,7 @@ class EvaluationLoss(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
+def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
              global_batches: int, device: torch.device, token_bytes: torch.Tensor | None = None,
              stop_check: StopCheck = float) -> EvaluationLoss | None:
     """Mean loss over `global_batches`, or over as many full rounds of all ranks as the dataset has samples for.

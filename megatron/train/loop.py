@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import torch
 
+from data.gpt2_dataset import Dataset
 from megatron.config.tree import Config
 from megatron.distributed.rank_status import EVALUATION, STATUS, TRAINING
 from megatron.distributed.signals import StopListener
 from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.layer_drop import kept
-from megatron.metrics.step_metrics import (LayerDropMetrics, StepMetrics, StepTimer, StepTiming, Throughput,
-                                           max_memory_bytes)
-from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, Samples, samples_digest
+from megatron.metrics.step_metrics import LayerDropMetrics, NvmeStats, StepMetrics, StepTimer, max_memory_bytes
+from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, samples_digest
 from megatron.train.compile import arithmetic_precision
-from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
+from megatron.train.evaluation import evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
@@ -62,7 +62,8 @@ class CompletedStep:
     report: StepReport
     iteration: int
     consumed_samples: int
-    timing: StepTiming
+    seconds: float
+    drive: NvmeStats | None
     layer_drop: LayerDropMetrics | None
 
 
@@ -80,7 +81,7 @@ class Trainer:
     token_bytes: torch.Tensor | None = None
     """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
 
-    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
+    def run(self, state: TrainState, samples: Dataset, valid: Dataset | None) -> bool:
         """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the
         end."""
         STATUS.set_activity(TRAINING)
@@ -105,7 +106,7 @@ class Trainer:
             self.log.print_line(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
         return not reason
 
-    def _train(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
+    def _train(self, state: TrainState, samples: Dataset, valid: Dataset | None,
                between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; returns why it stopped early, or "". The last save may still be in progress."""
         train, save_interval = self.config.train, self.config.save.save_interval
@@ -125,7 +126,7 @@ class Trainer:
                 report = self.train_step(batches)
                 state.iteration += 1
                 state.consumed_samples += self.sampler.global_batch
-                pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, timer.lap(),
+                pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, *timer.lap(),
                                                   layer_drop))
                 # the last step, and one with a save, evaluation or exit: the loop must know its result to go on
                 needs_result = state.iteration == train.train_iters or any(
@@ -205,25 +206,26 @@ class Trainer:
         return requests
 
     def _metrics(self, step: CompletedStep, loss_sum: float) -> StepMetrics:
-        report, (seconds, drive), dropping = step.report, step.timing, step.layer_drop
-        tokens, tflops, mfu = self._throughput.of_step(seconds, dropping.arithmetic_fraction if dropping else 1.0)
-        global_batch = self.sampler.global_batch
+        report, global_batch, devices = step.report, self.sampler.global_batch, self.engine.groups.world.size
+        tokens = global_batch * self.config.seq_length / step.seconds  # a second, over all devices
+        arithmetic_fraction = step.layer_drop.arithmetic_fraction if step.layer_drop else 1.0
+        flops = tokens * flops_per_token(self.config.model, self.config.seq_length) * arithmetic_fraction
+        tflops = flops / devices / 1e12
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
         return StepMetrics(
-            iteration=step.iteration, lm_loss=loss_sum / (self.sampler.accumulation * self.engine.groups.world.size),
+            iteration=step.iteration, lm_loss=loss_sum / (self.sampler.accumulation * devices),
             grad_norm=report.grad_norm, learning_rate=report.lr, loss_scale=report.loss_scale,
             skipped=not report.applied, consumed_samples=step.consumed_samples,
-            samples_digest=samples_digest(step.consumed_samples - global_batch, global_batch), step_ms=seconds * 1e3,
-            tokens_per_s=tokens, tflops=tflops, mfu=mfu, max_memory_bytes=max_memory_bytes(self.device), drive=drive,
-            dropping=dropping)
+            samples_digest=samples_digest(step.consumed_samples - global_batch, global_batch),
+            step_ms=step.seconds * 1e3, tokens_per_s=tokens, tflops=tflops,
+            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
+            max_memory_bytes=max_memory_bytes(self.device), drive=step.drive, dropping=step.layer_drop)
 
     @cached_property
-    def _throughput(self) -> Throughput:
-        peak = self.config.log.peak_tflops
-        if peak is None and self.device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
-        return Throughput(self.sampler.global_batch * self.config.seq_length, flops_per_token(
-            self.config.model, self.config.seq_length), self.engine.groups.world.size, peak)
+    def _peak_tflops(self) -> float | None:
+        if self.config.log.peak_tflops is None and self.device.type == "cuda":
+            return peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
+        return self.config.log.peak_tflops
 
     def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         profile, core = self.config.profile, self.engine.core
@@ -234,7 +236,7 @@ class Trainer:
 
     # ---- evaluation and stop requests -----------------------------------------------------------------------------
 
-    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
+    def finish(self, state: TrainState, valid: Dataset | None, test: Dataset | None) -> bool:
         """Run the evaluations after training; False if a stop request interrupted them."""
         for name, samples in (("validation", valid), ("test", test)):
             if self.config.train.evaluates_every and not self._evaluate(name, state, samples):
@@ -246,7 +248,7 @@ class Trainer:
                 return False
         return True
 
-    def _evaluate(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
+    def _evaluate(self, name: str, state: TrainState, samples: Dataset | None) -> bool:
         """False if a stop request ended the evaluation early."""
         if samples is None:
             return True

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.format import TokenizerFacts, tokenizer_facts_of_state
+from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.commit import (BackgroundDeleter, Keep, check_save_root_is_writable, clean_up_save_root,
                                         explain_disk_errors, lock_save_root)
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
@@ -106,10 +106,10 @@ class RunCheckpoints:
             raise CheckpointError(f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no "
                                   "position of a run: give --finetune to start from its weights")
         scheduler = lr_scheduler_of(engine)
-        position = None if section.finetune else parse_loop_state(
+        state, schedule, data_fingerprint = (TrainState(), None, "") if section.finetune else parse_loop_state(
             saved, f"{shared_state_label(checkpoint)}: field 'client_state'")
-        if position is not None:  # restoring sets the learning rate from the schedule, so choose that first
-            scheduler.schedule = _choose_schedule(self.config, position.schedule, scheduler.schedule)
+        if schedule is not None:  # restoring sets the learning rate from the schedule, so choose that first
+            scheduler.schedule = _choose_schedule(self.config, schedule, scheduler.schedule)
         same_precision = _precision(checkpoint.config) == self.config.precision.name
         engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                                rng=not (section.finetune or section.no_load_rng),
@@ -117,17 +117,17 @@ class RunCheckpoints:
                                                hyper_parameters=False))  # hyper-parameters come from the flags
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {checkpoint.tag} from {section.load}")
-        if position is None:
-            return self._note_later_tags(TrainState())
+        if section.finetune:
+            return self._note_later_tags(state)
         self.notes += _resharding_note(engine, checkpoint, self.config.precision.name)
         rule = checkpoint.shared_state["engine"].get("rule", {}) if optimizer else {}
         self.notes += method_change_notes(checkpoint.config, self.config, rule)
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
-        if position.data_fingerprint != self._data_fingerprint:
+        if data_fingerprint != self._data_fingerprint:
             self.notes.append(
                 f" warning: {_other_samples(checkpoint.config, self.config)}; the data position carries over")
-        return self._note_later_tags(position.state)
+        return self._note_later_tags(state)
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
         """Raise (or note, with --finetune) if the tokenizer differs: ids then mean different text, even if the sizes
@@ -310,17 +310,11 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "momentum_tail": "--cycle-mom-growth"}
 
 LOOP_STATE_FIELDS = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
-"""Fields of the client state that form a LoopState."""
+"""Fields of the client state that the loop reads."""
 
 
-@dataclass(frozen=True)
-class LoopState:
-    state: TrainState
-    schedule: LRSchedule
-    data_fingerprint: str
-
-
-def parse_loop_state(saved: Mapping[str, Any], where: str) -> LoopState:
+def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
+    """(state, schedule, fingerprint of the data)."""
     record = StrictRecord({name: saved[name] for name in LOOP_STATE_FIELDS if name in saved}, where)
     schedule = _parse_schedule(StrictRecord(record.take_field("schedule", dict), f"{where}: schedule"))
     owes = record.take_field("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
@@ -328,21 +322,20 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> LoopState:
     with reraise_as_corrupt(f"{where}: schedule"):
         schedule(state.iteration)
         schedule.betas(state.iteration)
-    return LoopState(state, schedule, record.take_field("data", str))
+    return state, schedule, record.take_field("data", str)
 
 
 def _parse_schedule(record: StrictRecord) -> LRSchedule:
     """Optional fields may be missing; an unknown field is refused, since it would be ignored."""
     values: dict[str, Any] = {}
     for item in fields(LRSchedule):
-        if item.name not in record.fields:
-            if item.default is MISSING:
-                raise CheckpointError(f"{record.where}: field {item.name!r} is missing")
-        elif item.type == "str":
+        if item.name not in record.fields and item.default is not MISSING:
+            continue
+        if item.type == "str":
             values[item.name] = record.take_field(item.name, str)
         elif item.type == "int":
             values[item.name] = record.take_count(item.name)
-        elif record.fields[item.name] is None and item.default is None:
+        elif item.default is None and record.fields[item.name] is None:
             del record.fields[item.name]
         else:
             values[item.name] = record.take_number(item.name)
@@ -363,19 +356,18 @@ def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
     def as_text(value: Any) -> str:
         return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
-    present, changes = config.as_dict(), list[str]()
+    present, changes = config.as_dict(), list[tuple[str, Any, Any]]()
     for section, switch in METHOD_SWITCHES.items():
         before, now = saved.get(section, {}), present[section]
-        was_on, is_on = bool(before.get(switch)), bool(now[switch])
-        if was_on != is_on:
-            changes.append(f"{flag_name(switch)} {as_text(was_on)} -> {as_text(is_on)}")
-        elif is_on:
-            changes += [f"{flag_name(name)} {as_text(before[name])} -> {as_text(value)}"
-                        for name, value in now.items() if name in before and before[name] != value]
-    before, now = saved.get("optim", {}), present["optim"]
+        if bool(before.get(switch)) != now[switch]:
+            changes.append((switch, bool(before.get(switch)), now[switch]))
+        elif now[switch]:
+            changes += [(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
+    before, now, why = saved.get("optim", {}), present["optim"], ""
     name, frozen_at = "onebit_freeze_step", saved_rule.get("frozen_at")
     if now["optimizer"] in ONE_BIT_OPTIMIZERS and before.get("optimizer") == now["optimizer"] \
             and before.get(name) != now[name]:
+        changes.append((name, before.get(name), now[name]))
         why = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
-        changes.append(f"{flag_name(name)} {before.get(name)} -> {now[name]}{why}")
-    return [f" changed: {', '.join(changes)}"] if changes else []
+    said = ", ".join(f"{flag_name(name)} {as_text(before)} -> {as_text(now)}" for name, before, now in changes)
+    return [f" changed: {said}{why}"] if changes else []

@@ -3,48 +3,112 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, isfinite
+from pathlib import Path
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
 from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser
+from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
-from megatron.plan.cli import num_visible_gpus, refuse_retired, with_vocabulary
+from megatron.plan.alternatives import format_bytes
+from megatron.plan.cli import align_columns, num_visible_gpus, refuse_retired, with_vocabulary
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.memory import peak_memory
-from megatron.plan.plan_report import align_columns
-from megatron.plan.roofline import MachineRates, measured_rates, step_time
+from megatron.plan.roofline import measured_rates
+from megatron.report.page import UNKNOWN, html_document, html_notes, html_table
+from megatron.train.flops import flops_per_token
 from megatron.train.input_checks import check_inputs
-from megatron.tune.search import (TrialOption, candidate_families, common_error, fastest_choice, next_repeat,
-                                  next_trial)
-from megatron.tune.space import MemoryBudget, TuningChoice, available_memory, legal_choices, samples_per_step
-from megatron.tune.trial import TRIALS_FOLDER_FLAG as EXPS_FLAG, TrialRunner
-from megatron.tune.trial_records import RESULTS_FLAG, TrialRecords, open_trial_records, trial_key
-from megatron.tune.tune_report import COLUMNS, format_metric, summarize_best, trial_rows, tuning_page
+from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
+                                  candidate_families, common_error, fastest_choice, next_repeat, next_trial,
+                                  plan_choices, samples_per_step)
+from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner, open_trial_records,
+                                 trial_key)
+
+COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
+           "measured", "")
+BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
+METRIC_UNITS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
+
+
+def format_metric(requested: PlannedRun, seconds: float) -> str:
+    """A step of `seconds` in the metric of --autotuning-metric."""
+    config, samples = requested.config, samples_per_step(requested)
+    flops = samples * config.seq_length * flops_per_token(config.model, config.seq_length)
+    value = {"throughput": samples / seconds, "latency": 1e3 * seconds,
+             "flops": flops / seconds / requested.ranks / 1e12}
+    kind = config.autotuning.autotuning_metric
+    return f"{value[kind]:.4g} {METRIC_UNITS[kind]}"
+
+
+def trial_rows(trials: Mapping[TuningChoice, TrialResult],
+               options: Mapping[TuningChoice, TrialOption]) -> Iterator[tuple[str, ...]]:
+    """The fastest first, failed ones last."""
+    rows = [(number, choice, result) for number, (choice, result) in enumerate(trials.items(), 1)]
+    for number, choice, result in sorted(rows, key=lambda row: row[2].seconds or inf):
+        predicted, needed = options[choice].predicted, options[choice].memory_needed
+        yield (str(number), str(choice.batch), str(choice.stage), str(choice.placement),
+               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+               format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
+               f"{1e3 * predicted:.4g} ms",
+               UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
+               "" if result.state == "done" else f"{result.state}: {result.words}")
+
+
+def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
+    """The flags to append, and the keys to change in a DeepSpeed file that has the same settings."""
+    names, samples, keys, flags = requested.config.key_names, samples_per_step(requested), list[str](), list[str]()
+    given = dict(names.keys_of_given)
+    if names.file and any(key in Path(names.file).read_text(encoding="utf-8") for key in BATCH_SIZE_KEYS):
+        given |= BATCH_KEYS
+    # "--flag value ..." -> [["--flag", "value", ...], ...]
+    for flag, *values in map(str.split, re.split(r" (?=--)", " ".join(best.flags(requested)))):
+        key = given.get(flag.replace("--no-", "--", 1))
+        if key is None:
+            flags += [flag, *values]
+        elif key.split(".")[-1].startswith("cpu_offload"):
+            keys.append(f"{key} {str(values != ['none']).lower()}")
+        else:
+            keys.append(f"{key} {' '.join(values) or str(not flag.startswith('--no-')).lower()}")
+    if "--batch-size" in given:
+        keys.append(f"gradient_accumulation_steps {samples // (best.batch * (requested.ranks // best.tp))}")
+    return [*([f"in {names.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
+
+
+def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult], num_choices: int,
+                   best: TuningChoice) -> list[str]:
+    seconds, times = trials[best].seconds, [seconds for seconds in trials[best].times if isfinite(seconds)]
+    assert seconds is not None, "the best one was measured"
+    metrics = dict.fromkeys((format_metric(requested, seconds), f"{1e3 * seconds:.4g} {METRIC_UNITS['latency']}"))
+    all_times = f" (the least of {', '.join(f'{1e3 * one:.4g}' for one in times)})" if len(times) > 1 else ""
+    lines = [f"fastest: {', '.join(metrics)}{all_times}, after {format_count(len(trials), 'trial')} of "
+             f"{format_count(num_choices, 'choice')}"]
+    # repeated choices whose least time is within the range of the fastest one
+    ties = sum(len(trial.times) > 1 and trial.seconds is not None and trial.seconds <= max(times, default=0.0)
+               for choice, trial in trials.items() if choice != best)
+    if ties:
+        lines.append(f"note: {format_count(ties, 'other choice')} cannot be told apart from it by these times; where "
+                     "they are far apart, tune while the machine is idle")
+    return lines + recommended_flags(requested, best)
+
+
+def tuning_page(requested: PlannedRun, rows: Sequence[Sequence[str]], summary: Sequence[str]) -> str:
+    """`rows`: COLUMNS, and trial_rows."""
+    return html_document(
+        f"Tuning {requested.config.model.parameters():,} parameters on {format_count(requested.ranks, 'rank')}",
+        f"{html_notes(summary)}<section><h2>Trials</h2>\n{html_table(rows[0], rows[1:])}</section>\n")
+
 
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
 """Errors of trials that every choice would have, by exit code."""
 
-DRY_RUN_CHOICES = 10
-"""Choices that a dry run prints."""
+DRY_RUN_CHOICES = 10  # choices that a dry run prints
 
-MAX_FAILED_REPEATS = 2
-"""Failed repeats in a row that end the search: the machine fails then, not the choices."""
-
-
-def plan_choices(requested: PlannedRun, rates: MachineRates) -> list[TrialOption]:
-    size = requested.config.autotuning.autotuning_mp_size
-    require(size is None or requested.ranks % size == 0,
-            f"--autotuning-mp-size {size} does not divide --ranks {requested.ranks}: give one that does")
-    options = [TrialOption(choice, step_time(run, rates).total,
-                           MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host))
-               for choice, run in legal_choices(requested).items()]
-    require(bool(options), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
-            "choice: samples have to be divisible by the data parallel size")
-    return options
+MAX_FAILED_REPEATS = 2  # failed repeats in a row that end the search: the machine fails then, not the choices
 
 
 def describe_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> str:
@@ -59,13 +123,13 @@ def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacit
     fastest = sorted((option for family in families for option in family), key=lambda option: option.predicted)
     for option in fastest[:DRY_RUN_CHOICES]:
         print(f"  {format_metric(requested, option.predicted)} | "
-              f"{' '.join(option.choice.flags(requested, samples_per_step(requested)))}")
+              f"{' '.join(option.choice.flags(requested))}")
 
 
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
                trials: TrialRunner, results: TrialRecords) -> None:
     """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
-    samples, failed = samples_per_step(requested), 0
+    failed = 0
     print(describe_search(requested, [*options.values()], capacity)
           + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
@@ -81,12 +145,12 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             return
         predicted, before = options[choice].predicted, results.trials.get(choice)
         trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
-        result = trials.run(trial, choice.apply_to(requested, samples), predicted)
+        result = trials.run(trial, choice.apply_to(requested), predicted)
         results.add(choice, result if before is None else before.merge_repeat(result))
         failed = failed + 1 if before and result.seconds is None else 0
         result_text = (f"{result.state}: {result.words}" if result.seconds is None
                        else f"measured {format_metric(requested, result.seconds)}")
-        print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(requested, samples))} | predicted "
+        print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(requested))} | predicted "
               f"{format_metric(requested, predicted)} | {result_text}", flush=True)
         if failed == MAX_FAILED_REPEATS:
             print(f"over: what could be measured before cannot be any more ({result.words}); what counts is what was "
@@ -124,6 +188,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
     parser, argv = _parser(), normalize_flag_names(argv)
     refuse_retired(argv, {"--rates": "a search measures this machine itself, in about 10 s"})
     options, flags = parser.parse_known_args(argv)
+    options.dry_run = is_dry_run(flags)
     require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
     for name in ("card_gb", "trial_seconds"):
         value = getattr(options, name)
@@ -138,8 +203,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, requested = parse(argv)
+    args, requested = parse(sys.argv[1:] if argv is None else argv)
     tuning = requested.config.autotuning
     if requested.device == "cuda":
         gpus = num_visible_gpus()
@@ -147,13 +211,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--device cpu")
         require(args.ranks <= gpus, f"--ranks {args.ranks} is more than the {gpus} GPUs of this machine: trials run "
                 "here")
-    if is_dry_run(_parser().parse_known_args(list(argv))[1]):
+    if args.dry_run:
         print_dry_run(requested, plan_choices(requested, measured_rates(requested)),
                       available_memory(requested, args.card_gb))
         return 0
     with open_trial_records(tuning.autotuning_results_dir, trial_key(requested),
                             overwrite=tuning.autotuning_overwrite) as results:
-        with prefix_storage_errors(EXPS_FLAG):
+        with prefix_storage_errors(TRIALS_FOLDER_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                              args.trial_seconds)

@@ -1,23 +1,175 @@
-"""Which choice is tried next, by successive halving: pure functions of the choices and of the trials so far.
+"""The search of the tuner: legal choices, the memory of each and of this machine, successive halving over them.
 
-Choices that differ in micro-batch and bucket size alone are a *family*. In the first round each family has a trial of
-its choice of the best predicted time; the faster half of the families goes on to the next round, with a trial of the
-next best choice, until one family is left, whose choices are all tried. An out-of-memory trial rules out all choices
-that need at least as much memory on device and host; other failures rule out only their own choice.
+A choice is a micro-batch, ZeRO stage, offload placement, recomputation, tensor parallel size and bucket size. The
+samples of a step and the model are fixed. Choices that differ in micro-batch and bucket size alone are a *family*. In
+the first round each family has a trial of its choice of the best predicted time; the faster half of the families goes
+on to the next round, with a trial of the next best choice, until one family is left, whose choices are all tried. An
+out-of-memory trial rules out all choices that need at least as much memory on device and host; other failures rule
+out only their own choice.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, product
 from math import inf
 from typing import Literal
 
-from megatron.config.run_config import AutotuningConfig
-from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
-from megatron.tune.space import MemoryBudget, TuningChoice
+from megatron import host_memory
+from megatron.config.tree import AutotuningConfig, require
+from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError
+from megatron.plan.alternatives import PLACEMENTS, format_bytes
+from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
+from megatron.plan.memory import USABLE_FRACTION, peak_memory
+from megatron.plan.roofline import MachineRates, step_time
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of one rank, available or needed."""
+
+    device: float  # of the GPU, or of the host for a run on a CPU
+    host: float = 0.0  # host memory of a run on a GPU
+
+    def __str__(self) -> str:
+        return format_bytes(int(self.device)) + (f" of the GPU and {format_bytes(int(self.host))} of the host"
+                                                 if self.host else "")
+
+    def can_hold(self, other: MemoryBudget) -> bool:
+        return other.device <= self.device and other.host <= self.host
+
+    def usage_of(self, budget: MemoryBudget) -> float:
+        """The larger of both shares of the budget; more than 1 if this does not fit."""
+        return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
+
+
+DRIVER_SECONDS = 60.0  # timeout of nvidia-smi, which takes some seconds a GPU if no process keeps the driver loaded
+LIBRARY_BYTES = 300 << 20  # host memory of a rank beside its tensors
+
+
+def available_memory(requested: PlannedRun, gb: float | None) -> MemoryBudget:
+    """For tensors of one rank. `gb` overrides the free memory of the device."""
+    given = None if gb is None else gb * 2**30
+    if requested.device == "cpu":
+        return MemoryBudget(_host_bytes_per_rank(requested.ranks) if given is None else given)
+    return MemoryBudget((_free_gpu_bytes(requested.ranks) if given is None else given) * USABLE_FRACTION,
+                        _host_bytes_per_rank(requested.ranks))
+
+
+def _host_bytes_per_rank(ranks: int) -> float:
+    available = host_memory.available_bytes()
+    if available is None:
+        raise ConfigError("the memory of this machine is not known here: give --card-gb")
+    return max(0.0, available / ranks - LIBRARY_BYTES)
+
+
+def _free_gpu_bytes(ranks: int) -> float:
+    """Of the fullest of the GPUs that the ranks use, the first visible ones."""
+    try:
+        return min(map(float, query_gpus("memory.free")[:ranks])) * 2**20
+    except ValueError as error:
+        raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
+
+
+def query_gpus(field: str) -> list[str]:
+    """A field of the visible GPUs, by the driver's tool, which takes no memory of them; [] where it does not answer."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits",
+               *([] if visible is None else [f"--id={visible}"])]
+    try:
+        return subprocess.run(command, text=True, capture_output=True, check=True,
+                              timeout=DRIVER_SECONDS).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+BUCKET_SIZES = (5_000_000, 50_000_000)  # elements; tried beside the configured size
+
+
+@dataclass(frozen=True)
+class TuningChoice:
+    batch: int  # the micro-batch
+    stage: int
+    recomputes: bool
+    optimizer: str  # device of the optimizer state
+    params: str
+    tp: int
+    bucket: int  # of reductions and gathers; the configured size keeps both as configured
+
+    @property
+    def placement(self) -> StatePlacement:
+        return StatePlacement(self.optimizer, self.params)  # type: ignore[arg-type]
+
+    def apply_to(self, requested: PlannedRun) -> PlannedRun:
+        """The requested run with this choice; ConfigError if that is not allowed."""
+        config = requested.config
+        zero = replace(config.zero, zero_stage=self.stage)
+        if self.bucket != zero.reduce_bucket_size:
+            zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
+        changed = replace(config, zero=zero, parallel=replace(config.parallel, model_parallel_size=self.tp),
+                          recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
+                          train=replace(config.train, batch_size=self.batch,
+                                        global_batch_size=samples_per_step(requested)),
+                          offload=self.placement.apply_to(config.offload))
+        changed.check_world(requested.ranks)
+        return replace(requested, config=changed)
+
+    def flags(self, requested: PlannedRun) -> list[str]:
+        """To append to the requested flags."""
+        flags = ["--batch-size", str(self.batch), "--global-batch-size", str(samples_per_step(requested)),
+                 "--zero-stage", str(self.stage)]
+        flags += ["--checkpoint-activations" if self.recomputes else "--no-checkpoint-activations"]
+        flags += self.placement.flags(requested.config.offload).split()
+        for kind, was, place in (("optimizer", requested.placement.optimizer, self.optimizer),
+                                 ("param", requested.placement.params, self.params)):
+            flags += [f"--offload-{kind}-device", "none"] if place == "none" != was else []
+        flags += ["--model-parallel-size", str(self.tp)] if self.tp != requested.tp or self.tp > 1 else []
+        if self.bucket != requested.config.zero.reduce_bucket_size:
+            flags += ["--reduce-bucket-size", str(self.bucket), "--allgather-bucket-size", str(self.bucket)]
+        return flags
+
+
+def samples_per_step(requested: PlannedRun) -> int:
+    tuning, batch = requested.config.autotuning, requested.config.train.global_batch_size
+    return batch or tuning.autotuning_max_train_batch_size or requested.config.global_batch_size(requested.dp)
+
+
+def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
+    """Every legal choice, without those that change nothing: stages of a single data parallel rank with all state on
+    the device, and bucket sizes without communication, or on GPUs, which exchange whole blocks."""
+    samples, choices = samples_per_step(requested), dict[TuningChoice, PlannedRun]()
+    given_tp, given_bucket = requested.config.autotuning.autotuning_mp_size, requested.config.zero.reduce_bucket_size
+    for tp in range(1, requested.ranks + 1) if given_tp is None else [given_tp]:
+        dp = requested.ranks // tp
+        if requested.ranks % tp or samples % dp:
+            continue
+        batches = [batch for batch in range(1, samples // dp + 1) if samples // dp % batch == 0]
+        has_one_bucket_size = requested.config.autotuning.autotuning_fast or dp == 1 or requested.device == "cuda"
+        buckets = [given_bucket] if has_one_bucket_size else sorted({given_bucket, *BUCKET_SIZES})
+        for (stage, placement), recomputes, bucket, batch in product(
+                _placements(requested, dp), (False, True), buckets, batches):
+            choice = TuningChoice(batch, stage, recomputes, placement.optimizer, placement.params, tp, bucket)
+            with suppress(ConfigError):
+                choices[choice] = choice.apply_to(requested)
+    return choices
+
+
+def _placements(requested: PlannedRun, dp: int) -> Iterator[tuple[int, StatePlacement]]:
+    """Drives only if they are configured: they are slower than anything else."""
+    devices = {"none", requested.placement.optimizer, requested.placement.params
+               } | ({"cpu"} if requested.device == "cuda" else set())
+    for stage, placement in product(range(4), PLACEMENTS):
+        is_legal = stage >= placement.min_stage and {placement.optimizer, placement.params} <= devices
+        if is_legal and (dp > 1 or stage == placement.min_stage or (placement != ALL_ON_DEVICE and stage == 3)):
+            yield stage, placement
+
+
+# ---- the order of trials ---------------------------------------------------------------------------------------------
 
 TrialState = Literal["done", "memory", "crash", "hang"]
 
@@ -25,8 +177,7 @@ MEASURED_SHARE, MIN_MEASURED = 0.28, 8
 """A search measures at most this share of the choices, but at least MIN_MEASURED."""
 FINALISTS, REPEATS = 3, 2
 """The number of best choices that are measured again, and the maximum number of repeats."""
-MIN_PROGRESS = 0.01
-"""A smaller gain counts as none for early stopping."""
+MIN_PROGRESS = 0.01  # a smaller gain counts as none for early stopping
 
 
 @dataclass(frozen=True)
@@ -34,8 +185,7 @@ class TrialOption:
     """A choice as the planner predicts it."""
 
     choice: TuningChoice
-    predicted: float
-    """Seconds of a step."""
+    predicted: float  # seconds of a step
     memory_needed: MemoryBudget
 
     @property
@@ -51,12 +201,9 @@ class TrialResult:
     state: TrialState
     seconds: float | None = None
     """Of a step if done: the least of all measurements, since interference only makes steps longer."""
-    words: str = ""
-    """The reason if not done."""
-    code: int = 0
-    """Exit code."""
-    times: tuple[float, ...] = ()
-    """Seconds of each measurement of a repeated choice; infinite if it failed."""
+    words: str = ""  # the reason if not done
+    code: int = 0  # exit code
+    times: tuple[float, ...] = ()  # seconds of each measurement of a repeated choice; infinite if it failed
 
     @property
     def first_seconds(self) -> float:
@@ -73,8 +220,19 @@ class TrialResult:
         return replace(self, seconds=min(times), times=times)
 
 
-Trials = Mapping[TuningChoice, TrialResult]
-"""In the order of their first measurement."""
+Trials = Mapping[TuningChoice, TrialResult]  # in the order of their first measurement
+
+
+def plan_choices(requested: PlannedRun, rates: MachineRates) -> list[TrialOption]:
+    size = requested.config.autotuning.autotuning_mp_size
+    require(size is None or requested.ranks % size == 0,
+            f"--autotuning-mp-size {size} does not divide --ranks {requested.ranks}: give one that does")
+    options = [TrialOption(choice, step_time(run, rates).total,
+                           MemoryBudget(peak_memory(run).total, run.offloaded_host_bytes))
+               for choice, run in legal_choices(requested).items()]
+    require(bool(options), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
+            "choice: samples have to be divisible by the data parallel size")
+    return options
 
 
 def candidate_families(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,

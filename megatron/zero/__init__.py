@@ -4,11 +4,10 @@
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
 
 In reading order: stages.py, layout.py, flat_buffers.py (arithmetic and memory of flat buffers); partitioned_param.py,
-param_writes.py, deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one
-unit); hooks.py, units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, state.py,
-update.py, step.py (the optimizer step); engine.py assembles them. offload/ stores state on the device, the host or
-NVMe; api/ is what a script sees. Names are imported on first use: config and the planner need stages.py
-and layout.py without torch.
+deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one unit); hooks.py,
+units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, state.py, update.py, step.py (the
+optimizer step); engine.py assembles them. offload/ stores state on the device, the host or NVMe; api/ is what a script
+sees. Names are imported on first use: config and the planner need stages.py and layout.py without torch.
 """
 
 from importlib import import_module
@@ -60,7 +59,7 @@ _ALIASES = {
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),
-    "checkpointing": ("megatron.recompute.deepspeed_api", None),
+    "checkpointing": ("megatron.recompute", None),
     "comm": ("megatron.zero.comm", None),
     "zero": (__name__, None),
     "__version__": ("megatron.package", "__version__")}

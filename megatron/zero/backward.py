@@ -95,13 +95,14 @@ class PassCoordinator:
         self.unused_param_error: str | None = None
         """Why this rank refuses the step that its last backward ended."""
         self._failed_backwards = 0
-        self._call_counts, self._call_counts_version = Counter[Unit](), 0
-        """Per unit: forward calls whose backward may still come; and the weight version they used."""
+        self._call_counts = Counter[Unit]()
+        """Per unit: forward calls whose backward may still come."""
         self._digest_before = 0  # the gather digest at the start of the running forward
         self.before_evaluation: Callable[[], None] | None = None
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
-        self._ran_units, self._skipped_units, self._ran_units_version = set[Unit](), set[Unit](), 0
-        """Units that ran with this weight version, and units that `set_forward_modules` left out."""
+        self._ran_units, self._skipped_units = set[Unit](), set[Unit]()
+        """Units that ran, and units that `set_forward_modules` left out."""
+        self._forwards_version = 0  # the weight version that these three count forwards of
         self._running_units: list[Unit] = []
         self._enclosing_units: dict[Unit, set[Unit]] = {}
         """Unit -> the units whose forward called it."""
@@ -201,7 +202,8 @@ class PassCoordinator:
         """A digest of the gathers since the last call, their order, and the number of failed backwards.
 
         Ranks compare it at each step: after a failed backward a rank goes on with other gradients than its peers."""
-        return (self._param_coordinator.take_gather_digest() * 31 + self._failed_backwards) % DIGEST_LIMIT
+        digest, self._param_coordinator.gather_digest = self._param_coordinator.gather_digest, 0
+        return (digest * 31 + self._failed_backwards) % DIGEST_LIMIT
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
@@ -218,10 +220,10 @@ class PassCoordinator:
             self._param_coordinator.begin_forward()
             self._digest_before = self._param_coordinator.gather_digest
             self._running_units.clear()  # left over from a failed forward
-            if self._ran_units_version != self.weight_version:
-                self._ran_units.clear()
-                self._skipped_units.clear()
-                self._ran_units_version = self.weight_version
+        if not self.in_backward and self._forwards_version != self.weight_version:
+            for forwards in (self._call_counts, self._ran_units, self._skipped_units):
+                forwards.clear()
+            self._forwards_version = self.weight_version
         self._ran_units.add(unit)
         if self._params_are_sharded:
             self._enclosing_units.setdefault(unit, set()).update(self._running_units)
@@ -229,9 +231,6 @@ class PassCoordinator:
             if self._backward is not None:
                 self._release_finished_units(self._backward, unit, is_recompute=True)
             elif torch.is_grad_enabled():
-                if self._call_counts_version != self.weight_version:
-                    self._call_counts.clear()
-                    self._call_counts_version = self.weight_version
                 self._call_counts[unit] += 1
         try:
             self._param_coordinator.acquire(unit, UnitPhase.RECOMPUTE if self.in_backward else UnitPhase.FORWARD)

@@ -29,8 +29,8 @@ from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
-from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
-from megatron.zero.partitioned_param import (full_shape, release_param, replace_by_placeholder, set_param_data,
+from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, full_shape,
+                                             release_param, replace_by_placeholder, set_param_data,
                                              set_param_owner)
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
@@ -66,13 +66,13 @@ class ParamRounding(Protocol):
         """The rounded values of one chunk of the masters, as last written to the parameters."""
 
 
-class FlatBucket:
-    is_engine_owned, allows_in_place_writes = True, False
-    is_offloaded = False
+class FlatBucket(ParamOwner):
+    is_engine_owned = True
     secondary_shard_group: Group = SOLO
     """FSDP2's reshard_after_forward=N: the N neighbouring ranks over which parameters are sharded between forward and
     backward. Solo: over all ranks."""
-    _secondary_shard: Tensor | None = None
+    secondary_shard: Tensor | None = None
+    """This rank's part for that group, until the backward gathers it. Drop it when the weights change."""
     rounding: ParamRounding | None = None
     """Applied when masters are copied to parameters, in addition to the cast."""
 
@@ -105,7 +105,8 @@ class FlatBucket:
                                    self.replica_group, offloader)
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
-        self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
+        self.user_session: GatheredParamsSession | None = None
+        """An open zero.GatheredParameters block."""
         self._versions_are_shifted = self.params_are_placeholders = False  # true while the parameters are sharded
         self.offloaded_states: set[str] = set()
         """Names of the states that engine.offload_states() has moved to the host."""
@@ -127,11 +128,6 @@ class FlatBucket:
     def empty_param(self) -> Tensor:
         """An empty tensor with the dtype and device of the parameters: the data of a sharded parameter."""
         return self.gathered_params.new_empty(0)
-
-    @property
-    def overwrites_user_writes(self) -> bool:
-        """The next step would overwrite in-place writes to the parameters with the masters."""
-        return self.has_separate_masters and self._user_session is None
 
     @property
     def has_separate_masters(self) -> bool:
@@ -243,7 +239,7 @@ class FlatBucket:
         if not self.is_unsharded:
             self.gathered_params = self.gathered_params.new_empty(self.layout.numel)
             try:
-                if not self.param_shard.is_on_device and self._secondary_shard is None:
+                if not self.param_shard.is_on_device and self.secondary_shard is None:
                     self._fetch_param_shard(self.gathered_params[self._shard_slice])
                 self._launch_gather()
             except BaseException:  # an NVMe read failed, say: the buffer does not hold weights
@@ -264,9 +260,9 @@ class FlatBucket:
     def _launch_gather(self) -> None:
         self._set_shard_state(ShardState.GATHERING)
         self._gather_entry = self.log.record_collective(self.name)
-        if self._secondary_shard is not None:
+        if self.secondary_shard is not None:
             # [numel] <- [numel / size of the secondary group] of each of its ranks
-            part, self._secondary_shard = self._secondary_shard, None
+            part, self.secondary_shard = self.secondary_shard, None
             self._pending_gather = all_gather_into(self.gathered_params, part, self.secondary_shard_group,
                                                    self._comm.allgather_bucket_size)
             return
@@ -311,15 +307,15 @@ class FlatBucket:
 
         With `keep_secondary_shard` this rank also keeps its part for `secondary_shard_group`. After an interruption by
         Ctrl-C the next call completes the reshard."""
-        if not self.params_are_sharded or self._user_session is not None:
+        if not self.params_are_sharded or self.user_session is not None:
             return
         if not keep_secondary_shard:
-            self._secondary_shard = None
+            self.secondary_shard = None
         if self.is_unsharded:
             self.wait_for_param_gather()
             if keep_secondary_shard and not self.secondary_shard_group.is_solo:
                 # [numel] -> [size, numel / size], of which this rank keeps one row
-                self._secondary_shard = self.gathered_params.view(
+                self.secondary_shard = self.gathered_params.view(
                     self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
             self.write_guard.before_reshard()
             self._versions_are_shifted = True
@@ -331,10 +327,6 @@ class FlatBucket:
         # The buffer goes last: `reshard` takes an empty buffer as a sign that all parameters are placeholders.
         self.show_params_sharded()
         self.gathered_params = self.empty_param
-
-    def drop_secondary_shard(self) -> None:
-        """Call it when the weights have changed: the copy is out of date."""
-        self._secondary_shard = None
 
     def show_params_sharded(self) -> None:
         """Turn the parameters into placeholders."""
@@ -371,15 +363,11 @@ class FlatBucket:
         return torch._C._has_storage(tensor) and \
             tensor.untyped_storage()._cdata == self.gathered_params.untyped_storage()._cdata
 
-    def take_user_writes(self) -> bool:
-        """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call."""
-        return self.write_guard.take_writes()
-
     def check_user_writes(self, *, compare_values: bool) -> None:
         """Raise ConfigError for in-place writes that the next step would undo, or that count only after the end of an
         open GatheredParameters block."""
-        if self._user_session is not None:
-            if self._user_session.first_modified() is not None:
+        if self.user_session is not None:
+            if self.user_session.first_modified() is not None:
                 self.check_not_gathered_by_user("a save")
         elif self.params_are_sharded or self.has_separate_masters:
             self.write_guard.refuse_writes(None if self.params_are_sharded else self.device_param_shard,
@@ -430,7 +418,7 @@ class FlatBucket:
             self._restore_params()
         self.is_offloaded = False
 
-    # ---- zero.GatheredParameters (the ParamOwner protocol of partitioned_param.py) -----------------------------
+    # ---- zero.GatheredParameters (ParamOwner in partitioned_param.py) -------------------------------------------
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return torch.Size(self.slot_of(parameter).shape)
@@ -452,36 +440,42 @@ class FlatBucket:
     def gather_for_user(self) -> None:
         was_sharded, self.log.purpose = not self.is_unsharded, "GatheredParameters"
         self.gather()
-        self._user_session = GatheredParamsSession(self.gathered_params, self.layout, self.shard_group.rank,
-                                                   was_sharded=was_sharded)
+        self.user_session = GatheredParamsSession(self.gathered_params, self.layout, self.shard_group.rank,
+                                                  was_sharded=was_sharded)
         if self.has_separate_masters and not self.params_are_sharded:
             # Compare with the masters later, so that in-place writes from before this block count as its edits.
             for chunk in self.master_state.chunks:
                 with self.master_state.open(chunk, [WEIGHT]) as kept:
-                    self._user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
+                    self.user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
 
     def read_master(self, start: int, out: Tensor) -> None:
         """out <- this rank's masters from `start` on. User edits count when the GatheredParameters block ends."""
-        if self._user_session is None or self.has_separate_masters or self.params_are_sharded:
+        if self.user_session is None or self.has_separate_masters or self.params_are_sharded:
             self.master_state.read(WEIGHT, start, out)
         else:
-            out.copy_(self._user_session.shard_before[start : start + len(out)])
+            out.copy_(self.user_session.shard_before[start : start + len(out)])
 
     def check_before_user_reshard(self, modifier_rank: int | None) -> None:
-        assert self._user_session is not None, f"bucket {self.name} was not lent"
+        assert self.user_session is not None, f"bucket {self.name} was not lent"
         for slot, parameter in zip(self.layout.slots, self.parameters):
-            if not self._is_in_buffer(parameter, slot):
-                copy_into_buffer(slot.name, parameter, self._param_view(slot))
-        if modifier_rank is None and (modified := self._user_session.first_modified()) is not None:
+            if not self._is_in_buffer(parameter, slot):  # `p.data = ...` counts as an edit too
+                view = self._param_view(slot)
+                if (parameter.shape, parameter.dtype) != (view.shape, view.dtype):
+                    raise ConfigError(f"{slot.name} became a tensor of {parameter.dtype} and shape "
+                                      f"{list(parameter.shape)} inside GatheredParameters; the engine trains "
+                                      f"{view.dtype} of shape {list(view.shape)}: give it values of that kind")
+                view.copy_(parameter.detach())
+                set_param_data(parameter, view)
+        if modifier_rank is None and (modified := self.user_session.first_modified()) is not None:
             raise ConfigError(f"{modified} was edited inside GatheredParameters without modifier_rank, or by hand "
                               "before it: the edit would be lost; say which rank's edits count")
 
     def reshard_after_user(self, modifier_rank: int | None) -> None:
-        assert self._user_session is not None, f"bucket {self.name} was not lent"
+        assert self.user_session is not None, f"bucket {self.name} was not lent"
         if modifier_rank is not None:
             self.log.record_collective(f"edits of {self.name}")
             broadcast_into(self.gathered_params, modifier_rank, self.dp).wait()
-            self._user_session.store_modified_shard(self.param_shard, self.master_state)
+            self.user_session.store_modified_shard(self.param_shard, self.master_state)
             if self.rounding is not None:  # gather the parameters again, rounded from the edited masters
                 self.copy_masters_to_params()
                 self.rounding()
@@ -489,21 +483,21 @@ class FlatBucket:
                     self._fetch_param_shard(self.gathered_params[self._shard_slice])
                 self._launch_gather()
                 self.wait_for_param_gather()
-        self._end_user_session(self._user_session)
+        self._end_user_session(self.user_session)
 
     def check_not_gathered_by_user(self, what: str) -> None:
-        if self._user_session is not None:
+        if self.user_session is not None:
             raise ConfigError(f"{what} inside zero.GatheredParameters, which has {self.layout.slots[0].name}: edits "
                               "count when the block ends; leave it first")
 
     def cancel_user_gather(self) -> None:
-        if self._user_session is not None:
+        if self.user_session is not None:
             self._point_params_into_buffer()
-            self._user_session.undo_modifications()
-            self._end_user_session(self._user_session)
+            self.user_session.undo_modifications()
+            self._end_user_session(self.user_session)
 
     def _end_user_session(self, session: GatheredParamsSession) -> None:
-        self._user_session = None
+        self.user_session = None
         self.write_guard.accept_writes()
         if session.was_sharded:
             self.reshard()

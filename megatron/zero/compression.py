@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optim.rule import CompressionInput, ParamGroup, UpdateRule
+from megatron.optim.one_bit import OneBitRule
+from megatron.optim.rule import ParamGroup
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
 from megatron.zero.state import EngineState
@@ -38,7 +38,7 @@ magnitude of its parameter; the update divides it by the element's sqrt(variance
 class CompressedGradExchange:
     """The exchange of one engine. All methods are collective over the world; properties are local."""
 
-    def __init__(self, state: EngineState, groups: Groups, rule: UpdateRule,
+    def __init__(self, state: EngineState, groups: Groups, rule: OneBitRule,
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.bucket_exchanges: list[CompressedBucketExchange] = []
@@ -46,7 +46,7 @@ class CompressedGradExchange:
 
     def sync_with_rule(self) -> None:
         """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
-        self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups, self._rule)
+        self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups)
                                  for bucket in self._state.buckets] if self._rule.is_compressed else []
         self._set_skip_reduction()
 
@@ -72,7 +72,8 @@ class CompressedGradExchange:
             masked = sum(exchange.masked_numel for exchange in self.bucket_exchanges)
             masked_note = f"; {masked} numbers that never had a gradient are left out" if masked else ""
             return (f" {self._rule.name}: from step {self._state.counters.optimizer_steps + 1} on "
-                    f"{self._rule.compression_note}: {numbers} on each tensor parallel rank{masked_note}")
+                    "the variance is frozen and the momentum travels at one bit a number: "
+                    f"{numbers} on each tensor parallel rank{masked_note}")
         self._set_skip_reduction()
         return None
 
@@ -108,8 +109,8 @@ class CompressedGradExchange:
 
 
 class CompressedBucketExchange:
-    def __init__(self, bucket: FlatBucket, groups: Groups, rule: UpdateRule) -> None:
-        self.bucket, self._momentum_kind, self._dp = bucket, rule.states[0], groups.dp
+    def __init__(self, bucket: FlatBucket, groups: Groups) -> None:
+        self.bucket, self._dp = bucket, groups.dp
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         """Cut into one shard per rank at every stage: each rank is the server of one chunk."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
@@ -123,13 +124,13 @@ class CompressedBucketExchange:
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
              [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
         """[ranks, segments]: 1 for segments that this tensor parallel rank counts in a norm, otherwise 0."""
-        self.mask_unused_elements(rule)
+        self.mask_unused_elements()
         self._last_clip: float | None = None
         """The last result times this is the momentum of all ranks. None: unknown, it has to be gathered."""
 
-    def mask_unused_elements(self, rule: UpdateRule) -> None:
+    def mask_unused_elements(self) -> None:
         """Exclude elements whose variance is negligible, and set their variance to 0."""
-        own = _state_on_device(self.bucket, rule.compression_mask_state)
+        own = _state_on_device(self.bucket, "exp_avg_sq")
         segments = [(index, own[start:stop])
                     for index, start, stop in self.bucket.layout.slot_ranges(self.bucket.shard_group.rank)]
         sums = torch.zeros(len(self.layout.slots), dtype=torch.float64, device=own.device)
@@ -148,7 +149,7 @@ class CompressedBucketExchange:
         self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
         """Excluded elements of parameters, without padding."""
 
-    def compression_inputs(self, rule: UpdateRule, param_groups: Sequence[ParamGroup],
+    def compression_inputs(self, rule: OneBitRule, param_groups: Sequence[ParamGroup],
                            grad_multiplier: float) -> AddInputs:
         """A function that adds the rule's inputs for one slice of the bucket, made from this rank's gradients."""
         momentum, unsharded = self._momentum_reader(), FlatLayout(self.layout.slots)
@@ -159,15 +160,14 @@ class CompressedBucketExchange:
                 start, stop = max(place.start, group_range.start), min(place.stop, group_range.stop)
                 if start < stop:
                     within = slice(start - place.start, stop - place.start)
-                    rule.add_compression_input(CompressionInput(error[within], self.bucket.grads.shard[start:stop],
-                                                                partial(momentum, place, within)),
-                                               group, factor=grad_multiplier)
+                    rule.add_compression_input(error[within], momentum(place, within),
+                                               self.bucket.grads.shard[start:stop], group, factor=grad_multiplier)
 
         return add_inputs
 
     def _momentum_reader(self) -> Callable[[slice, slice], Tensor]:
         """A function (slice of the bucket, slice within it) -> momentum. May gather it: collective."""
-        own = _state_on_device(self.bucket, self._momentum_kind)
+        own = _state_on_device(self.bucket, "exp_avg")
         if self.bucket.shard_group.is_solo:
             return lambda place, within: own[place][within]
         if self._last_clip is None:

@@ -2,15 +2,15 @@
 
     LazyInitParam      has an initializer (mpu/weight_init.py) for any part of its values. The engine draws only the
                        shard of a rank: no value is drawn twice, and none is sent
-    InitShardedParam   `zero.Init` sharded its values: each data parallel rank keeps an equal part of rank 0's, on the
-                       device, the host or NVMe
+    InitShardedParam   `zero.Init` sharded its values, or a user has edited them: each data parallel rank keeps an equal
+                       part of one rank's, on the device, the host or NVMe
 
 Both are placeholders (partitioned_param.py) until an engine takes their values over.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
 from megatron.zero.offload.storage import WEIGHT, DeviceShard, StateSegment, StoredShard
 from megatron.zero.offload.swap_drive import SwapDrive
-from megatron.zero.partitioned_param import (Placeholder, param_owner, replace_by_placeholder, set_param_data,
-                                             set_param_owner)
+from megatron.zero.partitioned_param import (ParamOwner, Placeholder, param_owner, replace_by_placeholder,
+                                             set_param_data, set_param_owner)
 from mpu.collectives import all_gather_into, broadcast_into
 from mpu.groups import Group
 from mpu.weight_init import Initializer, initializer_of
@@ -39,11 +39,8 @@ class InitContext:
     is_open: bool = False
 
 
-class DeferredParam(ABC):
-    """The owner of one parameter before there is an engine (see `ParamOwner` in partitioned_param.py)."""
-
-    is_engine_owned = is_offloaded = False
-    params_are_sharded = True
+class DeferredParam(ParamOwner):
+    """The owner of one parameter before there is an engine."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
         self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
@@ -87,17 +84,11 @@ class DeferredParam(ABC):
     def _is_unmodified(self, value: Tensor) -> bool:
         """Whether `value` equals the elements, as far as this rank has them."""
 
-    @abstractmethod
-    def reshard_after_user(self, modifier_rank: int | None) -> None: ...
-
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return self._shape
 
     def describe(self, parameter: Tensor) -> str:
         return f"a parameter of shape {tuple(self._shape)}"
-
-    def check_before_user_gather(self) -> None:
-        """Always possible."""
 
     def gather_for_user(self) -> None:
         if isinstance(self._parameter, Placeholder):
@@ -139,13 +130,9 @@ class LazyInitParam(DeferredParam):
                  init_context: InitContext = InitContext()) -> None:
         super().__init__(parameter, parameter.dtype, dp, init_context)
         self.source = source
-        self.modified_value: Tensor | None = None
-        """The values if the user has edited them: they no longer follow from the source. Never written in place."""
         self._take_ownership()
 
     def full_value(self, device: torch.device | None = None) -> Tensor:
-        if self.modified_value is not None:
-            return self.modified_value.to(device)
         flat = torch.empty(self._shape.numel(), device=device)
         self.source(flat, 0)
         return flat.view(self._shape).to(self._dtype)
@@ -154,11 +141,10 @@ class LazyInitParam(DeferredParam):
         return torch.equal(value, self.full_value(value.device))
 
     def reshard_after_user(self, modifier_rank: int | None) -> None:
-        value = self._parameter.detach()
-        if modifier_rank is not None:
-            self.modified_value = value.contiguous()
-            broadcast_into(self.modified_value, modifier_rank, self.dp).wait()
-        self._become_placeholder()
+        if modifier_rank is None:
+            self._become_placeholder()
+        else:  # the values no longer follow from the source
+            InitShardedParam(self._parameter, self.dp, self._init_context, source_rank=modifier_rank)
 
 
 def lacks_values(parameter: nn.Parameter) -> bool:
@@ -175,8 +161,7 @@ def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
 
 def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
     """The initializers of the parameters, or None unless all are still to be drawn."""
-    sources = [owner.source for owner in map(param_owner, parameters)
-               if isinstance(owner, LazyInitParam) and owner.modified_value is None]
+    sources = [owner.source for owner in map(param_owner, parameters) if isinstance(owner, LazyInitParam)]
     return sources if len(sources) == len(parameters) else None
 
 
@@ -222,14 +207,15 @@ class NvmeInitArena:
 @final
 class InitShardedParam(DeferredParam):
     def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
-                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None) -> None:
-        """`storage` of the shard: a device (None: the parameter's) or NVMe."""
+                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
+                 source_rank: int = 0) -> None:
+        """`storage` of the shard: a device (None: the parameter's) or NVMe. The values of `source_rank` count."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         super().__init__(parameter, kind, dp, init_context)
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         self._storage = storage
-        self._stored = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0)))
+        self._stored = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank)))
         self._take_ownership()
 
     def _store(self, own: Tensor) -> StateSegment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,9 @@ from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
 from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
-from megatron.zero.stages import make_comm_config, stage_policy
-from megatron.zero.state import (LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, StepCounters,
-                                 broadcast_module_buffers)
+from megatron.zero.stages import stage_policy
+from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
+                                 snapshot_module_buffers)
 from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
 from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
@@ -62,7 +63,8 @@ class ZeroEngine:
         broadcast_module_buffers(module, groups)
         drop_gradients(module)
         self.set_accumulation_steps(accumulation)
-        comm = make_comm_config(zero, groups.dp.size)
+        comm = zero if not zero.prescale_gradients else replace(
+            zero, prescale_gradients=False, gradient_predivide_factor=float(groups.dp.size))
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         dtypes = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
         self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
@@ -258,11 +260,11 @@ class ZeroEngine:
         """Between two steps: each backward inside reduces its gradients over the ranks. The yielded function discards
         the gradients and restores the module buffers; so does the end of the block."""
         before, self._is_boundary = self._is_boundary, True
-        buffers = ModuleBufferSnapshot(self.module)
+        restore_buffers = snapshot_module_buffers(self.module)
 
         def reset() -> None:
             self.zero_grad()
-            buffers.restore()
+            restore_buffers()
             self.increment_weight_version()
 
         try:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.tree import PrecisionConfig
+from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent
 from megatron.zero.offload.storage import EngineStorage
-from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.stages import StagePolicy
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -75,7 +75,8 @@ class BucketingConfig:
     """What all buckets of a model have in common."""
 
     policy: StagePolicy
-    comm: CommConfig
+    comm: ZeroConfig
+    """How gradients and parameters are sent. Accelerators send a bucket at once (docs/decisions/010-wires.md)."""
     dtypes: BucketDtypes
     dp: Group
     device: torch.device

@@ -56,7 +56,7 @@ class FlatGradients:
         self._shard_group, self._replica_group = shard_group, replica_group
         self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
-        self._buffer_pool, self._log, self._offloader = config.buffer_pool, config.log, offloader
+        self._buffer_pool, self._log, self.offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
@@ -253,12 +253,12 @@ class FlatGradients:
             return
         if self._comm.gradient_predivide_factor != 1:
             grads.mul_(1 / self._comm.gradient_predivide_factor)
-        if self._offloader is not None and self._shard is not None:
-            self._offloader.prefetch_sums()
+        if self.offloader is not None and self._shard is not None:
+            self.offloader.prefetch_sums()
         self._reduction_number = self._log.record_reduction(self.name)
         output = grads[self._shard_slice]
         # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
-        keeps_output = self._accumulates_shard and self._shard is None and self._offloader is None
+        keeps_output = self._accumulates_shard and self._shard is None and self.offloader is None
         if (keeps_output and self._shard_group.size > 1) or self._dtypes.grad_shard != grads.dtype:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         self._reduction_output, self._pending_reduction = output, self._launch_reduction(
@@ -294,8 +294,8 @@ class FlatGradients:
             reduced.mul_(self.sum_multiplier)
         is_in_buffer = self._full_buffer is not None and \
             reduced.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
-        if self._offloader is not None:
-            copy = self._offloader.offload(reduced)
+        if self.offloader is not None:
+            copy = self.offloader.offload(reduced)
             self._release_buffer(copy if is_in_buffer else None)
             self._shard = reduced.new_empty(0)  # the sums are in the offloader
         elif self._shard is not None:  # sums of earlier micro-batches
@@ -325,32 +325,27 @@ class FlatGradients:
     def shard(self) -> Tensor:
         """This rank's part of the sum, [shard_numel], on the device that updates the weights."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
-        return self._shard if self._offloader is None else self._offloader.sums
+        return self._shard if self.offloader is None else self.offloader.sums
 
     def set_reduced_shard(self, shard: Tensor) -> None:
         """With `skip_reduction`: the shard that the optimizer's own communication has computed, for the update."""
         self._clear_param_grads()
         self._shard = shard
 
-    def detach_host_grads(self) -> Tensor:
-        """The shard on the host, for a delayed update that runs beside the next backward."""
-        assert self._offloader is not None, "the device updates"
-        return self._offloader.detach_sums()
-
     def row_norms(self, out: Tensor) -> None:
         """out <- mpu.grads.row_norms of the shard, on the device."""
-        if self._offloader is None:
+        if self.offloader is None:
             row_norms(self.shard, out)
         else:
-            self._offloader.row_norms(out)
+            self.offloader.row_norms(out)
 
     def cancel_reduction(self) -> None:
         """Wait for a running reduction and drop its result."""
         if self._pending_reduction is not None:
             self._pending_reduction.wait()
             self._pending_reduction = self._reduction_output = None
-        if self._offloader is not None:
-            self._offloader.cancel_prefetch()
+        if self.offloader is not None:
+            self.offloader.cancel_prefetch()
 
     # ---- from backward to backward ------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import ref
 
@@ -135,32 +135,17 @@ def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> Sav
                           saved.stride())
 
 
-@dataclass(frozen=True, eq=False)
 class Unit:
     """A module and the buckets of its parameters. `index` counts units in forward order; the root is 0."""
 
-    index: int
-    name: str
-    module: nn.Module
-    buckets: tuple[FlatBucket, ...]
-
-    @property
-    def is_root(self) -> bool:
-        return self.index == 0
-
-    @cached_property
-    def display_name(self) -> str:
-        """The name in messages; empty for the root."""
-        return "" if self.is_root else self.name
-
-    @cached_property
-    def sharded_buckets(self) -> list[FlatBucket]:
-        return [bucket for bucket in self.buckets if bucket.params_are_sharded]
-
-    @cached_property
-    def numel(self) -> int:
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: tuple[FlatBucket, ...]) -> None:
+        self.index, self.name, self.module, self.buckets = index, name, module, buckets
+        self.is_root = index == 0
+        self.display_name = "" if self.is_root else name  # in messages
+        self.sharded_buckets = [bucket for bucket in buckets if bucket.params_are_sharded]
+        self.numel = sum(bucket.layout.numel for bucket in self.sharded_buckets)
         """Elements that are sharded between uses."""
-        return sum(bucket.layout.numel for bucket in self.sharded_buckets)
+        self.has_frozen = any(not bucket.trainable for bucket in buckets)
 
     @property
     def is_unsharded(self) -> bool:
@@ -170,10 +155,6 @@ class Unit:
     def has_view(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of gathered parameters that will be resharded."""
         return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
-
-    @cached_property
-    def has_frozen(self) -> bool:
-        return any(not bucket.trainable for bucket in self.buckets)
 
 
 class UnitEvents(Protocol):
@@ -219,7 +200,7 @@ def _do_nothing(*given: Any) -> None:
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     def refuse_load(buckets: set[FlatBucket], *arguments: object) -> None:
-        if any(bucket.overwrites_user_writes for bucket in buckets):
+        if any(bucket.has_separate_masters and bucket.user_session is None for bucket in buckets):
             raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it "
                               "with the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
                               "zero.GatheredParameters(parameters, modifier_rank=0)")

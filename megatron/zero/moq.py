@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule, BitState, period_factor, relative_eigenvalues
 from megatron.config.model_config import QuantizeConfig
 from megatron.errors import ConfigError
-from megatron.optim.quantizer import (MagnitudeUnit, Quantizer, binary_quantizer, quantize_to_levels, ternary_quantizer,
-                                      ternary_threshold, uniform_quantizer)
+from megatron.optim.quantizer import (TERNARY_THRESHOLD, MagnitudeUnit, Quantizer, SignQuantizer, quantize_to_levels,
+                                      uniform_quantizer)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import Segment, Slot
 from megatron.zero.offload.storage import HOST, WEIGHT
 from mpu.collectives import Op, all_reduce
 from mpu.groups import Group, Groups
 from mpu.layers import VocabParallelEmbedding
-from mpu.weight_init import StridedSegments, UniformInitializer, rng_key, strided_segments_of
+from mpu.weight_init import StridedSegments, fill_uniform, rng_key, strided_segments_of
 
 MAX_FP32_NUMEL = 1 << 22
 """Elements that are in memory in fp32 at a time."""
@@ -106,7 +106,7 @@ class QuantRowBlock:
         if key is None:
             return None
         out = torch.empty(self.rows * self.width, device=device)
-        UniformInitializer(key, self.matrix.blocks)(out, self.row * self.matrix.columns + self.column)
+        fill_uniform(out, key, self.row * self.matrix.columns + self.column, self.matrix.blocks)
         return out.view(self.rows, self.width)
 
 
@@ -148,19 +148,20 @@ class QuantGroupStats:
         group_numel = group_numel.to(self.device)
         unit = MagnitudeUnit.for_groups(largest, group_numel)
         mean = unit.mean(self._group_sums(matrices, unit.to_units), group_numel)
-        grids: dict[str, Quantizer] = {name: binary_quantizer(mean[one.groups]) for name, one in matrices.items()
-                                       if bits[name] != 2}
+        grids: dict[str, Quantizer] = {
+            name: SignQuantizer(mean[one.groups], torch.full_like(mean[one.groups], -1.0))
+            for name, one in matrices.items() if bits[name] != 2}
         ternary = {name: one for name, one in matrices.items() if bits[name] == 2}
         if not ternary:
             return grids
-        threshold = ternary_threshold(mean)
+        threshold = mean * TERNARY_THRESHOLD
 
         def beyond(x: Tensor, group: Tensor) -> Tensor:
             return x.abs() > threshold[group].unsqueeze(1)
 
         sums = self._group_sums(ternary, lambda x, group: unit.to_units(x, group).mul_(beyond(x, group)))
         mean = unit.mean(sums, self._group_sums(ternary, lambda x, group: beyond(x, group).long()))
-        return {**grids, **{name: ternary_quantizer(threshold[one.groups], mean[one.groups])
+        return {**grids, **{name: SignQuantizer(mean[one.groups], threshold[one.groups])
                             for name, one in ternary.items()}}
 
     def _group_sums(self, matrices: Mapping[str, QuantizedMatrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -63,11 +63,6 @@ class ParamCoordinator:
         self._next_unit |= {(UnitPhase.FORWARD, units[0]): unit for unit in units[1:2]}
         self._last_use: tuple[UnitPhase, Unit] | None = None
 
-    def take_gather_digest(self) -> int:
-        """Return the digest and reset it."""
-        digest, self.gather_digest = self.gather_digest, 0
-        return digest
-
     def begin_forward(self) -> None:
         """A forward of the whole model begins. Units that a failed forward left in use become idle."""
         for unit in self._states:

@@ -6,7 +6,7 @@
     2      sharded    sharded    full        in every backward, reduce-scatter as buckets complete
     3      sharded    sharded    sharded     in every backward, reduce-scatter as buckets complete
 
-The engine asks this table, never the stage number. `CommConfig` says how gradients and parameters are sent.
+The engine asks this table, never the stage number.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron.config.tree import ZeroConfig, flag_name
-
-SHARDED_FROM_STAGE = {"optim": 1, "grads": 2, "params": 3}
-"""Kind of state -> the first stage that shards it."""
 
 
 @dataclass(frozen=True)
@@ -39,47 +36,24 @@ class StagePolicy:
 
 
 def stage_policy(stage: int) -> StagePolicy:
-    return StagePolicy(*(stage >= SHARDED_FROM_STAGE[kind] for kind in ("optim", "grads", "params")))
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    """How gradients and parameters are communicated."""
-
-    reduce_bucket_size: int | None = None
-    """Elements per collective, on CPU; accelerators send a bucket at once (docs/decisions/010-wires.md)."""
-    allgather_bucket_size: int | None = None
-    reduce_scatter: bool = True
-    """Reduce-scatter sharded gradients instead of all-reducing them."""
-    contiguous_gradients: bool = True
-    """Copy each gradient into the flat buffer when it is computed, not all of a unit together."""
-    overlap_comm: bool = True
-    """Overlap collectives with forward and backward."""
-    gradient_predivide_factor: float = 1.0
-    """Divide gradients by this before the reduction, so that a 16-bit sum does not overflow."""
-
-
-def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
-    return CommConfig(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
-                      zero.contiguous_gradients, zero.overlap_comm,
-                      dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
+    return StagePolicy(optim_is_sharded=stage >= 1, grads_are_sharded=stage >= 2, params_are_sharded=stage >= 3)
 
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
     """One line for each setting that is not at its default and has no effect in this run."""
-    stage, is_sharded = zero.zero_stage, zero.zero_stage >= SHARDED_FROM_STAGE["optim"]
+    stage, policy = zero.zero_stage, stage_policy(zero.zero_stage)
     reasons: list[tuple[str, str]] = []
-    if stage < SHARDED_FROM_STAGE["params"]:
+    if not policy.params_are_sharded:
         reasons += [(item.name, f"at stage {stage}, where parameters are not sharded") for item in fields(ZeroConfig)
                     if item.name.startswith("stage3_")]
-    if is_sharded:
+    if policy.optim_is_sharded:
         reasons.append(("allgather_partitions", "here: each device has one way to gather weights"))
     else:
         reasons += [(name, f"at stage {stage}, where nothing is sharded")
                     for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions")]
     if on_cuda:
         reasons += [(name, "on GPUs, where a bucket is sent at once")
-                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else []))]
+                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if policy.optim_is_sharded else []))]
         reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a bucket"))
     if precision == "fp32":
         reasons.append(("load_from_fp32_weights", "in fp32, where the weights are the masters"))

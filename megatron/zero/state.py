@@ -33,20 +33,19 @@ from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group, Groups
 
 
-class ModuleBufferSnapshot:
-    """The buffers of a module and their values: a forward may write to a buffer or replace it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers_by_module = [(part, {name: (buffer, None if buffer is None else buffer.detach().clone())
-                                           for name, buffer in part._buffers.items()}) for part in module.modules()]
+def snapshot_module_buffers(module: nn.Module) -> Callable[[], None]:
+    """A function that restores the buffers and their values: a forward may write to a buffer or replace it."""
+    snapshot = [(part, name, buffer, None if buffer is None else buffer.detach().clone())
+                for part in module.modules() for name, buffer in part._buffers.items()]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        for part, buffers in self._buffers_by_module:
-            for name, (buffer, values) in buffers.items():
-                part._buffers[name] = buffer
-                if buffer is not None and values is not None:
-                    buffer.copy_(values)
+    def restore() -> None:
+        for part, name, buffer, values in snapshot:
+            part._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
+
+    return restore
 
 
 def broadcast_module_buffers(module: nn.Module, groups: Groups) -> None:

@@ -23,6 +23,7 @@ from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog
 from megatron.distributed.rank_text import format_ranks
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
+from megatron.optim.one_bit import OneBitRule
 from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import CompressedGradExchange
@@ -162,11 +163,10 @@ class OptimizerStep:
         self.update = (DelayedOptimizerUpdate if engine_storage.delays_update
                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
         self.compressed_exchange = CompressedGradExchange(state, groups, rule,
-                                                          param_groups) if rule.supports_compression else None
+                                                          param_groups) if isinstance(rule, OneBitRule) else None
         """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
             self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
-        self._unreduced_norm: GradNorm | None = None  # for compressed communication
         self._next_note: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
@@ -187,8 +187,6 @@ class OptimizerStep:
             self._loss_divisors.clear()
             if self.compressed_exchange is not None:
                 self._next_note = self.compressed_exchange.begin_step() or self._next_note
-                if self._rule.is_compressed and self._unreduced_norm is None:
-                    self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
         self._losses.append(loss.detach())
         self._loss_divisors[f"1/{divisor}"] += 1
 
@@ -246,9 +244,13 @@ class OptimizerStep:
             self.finish_step()
         return report
 
+    @cached_property
+    def _unreduced_norm(self) -> GradNorm:
+        return GradNorm(self._state.buckets, self._groups, unreduced=True)
+
     @property
     def _norm_in_use(self) -> GradNorm:
-        return self._unreduced_norm if self._rule.is_compressed and self._unreduced_norm is not None else self._norm
+        return self._unreduced_norm if self._rule.is_compressed else self._norm
 
     def _mean_factor(self) -> float:
         """The factor that turns a sum of scaled gradients into their mean."""

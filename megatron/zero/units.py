@@ -25,7 +25,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BucketingConfig
 from megatron.zero.gradients import MainGradWriter
 from megatron.zero.hooks import Unit
-from megatron.zero.partitioned_param import external_parameters, full_shape
+from megatron.zero.partitioned_param import EXTERNAL_ATTRIBUTE, full_shape
 from megatron.zero.tiling import TiledLinearBase
 from mpu.layers import VocabParallelEmbedding
 
@@ -103,7 +103,7 @@ def unit_name_by_param(model: nn.Module) -> dict[nn.Parameter, str]:
         unit = name_of.get(id(module), unit)
         if (id(module), unit) not in seen:
             seen.add((id(module), unit))
-            for parameter in (*module.parameters(recurse=False), *external_parameters(module)):
+            for parameter in (*module.parameters(recurse=False), *module.__dict__.get(EXTERNAL_ATTRIBUTE, ())):
                 users.setdefault(parameter, set()).add(unit)
             for child in module.children():
                 walk(child, unit)

@@ -188,24 +188,20 @@ class OptimizerUpdate:
         # Device storage first: the device then computes while the host updates its part.
         storages = sorted({bucket.storage for bucket in state.buckets},
                           key=lambda storage: storage.location is not Location.DEVICE)
-        self._tiles_by_storage = {storage: self._cut_into_tiles(storage) for storage in storages}
-        self.is_batched = all(map(self._is_batched, storages))
+        self._tiles_by_storage: dict[StorageBackend, list[list[tuple[FlatBucket, slice]]]] = {}
+        self.is_batched = True
         """The device updates all shards with a few launches, and the host never waits."""
+        for storage in storages:
+            buckets = [bucket for bucket in state.buckets if bucket.storage is storage]
+            chunks = [(bucket, chunk) for bucket in buckets for chunk in bucket.master_state.chunks]
+            # An accelerator updates all chunks at once, which saves launches. The host takes one chunk at a time, so
+            # that it stays in the cache.
+            is_batched = on_accelerator(state.device) and storage.location is Location.DEVICE and \
+                not any(map(self._copier.crosses_devices, buckets))
+            self._tiles_by_storage[storage] = [chunks] if is_batched else [[chunk] for chunk in chunks]
+            self.is_batched &= is_batched
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
-
-    def _is_batched(self, storage: StorageBackend) -> bool:
-        """An accelerator updates all chunks of the storage at once, which saves launches."""
-        return on_accelerator(self._state.device) and storage.location is Location.DEVICE and \
-            not any(map(self._copier.crosses_devices, self._buckets_in(storage)))
-
-    def _buckets_in(self, storage: StorageBackend) -> list[FlatBucket]:
-        return [bucket for bucket in self._state.buckets if bucket.storage is storage]
-
-    def _cut_into_tiles(self, storage: StorageBackend) -> list[list[tuple[FlatBucket, slice]]]:
-        """Chunks to update at a time. The host takes one at a time, so that it stays in the cache."""
-        chunks = [(bucket, part) for bucket in self._buckets_in(storage) for part in bucket.master_state.chunks]
-        return [chunks] if self._is_batched(storage) else [[part] for part in chunks]
 
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         """Update all shards and start the all-gathers. `grad_multiplier` is for rules that need it on the host."""
@@ -214,7 +210,7 @@ class OptimizerUpdate:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
         for storage, all_tiles in self._tiles_by_storage.items():
-            at = scalars(self._buckets_in(storage)[0].update_device)
+            at = scalars(all_tiles[0][0][0].update_device)
             with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
                                              for tiles in all_tiles)) as chunk_iterator:
                 for tiles, chunk_states in zip(all_tiles, chunk_iterator, strict=True):
@@ -260,27 +256,23 @@ class OptimizerUpdate:
     def _segments_of(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
         """The segment of a tile with the hyper-parameters of one group, if there is one. A rule that is not elementwise
         also gets empty segments: its reductions are collective."""
-        start, stop = tile.bucket.layout.group_range(tile.bucket.shard_group.rank, group)
-        start, stop = max(start, tile.chunk.start), min(stop, tile.chunk.stop)
-        if start < stop:
-            yield self._segment(tile, group, slice(start, stop))
-        elif not self._rule.elementwise:
-            yield self._segment(tile, group, slice(tile.chunk.start, tile.chunk.start))
-
-    def _segment(self, tile: UpdateTile, group: int, within: slice) -> UpdateSegment:
-        bucket = tile.bucket
-        parts = [] if self._rule.elementwise else [
-            SlotRange(index, start - within.start, stop - within.start)
-            for index, start, stop in bucket.layout.slot_ranges(bucket.shard_group.rank)
-            if within.start <= start < within.stop]
-        names = () if self._rule.elementwise else tuple(slot.name for slot in bucket.layout.slots)
-        here = slice(within.start - tile.chunk.start, within.stop - tile.chunk.start)
+        bucket, chunk, rank, elementwise = tile.bucket, tile.chunk, tile.bucket.shard_group.rank, self._rule.elementwise
+        start, stop = bucket.layout.group_range(rank, group)
+        start, stop = max(start, chunk.start), min(stop, chunk.stop)
+        if start >= stop:
+            if elementwise:
+                return
+            start = stop = chunk.start
+        parts = [] if elementwise else [SlotRange(index, first - start, last - start) for index, first, last
+                                        in bucket.layout.slot_ranges(rank) if start <= first < stop]
+        names = () if elementwise else tuple(slot.name for slot in bucket.layout.slots)
+        here = slice(start - chunk.start, stop - chunk.start)
         states = {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}
         lp_out = None if tile.lp_out is None else tile.lp_out[here]
-        return UpdateSegment(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts,
-                             len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), lp_out,
-                             partial(self._reduce_slot_values, bucket, "max"), names,
-                             partial(gather_full_params, bucket, self._groups.tp, group))
+        yield UpdateSegment(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts,
+                            len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), lp_out,
+                            partial(self._reduce_slot_values, bucket, "max"), names,
+                            partial(gather_full_params, bucket, self._groups.tp, group))
 
     def _reduce_slot_values(self, bucket: FlatBucket, op: Op, values: Tensor) -> Tensor:
         """[parameters of the bucket]: sums or maxima over this rank's part of each parameter -> over all of it."""
@@ -311,11 +303,15 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
             event.wait_on_host()
         tiles = []
         for bucket, shard in zip(self._state.buckets, shards, strict=True):
-            grads = bucket.grads.detach_host_grads()
+            assert bucket.grads.offloader is not None, "the device updates"
+            grads = bucket.grads.offloader.detach_sums()
             tiles += [UpdateTile(bucket, part, shard.lend_chunk(part), grads[part], self._new_params[bucket][part])
                       for part in shard.chunks]
-        self._running = self._worker.submit(self._update_tiles, tiles, _copy_hyperparams(self._current_hyperparams()),
-                                            scalars(HOST), grad_multiplier, self._state.counters.optimizer_steps)
+        # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
+        hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
+                  for hyper in self._current_hyperparams()]
+        self._running = self._worker.submit(self._update_tiles, tiles, hypers, scalars(HOST), grad_multiplier,
+                                            self._state.counters.optimizer_steps)
         for shard in shards:
             shard.pending_update = self._running
 
@@ -343,9 +339,3 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
             self._start_allgathers([bucket])
         self._pending_copies = [event for event in events if event is not None]
         self._state.unfinished_change = None
-
-
-def _copy_hyperparams(hypers: GroupHyperparams) -> GroupHyperparams:
-    """A copy for the background thread: a learning rate may be a tensor that schedulers change in place."""
-    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
-            for hyper in hypers]

@@ -47,61 +47,6 @@ def log_dist(message: object, ranks: Collection[int] | None = None, level: int =
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 masters; inside `GatheredParameters` those from before the block, since edits count at its end."""
-    return _get_full(param, WEIGHT, "safe_get_full_fp32_param")
-
-
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient before clipping: the mean over ranks and micro-batches, without the loss scale."""
-    return _get_full(param, _GRADIENT, "safe_get_full_grad")
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """An optimizer state, such as "exp_avg"."""
-    return _get_full(param, optim_state_key, f"safe_get_full_optimizer_state({optim_state_key!r})")
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the fp32 masters and the parameter."""
-    _set_value(param, WEIGHT, value, is_full=True)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the mean gradient for the next step."""
-    _set_value(param, _GRADIENT, value, is_full=True)
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set_value(param, optim_state_key, value, is_full=True)
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _get_local(param, WEIGHT)
-
-
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    return _get_local(param, _GRADIENT)
-
-
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    return _get_local(param, optim_state_key)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the masters of this rank's segment, and the parameter. Collective. (At stage 0 the segment is the full
-    parameter, and all `safe_set_local` functions are collective: values must be equal on all ranks.)"""
-    _set_value(param, WEIGHT, value, is_full=False)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    _set_value(param, _GRADIENT, value, is_full=False)
-
-
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set_value(param, optim_state_key, value, is_full=False)
-
-
 # ---- leaf modules: stage 3 gathers each as one unit --------------------------------------------------------------
 
 
@@ -147,7 +92,7 @@ def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
 z3_leaf_parameter = z3_leaf_module
 
 
-# ---- implementation ----------------------------------------------------------------------------------------------
+# ---- weights, gradients, optimizer states --------------------------------------------------------------------------
 
 
 def _trained_bucket(param: nn.Parameter) -> FlatBucket | None:
@@ -192,19 +137,19 @@ def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
     return None if held is None else _read_segment(*held, kind)
 
 
-def _get_full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
+def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
     if (held := _find_segment(param, kind)) is None:
         return None
     bucket, segment = held
     if not bucket.shard_group.is_solo:
-        _assert_collective(bucket, f"{name} of {segment.slot.name}")
+        _assert_collective(bucket, f"reading the {kind} of {segment.slot.name}")
     full = torch.zeros(segment.slot.numel, dtype=torch.float32, device=bucket.device)
     full[segment.slot_offset : segment.slot_offset + segment.count] = _read_segment(bucket, segment, kind)
     return all_reduce(full, bucket.shard_group).view(full_shape(param))  # each rank has zeros outside its segment
 
 
 @torch.no_grad()
-def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
+def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool = True) -> None:
     if (held := _find_segment(param, kind)) is None:
         owner = _trained_bucket(param)
         if owner is None:
@@ -256,3 +201,34 @@ def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor
 def _assert_collective(bucket: FlatBucket, where: str, value: Tensor | None = None) -> bool:
     engine = owning_engine(bucket)
     return engine is None or assert_collective_call(engine.log, bucket.dp, where, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """An optimizer state, such as "exp_avg"."""
+    return _get_full(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    _set_value(param, value, optim_state_key)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    return _get_local(param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    _set_value(param, value, optim_state_key, is_full=False)
+
+
+# The fp32 masters. Inside `GatheredParameters` those from before the block, since edits count at its end.
+safe_get_full_fp32_param = partial(_get_full, kind=WEIGHT)
+safe_get_local_fp32_param = partial(_get_local, kind=WEIGHT)
+# Set the masters and the parameter. All setters but those of a local gradient or state are collective; at stage 0
+# those are too, because the local segment is the full parameter: values must be equal on all ranks.
+safe_set_full_fp32_param = partial(_set_value, kind=WEIGHT)
+safe_set_local_fp32_param = partial(_set_value, kind=WEIGHT, is_full=False)
+# The mean gradient over ranks and micro-batches, before clipping and without the loss scale.
+safe_get_full_grad = partial(_get_full, kind=_GRADIENT)
+safe_get_local_grad = partial(_get_local, kind=_GRADIENT)
+safe_set_full_grad = partial(_set_value, kind=_GRADIENT)
+safe_set_local_grad = partial(_set_value, kind=_GRADIENT, is_full=False)

@@ -17,15 +17,14 @@ from unittest.mock import patch
 
 import pytest
 
-from data import jsonl, plain_text
+from data import text_files
 from data.cli import format_count
 from data.compressed import CorruptStreamError, open_decompressed
 from data.indexed import IndexedCorpus
-from data.jsonl import read_line_chunks
-from data.plain_text import DamagedRest, MalformedDocument, Separator
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
 from data.split_json import main as split_json
 from data.storage import DataError
+from data.text_files import DamagedRest, MalformedDocument, Separator, read_line_chunks
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, DroppedDocument
@@ -241,7 +240,7 @@ def test_a_malformed_line_in_a_whole_file_is_no_damage(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
         run_map_stage(READ, [path], tmp_path / "out")
     path.write_bytes(gzip.compress(content)[:-1])  # what is skipped needs no second look
-    with patch("data.plain_text.find_damage", side_effect=AssertionError), \
+    with patch("data.text_files.find_damage", side_effect=AssertionError), \
             patch("data.webtext.runner.find_damage", side_effect=AssertionError):
         assert preprocessed([path], tmp_path / "c")[1] == 2
         run_map_stage(READ, [path], tmp_path / "out", WebReading(on_error="skip"))
@@ -402,8 +401,8 @@ def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(raw)
     good.write_text('{"text": "the end"}\n')
     size = rng.choice([1, 7, 100, 1 << 20])
-    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (size,))
-    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", size))
+    monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (size,))
+    monkeypatch.setattr(text_files.read_text_chunks, "__defaults__", (None, "", size))
     if kind != "html":
         expected = slow_texts(before, is_damaged, SEPARATORS[word]) if kind == "txt" else \
             slow_lines(before, is_damaged, slow_text)

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import indexed, stable_file, writer as writing
-from data.format import TokenizerFacts, token_dtype
-from data.indexed import IndexedCorpus
+from data import indexed, writer as writing
+from data.indexed import IndexedCorpus, TokenizerFacts, token_dtype
 from data.merge import main as merge, merge_corpora
 from data.storage import DataError
 from data.verify import verify_corpus
@@ -49,7 +48,7 @@ def test_reading_gives_back_what_was_written(tmp_path: Path, vocab_size: int, dt
     corpus = IndexedCorpus(write(tmp_path / "c", documents, vocab_size=vocab_size))
     assert [corpus.document(i).tolist() for i in range(corpus.num_documents)] == documents
     assert corpus.sizes.tolist() == [2, 0, 1] and corpus.num_tokens == 3 and corpus.dtype == np.dtype(dtype)
-    assert corpus.read(0, 1).tolist() == [0] and corpus.read(0, 0, 99).tolist() == documents[0]
+    assert corpus.document(0, 1).tolist() == [0] and corpus.document(0, 0, 99).tolist() == documents[0]
     assert pickle.loads(pickle.dumps(corpus)).document(2).tolist() == [5]
 
 
@@ -173,7 +172,7 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "BLOCK_ENTRIES", 1 << 10)
-    monkeypatch.setattr(stable_file, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(indexed, "READ_BYTES", 1 << 10)
     piece, peaks = np.ones(10_000, np.int64), []
     for pieces in (2, 50):
         tracemalloc.start()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from data import plain_text, preprocess
+from data import preprocess, text_files
 from data.default_corpus import paragraphs
 from data.indexed import IndexedCorpus
-from data.plain_text import Separator, read_text_chunks
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess_command
 from data.storage import DataError
+from data.text_files import Separator, read_text_chunks
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
 from tests.data.test_writer import Stop, files_of
 
@@ -95,7 +95,7 @@ def test_where_a_file_is_cut_does_not_show(tmp_path: Path, monkeypatch: pytest.M
     parts = 0
     for size, near in ((1, 4), (7, 1), (100, 16), (1000, 4096)):
         monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", size))
-        monkeypatch.setattr(plain_text, "TAIL_BYTES", near)
+        monkeypatch.setattr(text_files, "TAIL_BYTES", near)
         chunks = list(read_text_chunks(path, Separator.parse(separator), tokenizer.safe_split_characters))
         parts = max(parts, len(chunks))
         assert documents_in([path], separator, tokenizer) == whole, size
@@ -172,7 +172,7 @@ SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=Fal
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", SIZE))
+    monkeypatch.setattr(text_files.read_text_chunks, "__defaults__", (None, "", SIZE))
 
 
 def words(seed: int, count: int) -> bytes:

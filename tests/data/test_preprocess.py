@@ -17,14 +17,14 @@ from unittest.mock import patch
 
 import pytest
 
-from data import jsonl
+from data import text_files
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.jsonl import parse_lines, read_line_chunks
 from data.merge import merge_corpora
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
 from data.split_json import split_json
 from data.storage import DataError, UsageError
+from data.text_files import parse_lines, read_line_chunks
 from data.tokenizer import ByteLevelTokenizer
 from data.verify import main as verify, verify_corpus
 from data.webtext import __main__ as webtext, dedup
@@ -193,8 +193,8 @@ def put(path: Path, content: bytes) -> Path:
 def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              kind: str, long: int, before: int) -> None:
     """34 lines fill a chunk nearly, 35 more than that."""
-    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(jsonl, "SKIP_BYTES", 64)
+    monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (600,))
+    monkeypatch.setattr(text_files, "SKIP_BYTES", 64)
     content = LINE * before + b"\0" * (long - 1) + b"\n" + LINE * 40 + b"[]\n"
     path = put(tmp_path / f"a.{kind}", content)
     held, found, line = 0, [], 0
@@ -325,8 +325,8 @@ def test_a_drive_that_fails_is_named_by_every_program(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "v", vocab_size=10) as writer:
         writer.add_document([1] * 9)
     runs: dict[str, Callable[[], object]] = {
-        "plain_text.read_until_damage": lambda: build_corpus([tmp_path / "a.txt"], tmp_path / "c", BYTE),
-        "jsonl.skip_line": lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1)] * 3),
+        "text_files.read_until_damage": lambda: build_corpus([tmp_path / "a.txt"], tmp_path / "c", BYTE),
+        "text_files.skip_line": lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1)] * 3),
         "importers.np.fromfile": lambda: import_tokens([tmp_path / "a.bin"], tmp_path / "c", BYTE),
         "verify.crc32_file": lambda: verify_corpus(str(tmp_path / "v"))}
     for function, run in runs.items():

@@ -21,8 +21,8 @@ from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
-from data.sources import (CHECKSUMS_FILE, ChecksumCache, Datasets, WeightedSource, cached_corpus, check_sources,
-                          open_datasets, parse_sources)
+from data.sources import (CHECKSUMS_FILE, Datasets, WeightedSource, cached_corpus, check_sources, open_datasets,
+                          parse_sources)
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
 
@@ -294,7 +294,7 @@ def settled(path: Path, text: str) -> str:
 
 def contents(path: str, folder: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
-    return sources._content_keys([path], ChecksumCache(folder))[0]
+    return sources.content_keys([path], folder)[0]
 
 
 def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(

@@ -22,14 +22,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import importers, preprocess, sources, split_json as splitting, stable_file
+from data import gpt2_dataset, importers, preprocess, sources, split_json as splitting
+from data.gpt2_dataset import RowFile, write_row_file
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import parse_split
 from data.sources import cached_corpus
 from data.split_json import split_json
-from data.stable_file import RowFile, write_row_file
 from data.storage import DataError, change_detector
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import runner
@@ -102,9 +102,9 @@ def test_a_corpus_that_was_moved_away_is_read_on(prefix: Path, change: Callable[
 def test_a_disk_that_cannot_read_is_named(prefix: Path, rows: Path) -> None:
     corpus = IndexedCorpus(prefix)
     reads: dict[str, Callable[[], object]] = {
-        f"{prefix}.bin": lambda: corpus.read(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
+        f"{prefix}.bin": lambda: corpus.document(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
         str(rows): lambda: RowFile(rows, "name")}
-    with patch("data.stable_file.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
+    with patch("data.indexed.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
         for path, read in reads.items():
             with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
                 read()
@@ -118,10 +118,10 @@ def test_slices_are_those_of_the_document_though_reads_come_in_pieces(prefix: Pa
     def some(descriptor: int, buffers: list[Any], offset: int) -> int:
         return really(descriptor, [buffers[0][:7]], offset)
 
-    with patch("data.stable_file.os.preadv", some):
+    with patch("data.indexed.os.preadv", some):
         corpus = pickle.loads(pickle.dumps(IndexedCorpus(prefix)))
         for start, stop in ((0, None), (5, 9), (-3, None), (2999, 9999), (7, 7), (9, 3), (0, 0), (-9999, 2)):
-            np.testing.assert_array_equal(corpus.read(2, start, stop), TOKENS[1000:4000][start:stop])
+            np.testing.assert_array_equal(corpus.document(2, start, stop), TOKENS[1000:4000][start:stop])
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -170,7 +170,7 @@ def test_rows_come_back_whatever_their_shape_and_type(tmp_path: Path, values: np
 
 
 def test_rows_that_are_not_those_written_under_the_name_are_refused(rows: Path) -> None:
-    good, draw, header = rows.read_bytes(), random.Random(0), stable_file.ROW_FILE_HEADER.size
+    good, draw, header = rows.read_bytes(), random.Random(0), gpt2_dataset.ROW_FILE_HEADER.size
     damaged = [good[:size] for size in (0, 8, header, 20_000)] + [good + bytes(4)]
     for place in [*range(header), *draw.sample(range(len(good)), 300), len(good) - 1]:
         damaged.append(good[:place] + bytes([good[place] ^ 1 << draw.randrange(8)]) + good[place + 1:])
@@ -253,7 +253,7 @@ PROGRAMS: dict[str, tuple[ModuleType, str, Callable[[Path, Path], object]]] = {
     "data.split_json": (splitting, "part_of_text",
                         lambda path, out: split_json([str(path)], str(out), parse_split("1,1"))),
     "data.importers": (importers, "inspect_token_file", lambda path, out: import_tokens([path], out, BYTE)),
-    "--train-data": (sources, "_content_keys", lambda path, out: cached_corpus(
+    "--train-data": (sources, "content_keys", lambda path, out: cached_corpus(
         str(path), BYTE, TextReadOptions(), str(out.with_name("cache")))),
     "a map stage": (runner, "run_job", lambda path, out: run_map_stage(SHOUT, [path], out))}
 

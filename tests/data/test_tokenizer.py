@@ -17,11 +17,10 @@ import pytest
 import regex
 
 from data import gpt2_bpe, tokenizer as tokenizers
-from data.gpt2_bpe import (GPT2_PATTERN, UNICODE_17_LETTERS, GigatokenEngine, TiktokenEngine,
+from data.gpt2_bpe import (END_OF_TEXT, GPT2_PATTERN, UNICODE_17_LETTERS, GigatokenEngine, TiktokenEngine,
                            byte_alphabet, fastest_engine, packaged_merges, parse_merges)
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
-from data.tokenizer_base import END_OF_TEXT
 
 NASTY = ["", " ", "  a  b ", "\n\n\t x\r\n", "\u2581", "a\u2581b \u2581 c", "e\u0301 \u00e9", "\u65e5\u672c\u8a9e",
          "\U0001f3f3\ufe0f\u200d\U0001f308",

@@ -22,16 +22,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import indexed, jsonl, plain_text, preprocess
+from data import indexed, preprocess, text_files
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
 from data.parallel import ordered_map
-from data.plain_text import Separator
 from data.preprocess import EncodedChunk, TextReadOptions, build_corpus
 from data.sampling import parse_split
 from data.split_json import split_json
 from data.storage import DataError, ResumableError, StorageFault, hold_writer_lock, stale_temporary_files
+from data.text_files import Separator
 from data.tokenizer import ByteLevelTokenizer
 from data.writer import CORPUS_SUFFIXES, CorpusWriter
 from tests.data.killing import in_a_fork
@@ -332,8 +332,8 @@ SUFFIXES = (".bin", ".idx", ".json")
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files of every kind, a few hundred bytes a chunk, marked after each second one or so."""
     monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1000)
-    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", 600))
+    monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (600,))
+    monkeypatch.setattr(text_files.read_text_chunks, "__defaults__", (None, "", 600))
     lines = "".join(json.dumps({"text": f"line {i} " * (i % 9)}) + "\n" for i in range(200))
     paths = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl.gz", "d.txt.gz")]
     for path in paths:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 import json
 import os
@@ -17,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.docs.compare import Comparison
-from tests.docs.programs import console_commands
 from tests.docs.reader import ROOT, Block, blocks
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
@@ -81,6 +81,14 @@ class Session:
         answer = self._python.stdout.readline()
         good, printed = json.loads(answer) if answer else (False, f"Python ended with {self._python.wait()}")
         return good, printed
+
+
+def console_commands() -> dict[str, str]:
+    """The commands that installing puts on the path -> `module:function`."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options.entry_points"]["console_scripts"].strip().splitlines()
+    return {name.strip(): target.strip() for name, _, target in (line.partition("=") for line in lines)}
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -1,13 +1,14 @@
-"""The fused kernel of the loss on a GPU, and the product that adds up in fp32, which torch has on CUDA only."""
+"""The kernels of the loss and of norms on a GPU, and the product that adds up in fp32, which torch has on CUDA only."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mpu import loss_chunk
+from mpu import cross_entropy
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import load_kernels
+from mpu.grads import NORM_ROW, row_norms
 from mpu.groups import SOLO
 
 pytestmark = pytest.mark.gpu
@@ -15,11 +16,11 @@ pytestmark = pytest.mark.gpu
 
 def test_the_kernel_is_used_on_a_gpu(device: torch.device) -> None:
     """Else the tests below compare torch with torch. Triton comes with torch for CUDA."""
-    assert load_kernels("mpu.loss_kernel", device, "") is not None or device.type == "cpu"
+    assert load_kernels("mpu.kernels", device, "") is not None or device.type == "cpu"
 
 
 if torch.cuda.is_available():
-    from tests.mpu.loss_kernel_cases import *  # noqa: F401, F403
+    from tests.mpu.kernel_cases import *  # noqa: F401, F403
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 256, 300])
@@ -52,8 +53,22 @@ def test_a_sum_of_16_bit_products_is_not_rounded_on_its_way(device: torch.device
     gradient, x = (torch.randn(512, n, generator=generator).to(device).bfloat16() for n in (256, 64))
     total = torch.full((256, 64), torch.nan, device=device)
     for first in (True, False):
-        loss_chunk.accumulate_weight_grad(total, gradient, x, first)
+        cross_entropy.accumulate_weight_grad(total, gradient, x, first)
     exact = 2 * gradient.double().t() @ x.double()
     # Tensor cores add in fp32; the CPU that plays a GPU rounds each product to bf16.
     tolerance = 1e-4 if device.type == "cuda" else 2.0**-7
     assert ((total - exact).norm() / exact.norm()).item() < tolerance
+
+
+def test_the_norms_of_a_large_buffer_need_no_other(device: torch.device) -> None:
+    """A copy in fp64 would be twice the buffer."""
+    if device.type != "cuda":
+        pytest.skip("memory is counted on a GPU")
+    x = torch.randn(1 << 26, device=device)
+    out = torch.empty(len(x) // NORM_ROW, device=device)
+    row_norms(x[:NORM_ROW], out[:1])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    row_norms(x, out)
+    assert torch.cuda.max_memory_allocated() == before
+    assert torch.linalg.vector_norm(out.double()).item() == pytest.approx(float(1 << 13), rel=1e-3)

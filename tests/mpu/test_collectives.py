@@ -1,18 +1,23 @@
-"""Every collective against the same thing done by hand on the inputs of all ranks."""
+"""Every collective against the same thing done by hand on the inputs of all ranks, and the two numbers that say whether
+this process is in one and how many it has begun."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from mpu import collective_tracker
 from mpu.backends import via_host
+from mpu.collective_tracker import CollectiveState
 from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
                              all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
-                             reduce_scatter, reduce_scatter_into)
+                             reduce_scatter_into)
 from mpu.groups import SOLO, build, group_from_process_group
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
@@ -37,7 +42,6 @@ def _out_of_place(rank: int, world: int, dtype: torch.dtype) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(all_gather(x, tp, dim), torch.cat(inputs, dim))
     assert torch.equal(all_gather(x.transpose(0, 1), tp), torch.cat([y.transpose(0, 1) for y in inputs], -1))
-    assert torch.equal(reduce_scatter(x, tp), total.chunk(world, -1)[rank])
     assert torch.equal(x, inputs[rank]), "an out-of-place collective changed its argument"
 
 
@@ -102,22 +106,16 @@ def test_two_ranks_sum_to_the_same_bits_by_shard_and_by_all_reduce(native: bool)
 FULLS = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(r)).bfloat16().float() for r in range(4)]
 
 
-def test_sixteen_bit_shards_are_summed_in_fp32_in_rank_order_on_cpu() -> None:
-    total = FULLS[0] + FULLS[1] + FULLS[2] + FULLS[3]
-    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, False)):
-        expected = total[300_000 * rank:300_000 * (rank + 1)]
-        assert torch.equal(wide, expected) and torch.equal(narrow, expected.bfloat16())
-
-
-def test_an_accelerator_sums_sixteen_bit_shards_in_fp32_unless_asked_otherwise() -> None:
-    total = torch.stack(FULLS).double().sum(0)
-    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, True)):
-        expected = total[300_000 * rank:300_000 * (rank + 1)]
-        assert (wide - expected).abs().max() < 1e-6 and torch.equal(narrow, wide.bfloat16())
-    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, True, torch.bfloat16)):
-        expected = total[300_000 * rank:300_000 * (rank + 1)]
-        assert (wide - expected).abs().max() > 1e-3, "the backend rounds every partial sum to 16 bits"
-        assert torch.equal(narrow.float(), wide)
+def test_sixteen_bit_shards_are_summed_in_fp32_unless_an_accelerator_is_asked_otherwise() -> None:
+    """On a CPU in rank order."""
+    total, exact = FULLS[0] + FULLS[1] + FULLS[2] + FULLS[3], torch.stack(FULLS).double().sum(0)
+    runs = [run_ranks(_random_sums, 4, *how) for how in ((False,), (True,), (True, torch.bfloat16))]
+    for rank, ((_, wide, narrow, _), (_, on_device, rounded, _), (_, asked, alike, _)) in enumerate(zip(*runs)):
+        mine = slice(300_000 * rank, 300_000 * (rank + 1))
+        assert torch.equal(wide, total[mine]) and torch.equal(narrow, total[mine].bfloat16())
+        assert (on_device - exact[mine]).abs().max() < 1e-6 and torch.equal(rounded, on_device.bfloat16())
+        assert (asked - exact[mine]).abs().max() > 1e-3, "the backend rounds every partial sum to 16 bits"
+        assert torch.equal(alike.float(), asked)
 
 
 def _many_small_summands(rank: int, world: int) -> float:
@@ -141,35 +139,23 @@ def _small(rank: int, world: int) -> None:
     assert all_reduce_scalar(0.25, group, "sum") == world / 4
     assert all_reduce_scalar(2**53 - 1 if rank else 0, group) == 2**53 - 1
     barrier(group)
+    for src in range(world):
+        given = values[src] if rank == src else object()  # what the others give is not even looked at
+        assert broadcast_json(given, group, src) == values[src]
 
 
-def share_value(rank: int, world_size: int) -> None:
-    group = build().world
-    for src in range(world_size):
-        value = {"of": src, "text": "ü" * src * 50, "none": None}
-        given = value if rank == src else object()  # what the others give is not even looked at
-        assert broadcast_json(given, group, src) == value
-
-
-def test_one_value_travels_as_json() -> None:
-    run_ranks(share_value, 3)
-    assert broadcast_json((1, "x"), SOLO) == [1, "x"]
-
-
-def test_values_of_different_lengths_travel_as_json() -> None:
-    run_ranks(_small, 2)
+def test_values_travel_as_json_whatever_their_lengths() -> None:
+    run_ranks(_small, 3)
 
 
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
     x = torch.ones(3)
-    assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x and reduce_scatter(x, SOLO) is x
+    assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x
     y = torch.zeros(3)
     all_gather_into(y, x, SOLO).wait()
     assert torch.equal(x, y) and all_reduce_scalar(3, SOLO) == 3 and all_gather_json([1], SOLO) == [[1]]
+    assert broadcast_json((1, "x"), SOLO) == [1, "x"]
     barrier(SOLO)
-
-
-def test_a_full_buffer_that_is_not_the_shards_is_refused() -> None:
     with pytest.raises(ParallelError, match="5 elements does not hold 1 shards of 4"):
         all_gather_into(torch.zeros(5), torch.zeros(4), SOLO)
 
@@ -198,3 +184,45 @@ def _by_gloo(rank: int, world: int) -> list[tuple[bool, bool]]:
 def test_a_group_knows_which_backend_serves_which_device() -> None:
     assert run_ranks(_by_gloo, 2) == [[(True, True), (False, True), (False, False)]] * 2
     assert not SOLO.gpu_tensors_use_gloo
+
+
+@pytest.fixture
+def numbers() -> Iterator[memoryview]:
+    """This process's: (state, exchanges begun)."""
+    with patch.object(collective_tracker, "_COUNTERS", [memoryview(array("Q", [0, 0]))]):
+        shown = memoryview(array("Q", [9, 9]))
+        collective_tracker.write_counters_to(shown)
+        yield shown
+
+
+def test_an_exchange_is_marked_while_it_lasts_and_counted(numbers: memoryview) -> None:
+    inside = []
+    exchange, send = (mark(lambda: inside.append(list(numbers)))
+                      for mark in (collective_tracker.track_collective, collective_tracker.track_async_collective))
+    exchange()
+    send()
+    collective_tracker.mark_waiting()
+    inside.append(list(numbers))
+    collective_tracker.mark_idle()
+    assert inside == [[CollectiveState.WAITING, 1], [CollectiveState.LAUNCHING, 2],
+                      [CollectiveState.WAITING, 2]]
+    assert list(numbers) == [0, 2]
+
+
+def test_an_error_that_comes_out_of_an_exchange_leaves_the_mark_until_the_next(numbers: memoryview) -> None:
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError):
+        collective_tracker.track_collective(fail)()
+    assert list(numbers) == [CollectiveState.WAITING, 1]
+    collective_tracker.track_collective(lambda: None)()
+    assert list(numbers) == [0, 2]
+
+
+def test_numbers_go_on_where_they_are_shown_from_now_on(numbers: memoryview) -> None:
+    collective_tracker.track_collective(lambda: None)()
+    collective_tracker.mark_waiting()
+    collective_tracker.write_counters_to(elsewhere := memoryview(array("Q", [0, 0])))
+    collective_tracker.mark_idle()
+    assert list(elsewhere) == [0, 1] and list(numbers) == [CollectiveState.WAITING, 1]

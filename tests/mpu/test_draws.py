@@ -15,29 +15,32 @@ from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
 from mpu.partition import join_local_slices
 from mpu.split import Partition
-from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments,
-                             UniformInitializer, fill_normal_rows, rng_key,
-                             strided_segments_of)
+from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments, fill_normal_rows,
+                             fill_uniform, rng_key, strided_segments_of)
 
 KEY = rng_key(1234, "blocks.0.attn.qkv.weight")
 
 
-def whole(numel: int, std: float = 1.0) -> Tensor:
+def whole(numel: int) -> Tensor:
     out = torch.empty(numel)
-    NormalInitializer(KEY, std, StridedSegments(numel, numel, 0))(out, 0)
+    NormalInitializer(KEY, 1.0, StridedSegments(numel, numel, 0))(out, 0)
     return out
 
 
+def bits_of(counter: int) -> int:
+    """By Python's own integers."""
+    z = (KEY + counter * 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> shift) * factor % 2**64
+    return z ^ z >> 31
+
+
 def by_definition(numel: int) -> Tensor:
-    """Python's own integers and floats."""
     numbers = []
     for place in range(numel):
         group, lane = divmod(place, 8)
-        z = (KEY + (4 * group + lane % 4) * 0x9E3779B97F4A7C15) % 2**64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            z = (z ^ z >> shift) * factor % 2**64
-        z ^= z >> 31
-        low, high = ((half + 2**31) % 2**32 - 2**31 for half in (z % 2**32, z >> 32))
+        bits = bits_of(4 * group + lane % 4)
+        low, high = ((half + 2**31) % 2**32 - 2**31 for half in (bits % 2**32, bits >> 32))
         radius, angle = math.sqrt(-2 * math.log(high / 2**32 + 0.5)), low / 2**32 * 2 * math.pi
         numbers.append(radius * (math.sin if lane >= 4 else math.cos)(angle))
     return torch.tensor(numbers)
@@ -88,27 +91,37 @@ def test_they_are_normal_and_tensors_are_independent() -> None:
             assert abs(float((x**2 * y**2).mean()) - 1) < 5 * math.sqrt(8 / n)
 
 
+def normal(out: Tensor, start: int, segments: StridedSegments) -> None:
+    NormalInitializer(KEY, 2.0, segments)(out, start)
+
+
+def uniform(out: Tensor, start: int, segments: StridedSegments) -> None:
+    fill_uniform(out, KEY, start, segments)
+
+
 @pytest.mark.parametrize(("shape", "partition"), [
     ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 20), Partition(1)),
     ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int) -> None:
+@pytest.mark.parametrize("draw", [normal, uniform])
+def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int,
+                                                 draw: Callable[[Tensor, int, StridedSegments], None]) -> None:
     parts = []
     for rank in range(tp):
         local = list(shape)
         if partition is not None:
             local[partition.dim] //= tp
-        source = NormalInitializer(KEY, 2.0, strided_segments_of(tuple(local), partition, rank, tp))
-        flat = torch.empty(math.prod(local))
-        source(flat, 0)
+        segments = strided_segments_of(tuple(local), partition, rank, tp)
+        draw(flat := torch.empty(math.prod(local)), 0, segments)
         for start, count in ((0, 3), (5, 17), (len(flat) - 4, 4)):
-            run = torch.empty(count)
-            source(run, start)
+            draw(run := torch.empty(count), start, segments)
             assert torch.equal(run, flat[start : start + count])
         parts.append(flat.view(local))
     joined = parts[0] if partition is None else join_local_slices(parts, partition)
     rows = shape[0] if partition is None or partition.size is None else partition.size
-    assert torch.equal(joined[:rows], whole(rows * shape[1], 2.0).view(rows, shape[1]))
+    numel = rows * shape[1]
+    draw(expected := torch.empty(numel), 0, StridedSegments(numel, numel, 0))
+    assert torch.equal(joined[:rows], expected.view(rows, shape[1]))
     assert not joined[rows:].any()
 
 
@@ -139,30 +152,10 @@ def test_keys_tell_seeds_and_names_apart() -> None:
 
 
 def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
-    """Of each place the upper 24 bits; any run is that of the whole."""
+    """Of each place the upper 24 bits."""
     n = 100_000
-    found = torch.empty(n)
-    UniformInitializer(KEY, StridedSegments(n, n, 0))(found, 0)
+    uniform(found := torch.empty(n), 0, StridedSegments(n, n, 0))
     for place in (0, 1, 77, n - 1):
-        z = (KEY + place * 0x9E3779B97F4A7C15) % 2**64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            z = (z ^ z >> shift) * factor % 2**64
-        assert float(found[place]) == ((z ^ z >> 31) >> 40) / 2**24
-    assert 0 <= found.min() and found.max() < 1
-    part = torch.empty(1000)
-    UniformInitializer(KEY, StridedSegments(n, n, 0))(part, 777)
-    assert part.equal(found[777:1777])
+        assert float(found[place]) == (bits_of(place) >> 40) / 2**24
     even = (torch.arange(n) + 0.5) / n
     assert float((found.sort().values - even).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
-
-
-@pytest.mark.parametrize("partition", [Partition(0), Partition(0, stride=3), Partition(1)])
-def test_uniform_parts_of_ranks_are_slices_of_one_tensor(partition: Partition) -> None:
-    whole, parts, shape = torch.empty(48 * 12), [], (48, 12)
-    UniformInitializer(KEY, StridedSegments(48 * 12, 48 * 12, 0))(whole, 0)
-    local = tuple(size // (2 if dim == partition.dim else 1) for dim, size in enumerate(shape))
-    for rank in range(2):
-        out = torch.empty(math.prod(local))
-        UniformInitializer(KEY, strided_segments_of(local, partition, rank, 2))(out, 0)
-        parts.append(out.view(local))
-    assert join_local_slices(parts, partition).equal(whole.view(shape))

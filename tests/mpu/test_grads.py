@@ -18,18 +18,13 @@ from tests.distributed import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [0, 1, 1000, 3_000_001])
+@pytest.mark.parametrize("size", [0, 1, 1000, 3_000_001, pytest.param(40_000_000, marks=pytest.mark.slow)])
 def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype, size: int) -> None:
     x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2 + 5e-3).to(dtype)
     expected = x.double().square().sum()
     result = sum_of_squares(x)
     assert result.dtype == torch.float64 and result.shape == ()
     torch.testing.assert_close(result, expected, rtol=1e-7, atol=0)
-
-
-@pytest.mark.slow
-def test_forty_million_equal_numbers_do_not_drift() -> None:
-    assert sum_of_squares(torch.full((40_000_000,), 1e-3)).item() == pytest.approx(40.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -78,9 +73,6 @@ def test_what_is_not_finite_stays_so_beside_large_numbers(value: float) -> None:
     x[3], x[NORM_ROW + 1], x[-1] = 1e30, value, -1e25
     assert row_norms(x).isfinite().tolist() == [True, False, True, True]
     assert not math.isfinite(sum_of_squares(x).item())
-
-
-def test_squares_beyond_fp16_do_not_overflow() -> None:
     assert sum_of_squares(torch.full((4,), 60000.0, dtype=torch.float16)).item() == 4 * 60000.0**2
 
 

@@ -19,19 +19,26 @@ from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
 
-def _grid(rank: int, world: int, tp: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    groups = build(tp)
-    return [(group.rank, group.size, group.ranks) for group in (groups.world, groups.tp, groups.dp)]
+def _grid(rank: int, world: int) -> tuple[list[tuple[int, int, tuple[int, ...]]], list[list[int]]]:
+    """(rank, size and ranks of each group, the process groups that this rank makes)"""
+    with patch.object(dist, "new_group", Mock(wraps=dist.new_group)) as new_group:
+        groups = build(2)
+    mine = groups.world, groups.tp, groups.dp
+    assert all(group_from_process_group(group.process_group_or_none) == group for group in mine)
+    assert group_from_process_group(None) == SOLO
+    assert all(group.name == group.control_name and group.own_backend_serves_cpu for group in mine), "over gloo"
+    made = [call.args[0] for call in new_group.call_args_list]
+    return [(group.rank, group.size, group.ranks) for group in mine], made
 
 
 def test_four_ranks_in_pairs() -> None:
+    """A rank makes its own groups only, and finds them again from torch's handles."""
     everyone = (0, 1, 2, 3)
-    assert run_ranks(_grid, 4, 2) == [
-        [(0, 4, everyone), (0, 2, (0, 1)), (0, 2, (0, 2))],
-        [(1, 4, everyone), (1, 2, (0, 1)), (0, 2, (1, 3))],
-        [(2, 4, everyone), (0, 2, (2, 3)), (1, 2, (0, 2))],
-        [(3, 4, everyone), (1, 2, (2, 3)), (1, 2, (1, 3))],
-    ]
+    assert run_ranks(_grid, 4) == [
+        ([(0, 4, everyone), (0, 2, (0, 1)), (0, 2, (0, 2))], [[0, 1], [0, 2]]),
+        ([(1, 4, everyone), (1, 2, (0, 1)), (0, 2, (1, 3))], [[0, 1], [1, 3]]),
+        ([(2, 4, everyone), (0, 2, (2, 3)), (1, 2, (0, 2))], [[2, 3], [0, 2]]),
+        ([(3, 4, everyone), (1, 2, (2, 3)), (1, 2, (1, 3))], [[2, 3], [1, 3]])]
 
 
 def test_without_torch_distributed_the_world_is_one_rank() -> None:
@@ -39,37 +46,6 @@ def test_without_torch_distributed_the_world_is_one_rank() -> None:
     assert build() == Groups(SOLO, SOLO, SOLO)
     with pytest.raises(ParallelError, match="size 2 needs 2 ranks"):
         build(2)
-
-
-def _refused(rank: int, world: int) -> str:
-    with pytest.raises(ParallelError) as caught:
-        build(4)
-    return str(caught.value)
-
-
-def test_a_size_larger_than_the_world_is_an_error_and_not_clamped() -> None:
-    assert all("size 4 does not divide the world size 2" in text for text in run_ranks(_refused, 2))
-
-
-def _found_again(rank: int, world: int) -> bool:
-    groups = build(2)
-    assert group_from_process_group(None) == SOLO
-    return all(group_from_process_group(group.process_group_or_none) == group
-               for group in (groups.world, groups.tp, groups.dp))
-
-
-def test_a_group_is_found_again_from_torchs_handle() -> None:
-    assert all(run_ranks(_found_again, 4))
-
-
-def _made(rank: int, world: int) -> list[list[int]]:
-    with patch.object(dist, "new_group", Mock(wraps=dist.new_group)) as new_group:
-        build(2)
-    return [call.args[0] for call in new_group.call_args_list]
-
-
-def test_a_rank_makes_its_own_groups_only() -> None:
-    assert run_ranks(_made, 4) == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
 
 
 def _split(rank: int, world: int) -> list[Any]:
@@ -113,15 +89,6 @@ def test_each_group_of_a_backend_for_devices_has_one_control_group() -> None:
     assert run_ranks(_controls, 4) == [[True] * 4] * 4
 
 
-def _is_its_own_control(rank: int, world: int) -> bool:
-    groups = build(2)
-    return all(group.name == group.control_name and group.own_backend_serves_cpu for group in (groups.world, groups.tp))
-
-
-def test_a_group_over_gloo_is_its_own_control_group() -> None:
-    assert all(run_ranks(_is_its_own_control, 4))
-
-
 def _waits(rank: int, world: int) -> list[timedelta]:
     found = []
     for seconds in (7, 1):
@@ -161,25 +128,20 @@ def test_control_never_waits_for_the_backend_of_tensors() -> None:
 
 
 def _classic(rank: int, world: int) -> list[int]:
-    with pytest.raises(ParallelError, match="not initialised"):
-        mpu.get_model_parallel_rank()
-    with pytest.raises(ParallelError, match="not initialised"):
-        mpu.is_pipeline_first_stage()
+    for accessor in (mpu.get_model_parallel_rank, mpu.is_pipeline_first_stage):
+        with pytest.raises(ParallelError, match="not initialised"):
+            accessor()
     assert mpu.is_unitialized()
     mpu.initialize_model_parallel(2)
-    assert not mpu.is_unitialized()
     with pytest.raises(ParallelError, match="already initialised"):
         mpu.initialize_model_parallel(2)
-    assert dist.get_world_size(mpu.get_model_parallel_group()) == 2
-    numbers = [
-        mpu.get_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), mpu.get_model_parallel_src_rank(),
-        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_src_rank(),
-        *dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()),
-    ]
     assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
     assert mpu.is_pipeline_first_stage(ignore_virtual=True) and mpu.is_pipeline_last_stage()
     assert mpu.get_virtual_pipeline_model_parallel_rank() is None
-    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    numbers = [
+        mpu.get_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), mpu.get_model_parallel_src_rank(),
+        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_src_rank(),
+        *dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())]
     mpu.destroy_model_parallel()
     assert not mpu.model_parallel_is_initialized()
     return numbers
@@ -188,11 +150,8 @@ def _classic(rank: int, world: int) -> list[int]:
 def test_classic_accessors() -> None:
     assert run_ranks(_classic, 4) == [[0, 2, 0, 0, 2, 0, 0], [1, 2, 0, 0, 2, 1, 1], [0, 2, 2, 1, 2, 0, 2],
                                       [1, 2, 2, 1, 2, 1, 3]]
-
-
-def test_classic_vocabulary_ranges() -> None:
-    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50)
-    assert mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4) == (25, 50)
+    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50) \
+        == mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4)
 
 
 GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group",
@@ -216,25 +175,16 @@ class _Split(nn.Module):
         return (x + self.down(torch.relu(self.up(x)))).square().mean()
 
 
-def _used(rank: int, world: int, tp: int) -> tuple[list[dict[str, Any]], list[float]]:
-    """What torch makes of each group, the plain way and by DistributedDataParallel; and losses of training with the
-    gradients averaged over data parallel, which all see the same batch."""
+def _used(rank: int, world: int, tp: int) -> tuple[list[tuple[list[int], float]], list[float]]:
+    """Ranks of each group and a sum over it; and losses of training with the gradients averaged over data parallel,
+    which all see the same batch."""
     mpu.initialize_model_parallel(tp)
     found = []
     for accessor in GROUP_ACCESSORS:
         group = getattr(mpu, accessor)()
         assert group is getattr(mpu, accessor)() and dist.get_world_size(group) == group.size()
-        total, first = torch.tensor([2.0**rank]), torch.tensor([rank])
-        every = [torch.empty(1) for _ in range(group.size())]
-        dist.all_reduce(total, group=group)
-        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-        dist.all_gather(every, torch.tensor([float(rank)]), group=group)
-        wrapped = nn.parallel.DistributedDataParallel(own := nn.Linear(1, 1, bias=False), process_group=group)
-        own.weight.data.fill_(1.0)
-        wrapped(torch.tensor([[2.0**rank]])).sum().backward()
-        assert own.weight.grad is not None
-        found.append({"ranks": dist.get_process_group_ranks(group), "total": total.item(), "first": first.item(),
-                      "every": torch.cat(every).tolist(), "mean": own.weight.grad.item()})
+        dist.all_reduce(total := torch.tensor([2.0**rank]), group=group)
+        found.append((dist.get_process_group_ranks(group), total.item()))
     model, losses = _Split(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -259,10 +209,8 @@ def test_what_the_accessors_return_is_the_group_of_these_ranks(world: int, tp: i
     """Of one rank as well: torch reads None as the world."""
     for rank, (found, losses) in enumerate(run_ranks(_used, world, tp)):
         of_tp = [*range(rank // tp * tp, (rank // tp + 1) * tp)]
-        for seen, ranks in zip(found, (of_tp, of_tp, [*range(rank % tp, world, tp)], [rank]), strict=True):
-            total = sum(2.0**one for one in ranks)
-            assert seen == {"ranks": ranks, "total": total, "first": ranks[0], "every": ranks,
-                            "mean": total / len(ranks)}
+        assert found == [(ranks, sum(2.0**one for one in ranks))
+                         for ranks in (of_tp, of_tp, [*range(rank % tp, world, tp)], [rank])]
         assert losses == pytest.approx(losses_of_one_rank(), abs=1e-6) and losses[2] < losses[0]
 
 
@@ -310,3 +258,31 @@ def _bound(rank: int, world: int) -> list[Any]:
 
 def test_one_rank_alone_makes_a_group_of_one() -> None:
     assert run_ranks(_bound, 2) == [[None, [0], torch.device("cuda", 0)], [torch.device("cuda", 0)]]
+
+
+# ---- broadcast_data ----------------------------------------------------------------------------------------------
+
+SHAPES = {"text": (2, 5), "mask": (1,), "deep": (2, 1, 3, 1, 2), "empty": (0, 4)}
+
+
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randint(0, 99, shape, generator=generator) for key, shape in (SHAPES | {"other": (7,)}).items()}
+
+
+def _receive(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    groups, told = build(2), []
+    data = _batch(groups.dp.rank) if groups.tp.rank == 0 else None
+    for key, dtype in (("missing", torch.int64), ("text", torch.float32)):
+        with pytest.raises(ParallelError) as caught:
+            mpu.broadcast_data([key], data, dtype, groups.tp)
+        told.append(str(caught.value))
+    return mpu.broadcast_data(list(SHAPES), data, torch.int64, groups.tp), told
+
+
+def test_each_group_gets_the_batch_of_its_first_rank_and_all_hear_what_is_wrong() -> None:
+    for rank, (received, told) in enumerate(run_ranks(_receive, 4)):
+        expected = _batch(rank // 2)
+        assert list(received) == list(SHAPES) and all(torch.equal(received[key], expected[key]) for key in SHAPES)
+        assert "'missing' is not in the batch" in told[0]
+        assert "'text' is torch.int64, expected torch.float32" in told[1]

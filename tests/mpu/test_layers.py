@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from mpu import device
 from mpu.groups import SOLO, Group, build
-from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
+from mpu.layers import (WEIGHT_FIRST_ROWS, ColumnParallelLinear, ParallelEmbedding, RowParallelLinear,
+                        VocabParallelEmbedding, linear, partition_of)
 from mpu.partition import join_local_slices, local_slice
 from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, run_ranks
+from tests.wires import accelerator_side
 
 WORLDS = [1, 2, 4]
 IN, OUT = 16, 24
@@ -65,22 +68,13 @@ def _twin(bias: bool) -> dict[str, Tensor]:
     return result | ({"db": b.grad} if b.grad is not None else {})
 
 
-COLUMN = [
-    {"gather_output": gather, "stride": stride, "bias": bias}
-    for gather in (True, False) for stride in (1, 3) for bias in (True, False)
-    if bias or stride == 1
-]
-ROW = [
-    {"input_is_parallel": parallel, "stride": stride, "bias": bias}
-    for parallel in (True, False) for stride in (1, 2) for bias in (True, False)
-    if bias or stride == 1
-]
+LAYERS = [(kind, {option: given, "stride": stride, "bias": bias})
+          for kind, option, strides in (("column", "gather_output", (1, 3)), ("row", "input_is_parallel", (1, 2)))
+          for given in (True, False) for stride in strides for bias in (True, False) if bias or stride == 1]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    ("kind", "options"), [("column", options) for options in COLUMN] + [("row", options) for options in ROW]
-)
+@pytest.mark.parametrize(("kind", "options"), LAYERS)
 def test_a_split_linear_layer_equals_its_dense_twin(kind: str, options: dict[str, Any], world: int) -> None:
     pieces = run_ranks(_run_linear, world, kind, options)
     dense = _twin(options["bias"])
@@ -179,18 +173,37 @@ def test_parameters_say_how_they_are_split() -> None:
     assert not bias.tensor_model_parallel
 
 
+def _indivisible(rank: int, world: int) -> None:
+    ColumnParallelLinear(4, 7, tp=build(world).tp)
+
+
 def test_the_master_weight_is_kept_for_tests_and_the_meta_device_draws_nothing() -> None:
     layer = ColumnParallelLinear(4, 6, keep_master_weight_for_test=True, tp=SOLO)
     assert layer.master_weight is not None and torch.equal(layer.master_weight, layer.weight)
     before = torch.get_rng_state()
     assert RowParallelLinear(4, 6, tp=SOLO, device="meta").weight.is_meta
     assert torch.equal(before, torch.get_rng_state())
-
-
-def _indivisible(rank: int, world: int) -> None:
-    ColumnParallelLinear(4, 7, tp=build(world).tp)
-
-
-def test_a_size_that_does_not_divide_is_refused_with_both_numbers() -> None:
     with pytest.raises(RankError, match="output 7 is not divisible by 2"):
         run_ranks(_indivisible, 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 16, 17, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_products_of_few_rows_are_those_of_torch(dtype: torch.dtype, rows: int, bias: bool, accelerator: bool) -> None:
+    made = torch.Generator().manual_seed(rows)
+    x, weight, b = (torch.randn(*shape, generator=made).to(dtype) for shape in ((rows, 96), (40, 96), (40,)))
+    with torch.no_grad(), patch.object(F, "linear", wraps=F.linear) as plain, accelerator_side(accelerator):
+        found = linear(x[:, None], weight, b if bias else None)
+        assert plain.called == (accelerator or rows not in WEIGHT_FIRST_ROWS.get(dtype, ()))
+    assert found.shape == (rows, 1, 40)
+    expected = x.double() @ weight.double().t() + (b.double() if bias else 0)
+    # sums of 96 products in fp32, rounded once (the bias may be added after): half a unit of the largest value, twice
+    unit = torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 96)
+    torch.testing.assert_close(found[:, 0].double(), expected, atol=unit * 40, rtol=unit)
+    assert found.is_contiguous()
+    grad_weight = torch.randn(4, 3, requires_grad=True)
+    with patch.dict(WEIGHT_FIRST_ROWS, {torch.float32: range(1, 65)}):
+        linear(torch.randn(1, 3), grad_weight).sum().backward()
+    assert grad_weight.grad is not None, "where a gradient may be wanted the product is torch's"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -39,27 +39,26 @@ def silent(ranks: int) -> Tensor:
 def said(rank: int, world: int, quiet: bool, tile: int, elsewhere: bool = False,
          ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     with on_the_accelerator_side() if elsewhere else nullcontext():
-        return said_here(rank, world, quiet, tile)
+        mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+        mean._tile = tile or mean._tile
+        if quiet:
+            mean.exclude(silent(world))
+        found = []
+        for step in range(STEPS):
+            mean.worker_error.add_(given(rank, step, world))
+            out = exchanged(mean)
+            mean.copy_result_to(own := torch.empty(mean.chunk_numel), rank)
+            assert torch.equal(own, out.view(world, -1)[rank])
+            found.append((out, mean.worker_error.clone(), mean.server_error.clone(), mean.squared_norms()))
+        return found
 
 
-def said_here(rank: int, world: int, quiet: bool, tile: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
-    mean._tile = tile or mean._tile
-    if quiet:
-        mean.exclude(silent(world))
-    found = []
-    for step in range(STEPS):
-        mean.worker_error.add_(given(rank, step, world))
-        mean.send_to_servers()
-        mean.reduce_and_send()
-        mean.wait_for_result()
-        out = torch.empty_like(mean.worker_error)
-        mean.copy_result_to(out)
-        own = torch.empty(mean.chunk_numel)
-        mean.copy_result_to(own, rank)
-        assert torch.equal(own, out.view(world, -1)[rank])
-        found.append((out, mean.worker_error.clone(), mean.server_error.clone(), mean.squared_norms()))
-    return found
+def exchanged(mean: CompressedAllReduce) -> Tensor:
+    mean.send_to_servers()
+    mean.reduce_and_send()
+    mean.wait_for_result()
+    mean.copy_result_to(out := torch.empty_like(mean.worker_error))
+    return out
 
 
 def one_bit(x: Any, rows: list[int], speaks: Any) -> Any:
@@ -135,19 +134,12 @@ def test_a_group_of_one_says_everything_it_owes() -> None:
     mean = CompressedAllReduce(SOLO, SEGMENTS[1], torch.device("cpu"))
     mask = silent(1)
     mean.exclude(mask)
-    numbers, out = given(0, 0, 1), torch.empty(3 * ROW)
-    mean.worker_error.copy_(numbers)
+    mean.worker_error.copy_(numbers := given(0, 0, 1))
     mean.server_error.fill_(1.0)  # of a run on more ranks
-    mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
-    mean.copy_result_to(out)
+    out = exchanged(mean)
     assert torch.equal(out, (numbers + 1).masked_fill(mask, 0.0))
     assert not mean.worker_error.any() and not mean.server_error.any()
     assert float(mean.squared_norms().sum()) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
-
-
-def test_a_segment_of_which_nothing_is_said_is_zero() -> None:
-    found = run_ranks(_says_nothing, 2)
-    assert all(not out[:ROW].any() and out.isfinite().all() for out in found)
 
 
 def _says_nothing(rank: int, world: int) -> Tensor:
@@ -156,10 +148,12 @@ def _says_nothing(rank: int, world: int) -> Tensor:
     mask[:ROW] = True
     mean.exclude(mask)
     mean.worker_error.fill_(3.0)
-    mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
-    out = torch.empty_like(mean.worker_error)
-    mean.copy_result_to(out)
-    return out
+    return exchanged(mean)
+
+
+def test_a_segment_of_which_nothing_is_said_is_zero() -> None:
+    found = run_ranks(_says_nothing, 2)
+    assert all(not out[:ROW].any() and out.isfinite().all() for out in found)
 
 
 def test_bits_pack_alike_on_both_sides() -> None:
@@ -170,6 +164,17 @@ def test_bits_pack_alike_on_both_sides() -> None:
         assert torch.equal(pack_bits(bits), here) and torch.equal(unpack_bits(here), bits)
 
 
+def _bytes(rank: int, world: int) -> tuple[int, int]:
+    """(rows of a chunk, bytes that this rank sends in one exchange)"""
+    with patch("mpu.compressed_all_reduce.all_to_all_into", Mock(wraps=all_to_all_into)) as to_servers, \
+            patch("mpu.compressed_all_reduce.all_gather_into", Mock(wraps=all_gather_into)) as to_all:
+        mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+        exchanged(mean)
+    (_, messages, _), (_, message, _) = to_servers.call_args.args, to_all.call_args.args
+    assert messages.dtype == message.dtype == torch.uint8
+    return mean.chunk_numel // ROW, (messages[0].numel() + message.numel()) * (world - 1)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int) -> None:
     for chunk_rows, each in run_ranks(_bytes, ranks):
@@ -177,23 +182,3 @@ def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int) -> None:
         signs = 2 * (ranks - 1) * numel // 8 // ranks
         sizes = 2 * (ranks - 1) * 4 * max(map(len, SEGMENTS[ranks]))
         assert each == signs + sizes
-
-
-def _bytes(rank: int, world: int) -> tuple[int, int]:
-    """(rows of a chunk, bytes that this rank sends in one exchange)"""
-    sent = [0]
-
-    def to_servers(received: Tensor, messages: Tensor, group: Any) -> Any:
-        sent[0] += messages[0].numel() * messages.element_size() * (world - 1)
-        return all_to_all_into(received, messages, group)
-
-    def to_all(full: Tensor, message: Tensor, group: Any) -> Any:
-        sent[0] += message.numel() * message.element_size() * (world - 1)
-        return all_gather_into(full, message, group)
-
-    with patch("mpu.compressed_all_reduce.all_to_all_into", to_servers), \
-            patch("mpu.compressed_all_reduce.all_gather_into", to_all):
-        mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
-        mean.worker_error.add_(1.0)
-        mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
-    return mean.chunk_numel // ROW, sent[0]

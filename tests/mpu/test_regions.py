@@ -1,4 +1,5 @@
-"""The four region functions: transposes of each other, and harmless to the tensors around them."""
+"""The four region functions: transposes of each other, and harmless to the tensors around them; and the arithmetic of
+who owns what."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from mpu.groups import SOLO, Group, build
+from mpu.partition import join_local_slices, local_slice
 from mpu.regions import (
     copy_to_region, gather_from_region, reduce_from_region, scatter_to_region, split_tensor_along_last_dim,
 )
-from mpu.split import ParallelError
+from mpu.split import ParallelError, Partition, divide, pad_vocab, rank_grid, split_range
 from tests.distributed import run_ranks
 
 Region = Callable[[Tensor, Group], Tensor]
-REGIONS: list[Region] = [copy_to_region, reduce_from_region, scatter_to_region, gather_from_region]
 
 
 def _values(rank: int, *shape: int) -> Tensor:
@@ -45,6 +46,7 @@ def test_forward_and_backward_are_the_table(world: int) -> None:
         gather_from_region: [(torch.cat(x, -1), g_wide[r].chunk(world, -1)[r]) for r in range(world)],
     }
     for region, by_rank in expected.items():
+        assert region(x[0], SOLO) is x[0], "on a group of one a region is its argument"
         results = run_ranks(_forward_backward, world, region, 8)
         for (y, grad), (forward, backward) in zip(results, by_rank, strict=True):
             assert torch.equal(y, forward) and torch.equal(grad, backward), region
@@ -69,15 +71,51 @@ def test_a_reduction_leaves_saved_tensors_and_sibling_gradients_alone() -> None:
         assert torch.equal(sibling, torch.tensor([1.0, 2.0, 3.0]))
 
 
-@pytest.mark.parametrize("region", REGIONS)
-def test_on_a_group_of_one_a_region_is_its_argument(region: Region) -> None:
-    x = torch.ones(2, 3)
-    assert region(x, SOLO) is x
-
-
 def test_split_along_the_last_dimension() -> None:
     parts = split_tensor_along_last_dim(torch.arange(12).view(2, 6), 3, contiguous_split_chunks=True)
     assert [part.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
     assert all(part.is_contiguous() for part in parts)
     with pytest.raises(ParallelError, match="6 is not divisible by 4"):
         split_tensor_along_last_dim(torch.zeros(2, 6), 4)
+
+
+@pytest.mark.parametrize(("parts", "length"), [(1, 7), (2, 8), (4, 8), (3, 0)])
+def test_ranges_cover_the_length_once(parts: int, length: int) -> None:
+    ranges = [split_range(rank, parts, length) for rank in range(parts)]
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(length))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_padded_vocabulary_is_the_smallest_that_fits(tp: int) -> None:
+    size = pad_vocab(50257, 128, tp)
+    assert size % (128 * tp) == 0 and 0 <= size - 50257 < 128 * tp
+    assert pad_vocab(size, 128, tp) == size
+
+
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (6, 3), (8, 8), (12, 4)])
+def test_every_rank_is_in_one_group_of_each_kind_and_they_meet_once(world: int, tp: int) -> None:
+    tp_groups, dp_groups = rank_grid(world, tp)
+    for groups in (tp_groups, dp_groups):
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+    assert all(len(set(a) & set(b)) == 1 for a in tp_groups for b in dp_groups)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(4, 3), (2, 4), (4, 0)])
+def test_an_impossible_grid_is_refused_with_both_numbers(world: int, tp: int) -> None:
+    with pytest.raises(ParallelError, match=f"{tp}.*{world}"):
+        rank_grid(world, tp)
+    with pytest.raises(ParallelError, match="heads 7 .* 2"):
+        divide(7, 2, "heads")
+
+
+@pytest.mark.parametrize("partition", [Partition(0), Partition(1), Partition(0, 3), Partition(1, 2)])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_slices_join_to_the_whole(partition: Partition, tp: int) -> None:
+    full = torch.arange(24 * 16).view(24, 16)
+    pieces = [local_slice(full, partition, rank, tp) for rank in range(tp)]
+    assert torch.equal(join_local_slices(pieces, partition), full)
+
+
+def test_stride_gives_each_rank_a_slice_of_each_part() -> None:
+    qkv = torch.tensor([0, 1, 10, 11, 20, 21])
+    assert local_slice(qkv, Partition(0, 3), 1, 2).tolist() == [1, 11, 21]

@@ -21,7 +21,7 @@ print(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd(),
                   'tunables': os.environ.get('GLIBC_TUNABLES')}))
 """
 SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "NVME_PATH",
-            "CARD_GB", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES")
+            "CARD_GB", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "WEBTEXT_PREFIX")
 
 
 @pytest.fixture
@@ -56,29 +56,45 @@ def value(argv: list[str], flag: str) -> str:
     return argv[len(argv) - argv[::-1].index(flag)]
 
 
+def argv_of(repository: Path, script: str, *arguments: str, **settings: str) -> list[str]:
+    """The words that the launcher gets."""
+    result = run(repository, script, *arguments, **settings)
+    assert result.returncode == 0, result.stderr
+    words: list[str] = json.loads(result.stdout)["argv"]
+    return words
+
+
+TRAINING = sorted(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh")
+                  for path in (ROOT / "scripts").glob(pattern))
+DEEPSPEED = [name for name in TRAINING if name.startswith("ds_")]
+
+
 def test_one_process_by_default_and_the_runs_folder_is_inside_the_repository(repository):
-    argv = json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
+    argv = argv_of(repository, "pretrain_gpt2.sh")
     assert value(argv, "--nproc-per-node") == "1" and value(argv, "--nnodes") == "1"
-    assert str(repository / "pretrain_gpt2.py") in argv
+    assert str(repository / "pretrain_gpt2.py") in argv and "--log-interval" not in argv
     folder = str(repository / "runs/pretrain_gpt2/small")
     assert value(argv, "--save") == folder == value(argv, "--load"), "so that the next run resumes"
-    assert os.path.isdir(folder)
+    assert os.path.isdir(folder) and not (repository / ".venv").exists(), "a given Python is used as it is"
+    assert argv.count("--bf16") == 1, "as the processor is fit for"
+    assert "--bf16" not in argv_of(repository, "pretrain_gpt2.sh", "--fp16")
+    (repository / "megatron" / "train" / "processor.py").write_text("")
+    assert "--bf16" not in argv_of(repository, "pretrain_gpt2.sh")
+    argv = argv_of(repository, "pretrain_gpt2.sh", "--train_data=mine.jsonl")
+    assert "--train-data" not in argv and "--tokenizer-path" not in argv, "a corpus of the user's replaces ours"
 
 
-@pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_lines_come_as_often_as_a_run_of_any_length_needs(repository, preset):
-    """By default: a run that the user makes short still prints losses, and a DeepSpeed file may say steps_per_print."""
-    argv = json.loads(run(repository, "pretrain_gpt2.sh", "--train-iters", "30", PRESET=preset).stdout)["argv"]
-    assert "--log-interval" not in argv
-
-
-@pytest.mark.parametrize("script", ["pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh",
-                                    "pretrain_gpt2_model_parallel.sh"])
+@pytest.mark.parametrize("script", TRAINING)
 def test_arguments_come_last_and_unchanged(repository, script):
-    arguments = ["--train-iters", "7", "--save", "$(touch x)", "--sample-prompt", "a  b'\"", "", "*"]
-    result = run(repository, script, *arguments)
-    assert json.loads(result.stdout)["argv"][-len(arguments):] == arguments
+    arguments = ["--train-iters", "7", "--save", "$(touch x)", "--deepspeed_config", "a  b'\"", "", "*"]
+    argv = argv_of(repository, script, *arguments)
+    assert argv[-len(arguments):] == arguments
     assert not list(repository.parent.rglob("x")), "no part of a path or an argument is run"
+    if script in DEEPSPEED:
+        shipped = Path(argv[argv.index("--deepspeed_config") + 1])
+        assert "--deepspeed" in argv and shipped.is_file() and shipped.parent == repository / "scripts" / "configs"
+        assert value(argv, "--preset") == "small"
+        assert argv[argv.index("--save") + 1].endswith(f"{script.removesuffix('.sh')}/small")
 
 
 def test_the_shell_is_replaced_by_the_launcher_and_stays_where_the_user_is(repository, tmp_path):
@@ -132,8 +148,6 @@ def test_the_real_help_comes_within_seconds_from_a_python_without_packages(tmp_p
     assert done.stdout == result.stdout, done.stderr
 
 
-TRAINING = sorted(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh")
-                  for path in (ROOT / "scripts").glob(pattern))
 REAL_SIZE = {"ds_zero1_pretrain_gpt2_1.5B.sh": "1.5B", "ds_zero2_pretrain_gpt2_10B.sh": "10B",
              "ds_zero_offload_10B_pretrain_gpt2.sh": "10B", "ds_zero_infinity_pretrain_gpt2.sh": "20B"}
 
@@ -180,11 +194,6 @@ def test_the_drive_is_where_the_environment_says(repository, tmp_path):
     assert result.returncode == 2 and "set NVME_PATH to a folder on the drive" in result.stderr
 
 
-def test_a_corpus_of_the_users_replaces_ours(repository):
-    argv = json.loads(run(repository, "pretrain_gpt2.sh", "--train_data=mine.jsonl").stdout)["argv"]
-    assert "--train-data" not in argv and "--tokenizer-path" not in argv
-
-
 @pytest.mark.parametrize("settings, words", [
     ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
     ({"PYTHON": "false"}, "does not run, or is not Python 3.11"),
@@ -194,11 +203,6 @@ def test_a_wrong_setting_is_one_error_line_and_exit_2(repository, settings, word
     result = run(repository, "pretrain_gpt2_distributed.sh", **settings)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and words in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_a_given_python_is_used_as_it_is(repository):
-    assert run(repository, "pretrain_gpt2.sh").returncode == 0
-    assert not (repository / ".venv").exists() and not (repository / ".cache").exists()
 
 
 def test_an_environment_that_is_up_to_date_costs_one_start_of_python(repository, tmp_path):
@@ -236,14 +240,6 @@ esac
     assert not (repository / ".venv").exists()
 
 
-def test_the_precision_on_a_cpu_is_what_the_processor_is_fit_for(repository):
-    argv = json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
-    assert argv.count("--bf16") == 1
-    assert "--bf16" not in json.loads(run(repository, "pretrain_gpt2.sh", "--fp16").stdout)["argv"]
-    (repository / "megatron" / "train" / "processor.py").write_text("")
-    assert "--bf16" not in json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
-
-
 @pytest.fixture
 def one_gpu(repository: Path, tmp_path: Path) -> dict[str, str]:
     """Settings under which the scripts find a GPU: the driver's tool and torch say that there is one."""
@@ -271,11 +267,14 @@ def test_a_driver_that_hangs_is_told(repository, one_gpu):
         assert result.returncode == code and words in result.stderr
 
 
-@pytest.mark.parametrize("asked, given", [((), ["--bf16"]), (("--fp16",), ["--fp16"])])
-def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one_gpu, asked, given):
-    result = run(repository, "pretrain_gpt2.sh", *asked, **one_gpu)
-    assert [word for word in json.loads(result.stdout)["argv"] if word in ("--bf16", "--fp16")] == given
-    assert "1 of 1 GPUs: the 124M model" in result.stderr and "Traceback" not in result.stderr
+def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one_gpu):
+    for flag, asked in (("--bf16", []), ("--fp16", ["--fp16"])):
+        result = run(repository, "pretrain_gpt2.sh", *asked, **one_gpu)
+        assert [word for word in json.loads(result.stdout)["argv"] if word in ("--bf16", "--fp16")] == [flag]
+        assert "1 of 1 GPUs: the 124M model" in result.stderr and "Traceback" not in result.stderr
+    for card in ("abc", "0", "-1", "80GB"):
+        result = run(repository, "pretrain_gpt2.sh", CARD_GB=card, **one_gpu)
+        assert result.returncode == 2 and f"CARD_GB is '{card}'; expected the GB of a card" in result.stderr
 
 
 NO_ROOM = """import sys
@@ -285,42 +284,24 @@ print('{"rows": [{"chosen": true, "cards": {"8": {"fits": %s}}}]}' % str(is_told
 """(A file of metrics is for the trainer to write: the planner would read it, and is not to be told of it.)"""
 
 
-@pytest.mark.parametrize("plan, recomputed", [
-    ("print('{\"rows\": []}')", False), (NO_ROOM, True), ("raise SystemExit(2)", True)])
-@pytest.mark.parametrize("metrics", [[], ["--metrics-file", "m"], ["--metrics_file=m"]], ids=str)
-def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, recomputed, metrics):
+NO_FILES = "import sys\nprint('{\"rows\": []}')\nsys.exit(0 if {'--save', '--load'} <= set(sys.argv) else 2)"
+"""(Some flags need these two: the planner is asked of a run that saves and loads as the script makes it.)"""
+
+
+@pytest.mark.parametrize("plan, more, recomputed", [
+    ("print('{\"rows\": []}')", [], False), (NO_ROOM, ["--metrics-file", "m"], True),
+    (NO_ROOM, ["--metrics_file=m"], True), ("raise SystemExit(2)", [], True), (NO_FILES, [], False),
+    (NO_FILES, ["--ckpt-step", "10"], False)])
+def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, more, recomputed):
     """So does one that there is no plan of."""
     (repository / "megatron" / "plan.py").write_text(plan)
-    result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *metrics, **one_gpu)
+    result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *more, **one_gpu)
     argv = json.loads(result.stdout)["argv"]
-    assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(metrics) or len(argv):] == metrics
+    assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(more) or len(argv):] == more
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("more", [["--finetune"], ["--ckpt-step", "10"], ["--keep-every", "100"], []], ids=str)
-def test_the_planner_is_asked_of_a_run_that_saves_and_loads_as_the_script_makes_it(repository, one_gpu, more):
-    """Some flags need that."""
-    (repository / "megatron" / "plan.py").write_text(
-        "import sys\nprint('{\"rows\": []}')\nsys.exit(0 if {'--save', '--load'} <= set(sys.argv) else 2)")
-    result = run(repository, "pretrain_gpt2.sh", *more, **one_gpu)
-    assert "--checkpoint-activations" not in json.loads(result.stdout)["argv"]
-
-
-@pytest.mark.parametrize("card", ["abc", "0", "-1", "80GB"])
-def test_a_card_of_no_size_is_refused(repository, one_gpu, card):
-    result = run(repository, "pretrain_gpt2.sh", CARD_GB=card, **one_gpu)
-    assert result.returncode == 2 and f"CARD_GB is '{card}'; expected the GB of a card" in result.stderr
-
-
-def test_what_the_guide_pages_make_is_not_seen_by_git():
-    made = ["my.jsonl", "more.jsonl", "my.jsonl.cache/x.idx", "runs/a/latest", "webtext/x.txt", "w/urls/x",
-            "data/webtext/corpus.bin"]
-    done = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == 128:
-        pytest.skip("not a git checkout")
-    assert done.stdout.split() == made
-    kept = subprocess.run(["git", "check-ignore", "tests/data/x.jsonl", "README.md"], cwd=ROOT, capture_output=True)
-    assert kept.returncode == 1, "files of the project are"
+# ---- text, scores and a corpus -----------------------------------------------------------------------------------
 
 
 def trained(repository: Path, *names: str) -> list[Path]:
@@ -337,24 +318,70 @@ def test_text_comes_from_the_newest_run_of_the_quick_start_unless_another_is_nam
     small, tiny = trained(repository, "124M", "tiny")
     (tiny.parent / "unsaved").mkdir()
     for settings, folder in (({}, tiny), ({"PRESET": "124M"}, small)):
-        argv = json.loads(run(repository, "generate_text.sh", "--seed", "3", "a  b'$(touch x)", "", **settings).stdout)
-        assert argv["argv"] == ["--nproc-per-node", "1", "-m", "megatron.generate", "--load", str(folder),
-                                "--model-parallel-size", "1", "--seed", "3", "a  b'$(touch x)", ""]
+        assert argv_of(repository, "generate_text.sh", "--seed", "3", "a  b'$(touch x)", "", **settings) == [
+            "--nproc-per-node", "1", "-m", "megatron.generate", "--load", str(folder), "--model-parallel-size", "1",
+            "--seed", "3", "a  b'$(touch x)", ""]
     for words in (["--load", "mine"], ["--load-hf=mine"], ["--help"]):
-        assert "--load" not in json.loads(run(repository, "generate_text.sh", *words).stdout)["argv"][:-len(words)]
-    argv = json.loads(run(repository, "generate_text.sh", "say --load", GPUS_PER_NODE="2").stdout)["argv"]
+        assert "--load" not in argv_of(repository, "generate_text.sh", *words)[:-len(words)]
+    argv = argv_of(repository, "generate_text.sh", "say --load", GPUS_PER_NODE="2")
     assert value(argv, "--nproc-per-node") == "2" == value(argv, "--model-parallel-size") and "--load" in argv
     assert not list(repository.parent.rglob("x"))
 
 
-@pytest.mark.parametrize(("settings", "words"), [({}, "runs/pretrain_gpt2 yet: bash scripts/pretrain_gpt2.sh"),
-                                                 ({"PRESET": "124"}, "with PRESET=124 yet")])
-def test_before_anything_is_trained_a_line_says_how(repository, settings, words):
+def test_the_newest_model_is_scored_on_what_its_training_held_out_unless_the_user_says_otherwise(repository):
+    small, other = trained(repository, "small", "124M")
+
+    def asked(*arguments: str, **settings: str) -> list[str]:
+        argv = argv_of(repository, "evaluate_gpt2.sh", *arguments, **settings)
+        assert value(argv, "--nproc-per-node") == settings.get("GPUS_PER_NODE", "1")
+        return argv[argv.index("megatron.evaluate") + 1:]
+
+    held_out = ["--data", f"{repository}/runs/default_corpus/corpus.jsonl", "--part", "valid"]
+    assert asked(GPUS_PER_NODE="3") == ["--load", str(other), "--task", "perplexity", *held_out]
+    model, wikitext = ["--load", str(small)], ["--task", "wikitext", "--data", "a b'$(x)"]
+    assert asked(*wikitext, PRESET="small") == [*model, *wikitext]
+    assert asked("--data=mine.txt", PRESET="small") == [*model, "--task", "perplexity", "--data=mine.txt"]
+    assert "--part" not in asked("--load_hf", "hf")
+    assert asked("--load", "other")[:2] == ["--task", "perplexity"]
+    assert asked("--json", "--stride", "8")[-3:] == ["--json", "--stride", "8"]
+
+
+@pytest.mark.parametrize("script, settings, words", [
+    ("generate_text.sh", {}, "runs/pretrain_gpt2 yet: bash scripts/pretrain_gpt2.sh"),
+    ("generate_text.sh", {"PRESET": "124"}, "with PRESET=124 yet"),
+    ("evaluate_gpt2.sh", {}, "bash scripts/pretrain_gpt2.sh")])
+def test_before_anything_is_trained_a_line_says_how(repository, script, settings, words):
     if settings:
         trained(repository, "124M")
-    result = run(repository, "generate_text.sh", "x", **settings)
+    result = run(repository, script, "x", **settings)
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
+
+
+def test_a_sample_is_made_where_no_file_of_a_web_corpus_is_named_and_other_arguments_go_through(repository):
+    (repository / "data" / "webtext").mkdir()
+    for name in ("__init__.py", "__main__.py", "sample.py"):
+        (repository / "data" / "webtext" / name).write_text("" if name == "__init__.py" else SAY)
+
+    def asked(*arguments: str, **settings: str) -> tuple[list[list[str]], str]:
+        result = run(repository, "preprocess_webtext.sh", *arguments, **settings)
+        return [json.loads(line)["argv"] for line in result.stdout.splitlines()], result.stderr
+
+    runs, corpus = f"{repository}/runs/webtext", f"{repository}/data/webtext/corpus"
+    for arguments in ([], ["--workers", "3"]):
+        said, advice = asked(*arguments)
+        assert said == [["--output-dir", f"{runs}/sample"],
+                        ["run", "--output", f"{runs}/stages", "--output-prefix", corpus, f"{runs}/sample", "--on-error",
+                         "replace", *arguments]]
+        assert "--train-data webtext " in advice
+    arguments = ["my crawl/", "$(touch x).jsonl", "--skip", "language", "--on-error", "strict"]
+    (said,), advice = asked(*arguments, RUNS="/some/runs", WEBTEXT_PREFIX="/some/corpus")
+    assert said == ["run", "--output", "/some/runs/webtext/stages", "--output-prefix", "/some/corpus", *arguments]
+    assert "--train-data /some/corpus " in advice, "known by its path once the variable is gone"
+    assert not list(repository.parent.rglob("x"))
+
+
+# ---- tests, and scripts as shipped -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failing, code", [("", 0), ("flake8", 1), ("mypy", 1), ("pytest", 5)])
@@ -375,15 +402,46 @@ def test_every_script_is_sound_bash():
 
 
 @pytest.mark.slow
-def test_the_shipped_flags_train_and_resume(tmp_path):
+def test_the_shipped_flags_train_resume_write_and_score(tmp_path):
     settings = {"RUNS": str(tmp_path / "runs here"), "PRESET": "tiny"}
     first = run(ROOT, "pretrain_gpt2.sh", "--train-iters", "20", "--save-interval", "10", **settings)
     assert first.returncode == 0, first.stderr
     again = run(ROOT, "pretrain_gpt2.sh", "--train-iters", "30", "--override-lr-scheduler", **settings)
     assert again.returncode == 0, again.stderr
-    lines = [json.loads(line) for line in
-             (tmp_path / "runs here/pretrain_gpt2/tiny/metrics.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines if "iteration" in line and not line.get("eval")] == list(range(1, 31))
+    assert iterations(tmp_path / "runs here/pretrain_gpt2/tiny/metrics.jsonl") == [*range(1, 31)]
     text = run(ROOT, "generate_text.sh", "The", "--max-new-tokens", "5", **settings)
     assert text.returncode == 0 and text.stdout.startswith("The"), text.stderr
     assert "global_step30" in text.stderr
+    alone, shared = (run(ROOT, "evaluate_gpt2.sh", "--json", GPUS_PER_NODE=ranks, **settings) for ranks in ("1", "2"))
+    found = json.loads(alone.stdout)
+    assert (found["task"], found["protocol"], found["part"]) == ("perplexity", "megatron", "valid")
+    assert found["examples"] > 100 and 0 < found["bits_per_byte"] < 9
+    assert json.loads(shared.stdout)["loss"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+def iterations(metrics: Path) -> list[int]:
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [line["iteration"] for line in lines if "iteration" in line and not line.get("eval")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", DEEPSPEED)
+def test_a_ds_script_trains_as_shipped(tmp_path, script):
+    result = run(ROOT, script, "--train-iters", "3", "--eval-iters", "1", RUNS=str(tmp_path), PRESET="tiny")
+    assert result.returncode == 0, result.stderr
+    assert iterations(tmp_path / script.removesuffix(".sh") / "tiny" / "metrics.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_model_trains_on_what_the_web_corpus_script_leaves(tmp_path):
+    settings = {"RUNS": str(tmp_path), "WEBTEXT_PREFIX": str(tmp_path / "corpus")}
+    done = run(ROOT, "preprocess_webtext.sh", **settings)
+    assert done.returncode == 0, done.stderr
+    trained = subprocess.run(
+        [sys.executable, "pretrain_gpt2.py", "--preset", "tiny", "--tokenizer-type", "GPT2BPETokenizer", "--train-data",
+         "webtext", "--train-iters", "30", "--lr", "3e-3", "--metrics-file", str(tmp_path / "metrics")],
+        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
+    losses = [line["lm_loss"] for line in map(json.loads, (tmp_path / "metrics").read_text().splitlines())
+              if "iteration" in line and not line.get("eval")]
+    assert losses[-1] < losses[0] - 1

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
-from data.format import TokenizerFacts
-from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
-from data.storage import DataError, make_folder, staged_file, write_json_atomic
-from data.tokenizer import build
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
+from data.gpt2_bpe import END_OF_TEXT, byte_alphabet, parse_merges, read_merges_and_vocabulary
+from data.indexed import TokenizerFacts
+from data.storage import (DataError, make_folder, read_flag_file, read_flag_text, staged_file,
+                          write_json_atomic)
+from data.tokenizer import REPLACEMENT_CHARACTER, build
 from megatron.checkpoint.commit import explain_disk_errors
 from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
 from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SAFETENSORS_FILE, SUPPORTED_GELU

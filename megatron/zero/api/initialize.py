@@ -38,11 +38,10 @@ from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
 from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.optim.schedulers import LRSchedule
-from megatron.optim.torch_rule import from_torch
+from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import MonitorConfig, check_forward_signature
 from megatron.zero.api.init import groups_from_mpu
@@ -210,7 +209,7 @@ def _read_config(source: Any, argument: str, groups: Groups) -> tuple[Config, Ds
     if isinstance(source, Config):
         return source, None
     errors, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
-    ds_config, _ = ds_json.parse_ds_json(source, argument)
+    ds_config = ds_json.parse_ds_json(source, argument)
     optimizer = DEEPSPEED_TYPES[ds_config.keys.get("optimizer.type", "AdamW")]
     config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
                                      fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[optimizer].lr},

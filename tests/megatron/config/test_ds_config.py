@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from megatron.config import Config, OptimConfig, ZeroConfig
+from megatron.config.tree import Config, OptimConfig
 from megatron.config.cli import parse_args
+from megatron.config.config_errors import ErrorList
 from megatron.config.ds_cross_keys import solve_batch_sizes
-from megatron.config.ds_json import build_ds_config, read_ds_json
+from megatron.config.ds_json import build_ds_config, parse_loose_json, read_ds_json
 from megatron.config.ds_keys import DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection
 from megatron.config.schema import JsonKey, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.optim.schedulers import LRSchedule
 from megatron.zero.api.torch_interfaces import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,6 +109,14 @@ DROP, FLOPS, TUNING = "progressive_layer_drop.", "flops_profiler.", "autotuning.
 BITS, SHARED = "quantize_training.", "compression_training.weight_quantization.shared_parameters."
 GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
+
+
+def groups_of(params: dict[str, int], **more: Any) -> dict[str, Any]:
+    """Weights that are rounded, with one group."""
+    return {"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {"params": params, **more}}}}}
+
+
 STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
 
@@ -304,7 +312,7 @@ WRONG = {"true or false": ["true ", 2, -1, 0.5, None, [], "false"],
          "an integer from 0 to 64": [-1, 65, 1e9, "10", True],
          "a list of two numbers": [0.9, [0.9], [0.9, "x"], [1, 2, 3], {"0": 1}],
          "a text that is not empty": [1, True, "", []], "a text": [1, True, []],
-         "an object {...}": ["2", 2, []], "an integer of at least 1, or never": [0, 1.5, True, "soon", []]}
+         "an object {...}": ["2", 2, []]}
 
 
 @pytest.mark.parametrize("path", rows(JsonKey, RenamedKey, IgnoredKey))
@@ -349,53 +357,32 @@ def test_auto_says_what_was_chosen():
         'zero_optimization.reduce_bucket_size "auto": --reduce-bucket-size 500000000']
 
 
-@pytest.mark.parametrize("steps", [500, 10000])
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
-def test_an_auto_warm_up_is_the_share_that_the_flags_say(kind, steps):
-    params = {"warmup_num_steps": "auto", **({"total_num_steps": steps} if kind == "WarmupDecayLR" else {})}
-    tree = {"scheduler": {"type": kind, "params": params}}
-    config = build_ds_config(tree, flags={"train_iters": steps, "warmup": 0.02})
-    assert f'{steps // 50} steps of {steps}' in " ".join(config.notes)
-    assert build_lr_schedule(config).warmup_steps == steps // 50
-    if kind == "WarmupLR":
-        config = build_ds_config(tree, in_engine=True)
-        assert build_lr_schedule(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
+def test_an_auto_warm_up_is_the_share_that_the_flags_say():
+    for kind, params in (("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 500})):
+        tree = {"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto", **params}}}
+        config = build_ds_config(tree, flags={"train_iters": 500, "warmup": 0.02})
+        assert "10 steps of 500" in " ".join(config.notes) and build_lr_schedule(config).warmup_steps == 10
+    tree = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    config = build_ds_config(tree, in_engine=True)
+    assert build_lr_schedule(config).warmup_steps == 1000 and ": 1000 steps of 1000" in " ".join(config.notes)
 
 
-def test_a_note_about_a_flag_names_the_key_that_was_given():
+def test_messages_name_the_keys_that_were_given_and_no_flag_that_was_not():
     config = build_ds_config({"zero_optimization": {"round_robin_gradients": True}}, flags={"log_interval": 5})
     assert config.translate("--round-robin-gradients, --log-interval") == (
         "zero_optimization.round_robin_gradients, --log-interval")
-
-
-def test_an_engine_has_keys_and_no_flags():
-    config = build_ds_config({}, in_engine=True)
+    engine = build_ds_config({}, in_engine=True)
     for path in ("gradient_clipping", "train_batch_size", "fp16.enabled", HOME + "nvme_path", "aio.block_size"):
-        assert config.translate(f"{flag_name(DS_KEYS[path].field)} is 1") == f"{path} is 1"
-    assert config.translate("--num-layers") == "--num-layers", "there is no such key"
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    ({}, HOME + "nvme_path"), ({"offload_optimizer_nvme_path": "/x"}, "--offload-optimizer-nvme-path")])
-def test_a_sentence_about_a_key_names_no_flag_that_was_not_given(flags, said):
-    config = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
-    assert config.translate("--offload-optimizer-device needs --offload-optimizer-nvme-path") == (
-        f"{HOME}device needs {said}")
-    assert config.translate("--offload-optimizer-nvme-path") == "--offload-optimizer-nvme-path", "of no key"
-
-
-def test_an_error_of_another_room_is_in_these_words_as_well():
-    words = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu"))).key_names
-    with pytest.raises(StorageError, match=f"^{HOME}device cpu: there is no room$"), words.translate_errors():
+        assert engine.translate(f"{flag_name(DS_KEYS[path].field)} is 1") == f"{path} is 1"
+    assert engine.translate("--num-layers") == "--num-layers", "there is no such key"
+    flag = "--offload-optimizer-nvme-path"
+    for flags, said in (({}, HOME + "nvme_path"), ({"offload_optimizer_nvme_path": "/x"}, flag)):
+        config = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
+        assert config.translate(f"--offload-optimizer-device needs {flag}") == f"{HOME}device needs {said}"
+        assert config.translate(flag) == flag, "of no key"
+    said = f"^{HOME}device cpu: there is no room$"
+    with pytest.raises(StorageError, match=said), config.key_names.translate_errors():
         raise StorageError("--offload-optimizer-device cpu: there is no room")
-
-
-def test_defaults_are_those_of_deepspeeds_code():
-    zero = ZeroConfig()
-    assert (zero.reduce_bucket_size, zero.allgather_bucket_size, zero.sub_group_size) == (5e8, 5e8, 1e9)
-    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 0)  # 0: docs/decisions/005
-    assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
-    assert zero.overlap_comm  # at every stage: docs/decisions/005
 
 
 # ---- unknown, double and misplaced keys --------------------------------------------------------------------------
@@ -403,13 +390,9 @@ def test_defaults_are_those_of_deepspeeds_code():
 
 @pytest.mark.parametrize(("path", "told"), [
     ("train_batchsize", "did you mean train_batch_size?"),
-    ("zero_optimisation.stage", "did you mean zero_optimization?"),
     ("zero_optimization.stag", "did you mean zero_optimization.stage?"),
     ("zero_optimization.comm_overlap", "did you mean zero_optimization.overlap_comm?"),
     ("zero_optimization.stage3_param_persitence_threshold", "zero_optimization.stage3_param_persistence_threshold?"),
-    ("zero_optimization.stage3_param_persitance_threshold", "zero_optimization.stage3_param_persistence_threshold?"),
-    ("zero_optimization.offload_param.devices", "did you mean zero_optimization.offload_param.device?"),
-    ("fp16.enable", "did you mean fp16.enabled?"),
     ("fp16.min_scale", "did you mean fp16.min_loss_scale?"),
     ("stage", "did you mean zero_optimization.stage?"),
     ("optimizer.lr", "did you mean optimizer.params.lr?"),
@@ -424,35 +407,24 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
 
 
 @pytest.mark.parametrize(("tree", "told"), [
-    (merged(typed("OneBitAdam"), {"zero_optimization": {"stage": 2}}), "from stage 2 on they are summed and split"),
-    (merged(typed("OneBitAdam"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
-     "exclude each other"),
     (merged(typed("OneBitAdam"), nested("optimizer.params.freeze_step", 0)), "optimizer.params.freeze_step is 0"),
     (merged(typed("OneBitLamb"), {"zero_optimization": {"stage": 3}}), "from stage 2 on they are summed and split"),
     (merged(typed("OneBitLamb"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
      "what a rank says is made of the momentum, on the device"),
-    (merged(typed("OneBitLamb"), nested("optimizer.params.amsgrad", True)), "amsgrad is not a parameter of OneBitLamb"),
     (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", 5)),
      'optimizer.type "ZeroOneAdam" is not supported, 0/1 Adam was retired; use OneBitAdam (onebit_adam)'),
     (nested("checkpoint.key_file", "my.key"), "checkpoints are not signed any more: use the storage's own means"),
     (typed("Adafactor"), "it keeps a row and a column of a matrix"),
-    (merged(typed("Muon"), nested("optimizer.params.ns_steps", 100)), "ns_steps is 100: expected a number >= 1"),
-    (merged(typed("Muon"), nested("optimizer.params.momentum", 1.0)), "momentum is 1: expected a number >= 0 and < 1"),
-    (merged(typed("Muon"), nested("optimizer.params.muon_lr", -1)), "optimizer.params.muon_lr is -1"),
     (merged(typed("Muon"), nested("optimizer.params.adjust_lr_fn", "spectral")), '"original" or "match_rms_adamw"'),
     (merged(typed("Muon"), {"optimizer": {"params": {"lr": 0, "muon_lr": 0.02}}}),
      "lr is 0, and muon_lr and adam_lr are rates beside it"),
     (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
     (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),
-    (typed("RMSProb"), 'did you mean "RMSprop"?'),
     (merged(typed("FusedLion"), nested("optimizer.params.eps", 1e-6)),
      "optimizer.params.eps is not a parameter of FusedLion, which takes lr, weight_decay, betas; leave it out"),
     (merged(typed("SGD"), nested("optimizer.params.betas", "auto")), "betas is not a parameter of SGD"),
-    (merged(typed("Rprop"), nested("optimizer.params.weight_decay", 0)), "weight_decay is not a parameter of Rprop"),
-    (merged(typed("NAdam"), nested("optimizer.params.bias_correction", False)), "bias_correction is not a parameter"),
     (merged(ADAM, nested("optimizer.params.bias_correction", False), nested("optimizer.params.amsgrad", True)),
      "amsgrad=true needs bias_correction=true"),
-    (merged(typed("AdamW"), nested("optimizer.params.adam_w_mode", False)), "contradicts"),
     (nested("optimizer.params.rho", 0.9), "optimizer.params.rho is not a parameter of adam"),
     ({"scheduler": {"params": {"cycle_min_lr": 1}, "type": "OneCycle"}}, "OneCycle needs scheduler.params.cycle_max"),
     (merged(CYCLE, nested("scheduler.params.warmup_num_steps", 3)), "warmup_num_steps is not a parameter of OneCycle"),
@@ -466,10 +438,23 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(WARMUP, nested("scheduler.params.warmup_max_lr", 1), nested("optimizer.params.lr", 2)), "disagree on --lr"),
     ({"communication_data_type": "fp8"}, "gradients are sent in 16 or 32 bits"),
     ({"prescale_gradients": True, "gradient_predivide_factor": 4}, "give one of them"),
-    ({"gradient_predivide_factor": 0}, "expected a number > 0"),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled exclude each other"),
-    ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage is 7: expected 0, 1, 2 or 3"),
-    ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0: expected a number"),
+    (groups_of({"start_bits": 8, "target_bits": 4}, modules=["attention.self"]),
+     'and with modules ["*"], as all weights have the same bits'),
+    (groups_of({"start_bits": 4, "target_bits": 8}), "different_groups.wq1.params.target_bits 8 is above compression_"
+     "training.weight_quantization.different_groups.wq1.params.start_bits 4"),
+    (nested(BITS + "quantize_bits", {"start_bits": 8, "target_bits": 12}),
+     "quantize_bits.target_bits 12 is above quantize_training.quantize_bits.start_bits 8"),
+    *((merged(groups_of({"start_bits": 16, "target_bits": 8, "quantization_period": 400}), QUANTISED,
+              nested(BITS + one, value)), f"{BITS}{one} {value} and {GROUPS}.wq1.params.{other} disagree on --quantiz")
+      for one, value, other in (("quantize_bits.start_bits", 12, "start_bits 16"),
+                                ("quantize_schedule.quantize_period", 10, "quantization_period 400"))),
+    (nested(ZERO + "offload_optimizer", {"device": "cpu", "ratio": 1.5}),
+     "offload_optimizer.ratio is 1.5: expected a number >= 0 and <= 1"),
+    (merged(STAGE_3, nested(HOME[:-1], {"device": "cpu", "ratio": 0.3, "delayed_param_update": True})),
+     "offload_optimizer.delayed_param_update with zero_optimization.offload_optimizer.ratio 0.3"),
+    ({"autotuning": {"enabled": True, "start_profile_step": 3, "end_profile_step": 2}},
+     "autotuning.end_profile_step 2 is before autotuning.start_profile_step 3"),
+    ({"progressive_layer_drop": {"theta": 1.5}}, "layer_drop.theta is 1.5: expected a number > 0 and <= 1"),
     ({"activation_checkpointing": {"contiguous_memory_optimization": True}},
      "contiguous_memory_optimization needs activation_checkpointing.partition_activations"),
     ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "fp16.min_loss_scale 1e+06 is above fp16.initial_scale_power"),
@@ -477,6 +462,12 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
 ])
 def test_a_combination_that_cannot_be_honoured_says_why(tree, told):
     assert told in refusal(tree)
+
+
+def test_what_a_group_of_weights_does_not_say_is_left_to_other_keys_and_to_flags():
+    tree = merged(groups_of({"target_bits": 4}), QUANTISED, nested(BITS + "quantize_schedule.quantize_period", 400))
+    quantize = build_ds_config(tree, flags={"quantize_start_bits": 12}).quantize
+    assert (quantize.quantize_start_bits, quantize.quantize_target_bits, quantize.quantize_period) == (12, 4, 400)
 
 
 def test_the_optimizer_of_a_flag_takes_the_parameters_of_the_file():
@@ -522,19 +513,7 @@ def test_a_deprecated_key_beside_its_new_name_must_say_the_same(old, new):
             assert old in told and new in told and "both are given with different values" in told
 
 
-def test_every_error_of_a_file_is_reported_at_once():
-    tree = {"fp16": {"enabled": 2, "auto": True}, "gradient_cliping": 1, "elasticity": {"enabled": True},
-            "optimizer": {"type": "MuAdam", "params": {"width": 3, "lr": "x"}},
-            "zero_optimization": {"stage": [], "overlap_com": True}, "scheduler": {"params": {"warmup_num_steps": -1}}}
-    told = refusal(tree)
-    head, *lines = told.splitlines()
-    assert head == "config: 10 errors:" and [line.split()[0] for line in lines] == [f"({n})" for n in range(1, 11)]
-    for word in ("fp16.enabled is 2", "unknown key fp16.auto;", "unknown key gradient_cliping", "elasticity is not",
-                 'optimizer.type "MuAdam" is not supported', "use Adam, AdamW or SGD",
-                 'optimizer.params.lr is "x"', "zero_optimization.stage is []",
-                 "unknown key zero_optimization.overlap_com",
-                 "scheduler.params.warmup_num_steps is -1", "scheduler.type is missing"):
-        assert word in told
+def test_of_many_errors_the_first_are_shown():
     many = refusal({f"key{number}": 1 for number in range(50)})
     assert many.startswith("config: 50 errors, of which the first 40 are:\n") and many.count("\n") == 40
 
@@ -576,18 +555,14 @@ def test_what_is_split_over_ranks_can_be_offloaded_and_nothing_else(section, pla
     kind, least = ("optimizer", 1) if section == HOME else ("param", 3)
     tree = merged(nested(section + "device", place), nested(section + "nvme_path", "/x"), nested(ZERO + "stage", stage))
     if stage < least:
+        assert f"{ZERO}cpu_offload{'_params' * (least == 3)} cpu needs zero_optimization.stage " in refusal(
+            merged(nested(f"{ZERO}cpu_offload{'_params' * (least == 3)}", True), nested(ZERO + "stage", stage)))
         told = refusal(tree)
         assert f"{section}device {place} needs zero_optimization.stage {3 if least == 3 else '1, 2 or 3'}" in told
         assert f"not {stage}" in told, "in the words of the file"
     else:
         config = build_ds_config(tree)
         assert flat(config)[f"offload_{kind}_device"] == place and config.zero.zero_stage == stage
-
-
-@pytest.mark.parametrize("old", ["cpu_offload", "cpu_offload_params"])
-def test_the_old_names_need_the_same_stage_and_are_named_in_the_refusal(old):
-    assert f"{ZERO}{old} cpu needs zero_optimization.stage " in refusal(nested(ZERO + old, True))
-    assert build_ds_config(nested(ZERO + old, False)) == Config()
 
 
 @pytest.mark.parametrize(("section", "kind"), [(HOME, "optimizer"), (PARAM, "param")])
@@ -654,6 +629,49 @@ def test_batch_sizes_of_file_and_flags_complete_each_other():
     assert (config.global_batch_size(4), config.train.batch_size, config.accumulation(4)) == (48, 4, 3)
     config.check_world(8)
     assert build_ds_config({}, flags={"batch_size": 4}, world_size=8).train.global_batch_size is None
+
+
+# ---- comments and trailing commas -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ('{"a": 1, // one\n "b": [1, 2,],\n}', {"a": 1, "b": [1, 2]}),
+    ('# first\n{"a": /* between */ 1, # , }\n}', {"a": 1}),
+    ('{"a": 1 /* over\n two lines */ , }', {"a": 1}),
+    ('{"url": "http://x#y", "c": "/* */", "d": ",]", "e": "\\", // \\""}',
+     {"url": "http://x#y", "c": "/* */", "d": ",]", "e": '", // "'}),
+    ("[[],{},]", [[], {}]),
+])
+def test_comments_and_trailing_commas_are_accepted_outside_of_texts(text, value):
+    assert parse_loose_json(text, "f", ErrorList()) == value
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ('{\n  "a": 1\n  "b": 2\n}', "f line 3 column 3: expected ',' or a closing bracket, found '\"b\"'"),
+    ('{\n  // told\n  "a" 1}', "f line 3 column 7: expected ':' after the key, found '1'"),
+    ('{"a":}', "f line 1 column 6: expected a value"),
+    ("{'a': 1}", "f line 1 column 2: expected a key in double quotes"),
+    ('{"a": 1}}', "f line 1 column 9: expected the end of the file, found '}'"),
+    ('{"a": "x', "f line 1 column 7: expected a closing double quote"),
+    ('{"a":', "found the end of the file"),
+    ("", "f line 1 column 1: expected a value"),
+    ("[,]", "f line 1 column 2"), ("{,}", "f line 1 column 2"), ("[1,,]", "f line 1 column 4"),
+    ('{"a":,}', "f line 1 column 6"), ('{"a": 1 /* x }', "f line 1 column 9"),
+    ("[" * 100_000, "nested too deeply"), ("1" * 5000, "too many digits"),
+])
+def test_an_error_names_line_and_column_and_what_was_expected(text, told):
+    with pytest.raises(ConfigError) as caught:
+        parse_loose_json(text, "f", ErrorList())
+    assert told in str(caught.value)
+
+
+def test_comments_anywhere_between_the_words_change_nothing():
+    rng = random.Random(3)
+    words = ["{", '"a"', ":", "[", "1", ",", '"//"', ",", "{", '"b#"', ":", "null", "}", "]", ",", '"c"', ":", "2", "}"]
+    blanks = [" ", "\n", "// x , }\n", "# \" \n", "/* ] \n \" */", ""]
+    for _ in range(300):
+        text = "".join(word + rng.choice(blanks) + rng.choice(blanks) for word in words)
+        assert parse_loose_json(text, "f", ErrorList()) == json.loads("".join(words)), text
 
 
 # ---- flags and presets -------------------------------------------------------------------------------------------
@@ -747,10 +765,6 @@ def test_notes_are_told_and_not_saved():
 # ---- learning rate -----------------------------------------------------------------------------------------------
 
 
-def curve(config: Config) -> LRSchedule:
-    return build_lr_schedule(config)
-
-
 def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
     """DeepSpeed's rate of optimizer step `step` as a share of the peak: its schedulers are one behind the step."""
     it = step - 1
@@ -768,7 +782,7 @@ def test_schedules_are_deepspeeds_but_for_the_idle_first_steps():
         params = {"warmup_num_steps": 10, "warmup_type": "linear"}
         params |= {} if kind == "WarmupLR" else {"total_num_steps": 60}
         params |= {"cos_min_ratio": 0.1} if kind == "WarmupCosineLR" else {}
-        ours = curve(build_ds_config({"scheduler": {"type": kind, "params": params}}, flags={"lr": 1.0}))
+        ours = build_lr_schedule(build_ds_config({"scheduler": {"type": kind, "params": params}}, flags={"lr": 1.0}))
         assert [ours(step) for step in range(9)] == pytest.approx(
             [deepspeed_rate(kind, step + 2, 10, 60, 0.1) for step in range(9)])
         assert [ours(step) for step in range(11, 60)] == pytest.approx(
@@ -783,7 +797,7 @@ def test_every_number_of_warmup_steps_comes_out_exactly(wholes, more):
     pairs += [(rng.randrange(whole), whole) for whole in (rng.randrange(1, 10**9) for _ in range(more))]
     for part, whole in pairs:
         params = {"warmup_num_steps": part, "total_num_steps": whole, "warmup_type": "linear"}
-        schedule = curve(build_ds_config({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
+        schedule = build_lr_schedule(build_ds_config({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
         assert (schedule.warmup_steps, schedule.decay_steps) == (part, whole)
 
 
@@ -830,62 +844,36 @@ def test_a_range_test_grows_as_deepspeeds(stairs):
 
 # ---- whole files -------------------------------------------------------------------------------------------------
 
-SCALING = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-STAGE3 = {"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8,
-          "stage3_prefetch_bucket_size": 5e7, "contiguous_gradients": True, "overlap_comm": True,
-          "reduce_bucket_size": 90000000, "sub_group_size": 4e8}
-STAGE3_FIELDS = {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000, "reduce_bucket_size": 90_000_000,
-                 "sub_group_size": 400_000_000}
-
-# What the published examples' files say, flags, the ranks, and either the effect or the words of the refusal.
-PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
-    "zero2": ({"train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1,
-               "zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-               "gradient_clipping": 1.0, "fp16": SCALING,
-               "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
-               "wall_clock_breakdown": False}, {"batch_size": 4}, 4,
-              {"zero_stage": 2, "fp16": True, "log_interval": 1, "global_batch_size": 16,
-               "partition_activations": True}),
-    "zero2, whole activations": (
-        {"train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1,
-         "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
-                               "reduce_bucket_size": 5e7, "allgather_bucket_size": 5e7},
-         "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "weight_decay": 0.01}}, "gradient_clipping": 1.0,
-         "fp16": {**SCALING, "initial_scale_power": 16}, "wall_clock_breakdown": False,
-         "zero_allow_untested_optimizer": True}, {}, 4,
-        {"zero_stage": 2, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
-         "fp16": True, "log_interval": 1, "global_batch_size": 16}),
-    "stage 3, spelt right": ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
-                              "zero_optimization": {**STAGE3, "stage3_param_persistence_threshold": 8.192e4},
-                              "fp16": {**SCALING, "loss_scale": 1024}, "zero_allow_untested_optimizer": False}, {}, 1,
-                             {**STAGE3_FIELDS, "stage3_param_persistence_threshold": 81_920, "global_batch_size": 4,
-                              "fp16": True, "loss_scale": 1024}),
-    "stage 3, old offload": ({"train_batch_size": 64, "zero_optimization": {
-        **STAGE3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True}}, {}, 1,
-        {"batch_size": 64, "global_batch_size": 64, **STAGE3_FIELDS, "offload_optimizer_device": "cpu",
-         "offload_param_device": "cpu"}),
-    "infinity": ({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {
-        **STAGE3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data", "buffer_count": 4,
-                                        "pipeline_read": False, "pipeline_write": False, "pin_memory": True},
-        "offload_param": {"device": "nvme", "nvme_path": "/nvme_data", "max_in_cpu": 1, "pin_memory": True}},
-        "aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": False, "overlap_events": True,
-                "thread_count": 2}}, {}, 1,
-        {"global_batch_size": 4, **STAGE3_FIELDS, "offload_optimizer_device": "nvme",
-         "offload_optimizer_nvme_path": "/nvme_data", "offload_optimizer_pipeline_read": False,
-         "offload_optimizer_pipeline_write": False, "offload_param_device": "nvme",
-         "offload_param_nvme_path": "/nvme_data", "offload_param_max_in_cpu": 1, "aio_queue_depth": 16,
-         "aio_intra_op_parallelism": 2}),
-}
+# What two published examples' files say, the ranks, and the effect.
+PUBLISHED: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
+    ({"train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1, "gradient_clipping": 1.0,
+      "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
+                            "reduce_bucket_size": 5e7, "allgather_bucket_size": 5e7},
+      "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "weight_decay": 0.01}}, "wall_clock_breakdown": False,
+      "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1,
+               "initial_scale_power": 16}, "zero_allow_untested_optimizer": True}, 4,
+     {"zero_stage": 2, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000, "fp16": True,
+      "log_interval": 1, "global_batch_size": 16}),
+    ({"train_micro_batch_size_per_gpu": 4, "aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": False,
+                                                   "overlap_events": True, "thread_count": 2},
+      "zero_optimization": {
+          "stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8, "sub_group_size": 4e8,
+          "stage3_prefetch_bucket_size": 5e7, "overlap_comm": True, "reduce_bucket_size": 90000000,
+          "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data", "buffer_count": 4, "pipeline_read": False,
+                                "pipeline_write": False, "pin_memory": True},
+          "offload_param": {"device": "nvme", "nvme_path": "/nvme_data", "max_in_cpu": 1, "pin_memory": True}}}, 1,
+     {"global_batch_size": 4, "zero_stage": 3, "stage3_max_reuse_distance": 100_000_000,
+      "reduce_bucket_size": 90_000_000, "sub_group_size": 400_000_000, "offload_optimizer_device": "nvme",
+      "offload_optimizer_nvme_path": "/nvme_data", "offload_optimizer_pipeline_read": False,
+      "offload_optimizer_pipeline_write": False, "offload_param_device": "nvme",
+      "offload_param_nvme_path": "/nvme_data", "offload_param_max_in_cpu": 1, "aio_queue_depth": 16,
+      "aio_intra_op_parallelism": 2})]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_files_parse_or_are_refused_for_a_true_reason(name, written):
-    tree, flags, world, expected = PUBLISHED[name]
+@pytest.mark.parametrize(("tree", "world", "expected"), PUBLISHED)
+def test_the_published_files_have_their_effect(tree, world, expected, written):
     path = written(json.dumps(tree, indent=2).replace("\n}", ",  // a comma too many\n}"))
-    if isinstance(expected, str):
-        assert expected in refusal(path, flags=flags, world_size=world)
-    else:
-        assert changes(build_ds_config(path, flags=flags, world_size=world)) == expected
+    assert changes(build_ds_config(path, world_size=world)) == expected
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts/configs").glob("*.json")), ids=lambda path: path.name)
@@ -977,7 +965,7 @@ def test_a_mutated_tree_is_a_configuration_or_a_config_error(trees, least):
 
 def test_a_mutated_text_is_a_configuration_or_a_config_error(tmp_path):
     rng, path, done = random.Random(12), tmp_path / "ds.json", 0
-    text = json.dumps(PUBLISHED["zero2, whole activations"][0], indent=1)
+    text = json.dumps(PUBLISHED[0][0], indent=1)
     letters = '{}[]",:/#*\\ \n0159.eE+-tfnuaN\x00é'
     for _ in range(1000):
         changed = list(text)

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron.config import OptimConfig
 from megatron.config.ds_json import build_ds_config
 from megatron.config.optimizer_config import DEEPSPEED_TYPES, EXTRA_RANGES, OPTIMIZER_SWITCHES, OPTIMIZERS
+from megatron.config.tree import OptimConfig
 from megatron.errors import ConfigError
-from tests.megatron.config.test_published import BASE
 
-OWN = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name in takes.extra]
-NUMBERS = [(optimizer, name) for optimizer, name in OWN
-           if not isinstance(OPTIMIZERS[optimizer].extra[name], bool | str)]
+BASE = {"train_batch_size": 8}
+NUMBERS = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name, default in takes.extra.items()
+           if not isinstance(default, bool | str)]
 TYPES = {ours: given for given, ours in DEEPSPEED_TYPES.items()}
 WRONG = [("onebit_lamb", "coeff_beta", 2), ("onebit_lamb", "factor_threshold", -1), ("lamb", "max_coeff", 0),
          ("lion", "betas", [0.9, 1.5]), ("rmsprop", "alpha", -1), ("adagrad", "eps", -1e-8), ("sgd", "dampening", 2)]
@@ -39,9 +38,8 @@ def of_file(optimizer: str, params: dict[str, Any]) -> str:
 @pytest.mark.parametrize("optimizer, name", NUMBERS)
 def test_each_number_has_a_range_and_its_default_is_in_it(optimizer: str, name: str) -> None:
     default = OPTIMIZERS[optimizer].extra[name]
-    assert default is None or all(
-        map(EXTRA_RANGES[name].contains, default if isinstance(default, tuple) else (default, )))
-    wrong = [-1, -1] if isinstance(default, tuple) else -1
+    numbers, wrong = (default, [-1, -1]) if isinstance(default, tuple) else ((default,), -1)
+    assert default is None or all(map(EXTRA_RANGES[name].contains, numbers))
     assert of_flags(optimizer, {name: wrong}).startswith(f"--optimizer-params {name} is ")
 
 

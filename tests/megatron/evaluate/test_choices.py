@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
+from data.tokenizer import GPT2BPETokenizer
 from megatron.evaluate.eval_args import EvalRequest
 from megatron.evaluate.tasks import EvalModelInfo, prepare_task
 from megatron.model.gpt2 import GPT2

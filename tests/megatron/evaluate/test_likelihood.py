@@ -15,8 +15,8 @@ from megatron.evaluate.scoring import Scorer, ScoringRequest, combine_target_sta
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
+from mpu.cross_entropy import VocabShard
 from mpu.groups import SOLO
-from mpu.loss_chunk import VocabShard
 from tests.distributed import run_ranks
 from tests.megatron.counting import Launches
 from tests.megatron.evaluate.models import LENGTH, SHAPE

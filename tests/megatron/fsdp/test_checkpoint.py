@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.tags import tag_names
-from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint
 from megatron.zero.api.initialize import initialize
 from tests.distributed import run_ranks
@@ -144,19 +144,6 @@ def refused(rank: int, world: int, folder: str, mistake: str) -> str:
 def test_what_does_not_fit_is_refused(mistake: str, word: str, tmp_path: Path) -> None:
     run_ranks(of_the_engine, 2, str(tmp_path))
     assert all(word in said for said in run_ranks(refused, 2, str(tmp_path), mistake))
-
-
-def into_a_file(rank: int, world: int, path: str) -> str:
-    model, optimizer, _ = trained("torch", rank, 1)
-    with pytest.raises(StorageError) as caught:
-        save_checkpoint(model, optimizer, path)
-    return str(caught.value)
-
-
-def test_an_error_of_a_drive_names_the_argument(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("")
-    assert all(said.startswith(f"save_dir {path}") for said in run_ranks(into_a_file, 2, str(path)))
 
 
 def save_often(rank: int, world: int, folder: str) -> None:

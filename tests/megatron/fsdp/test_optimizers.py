@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp import FSDP, FSDPModule
-from megatron.fsdp.sharded_tensor import local_tensor, segment_location
+from megatron.fsdp.sharded_tensor import local_tensor, location_of
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import around, batch, whole
 from tests.megatron.zero.models import Net
@@ -170,7 +170,7 @@ def wrong_sums(rank: int, world: int, orders: list[str], way: str) -> list[str]:
                                                     for x in inputs)):
                 total.add_(sum(of_ranks) / world)
         for parameter, total in zip(model.parameters(), expected, strict=True):
-            run, start = local_tensor(parameter.grad), segment_location(parameter.grad)[2]
+            run, start = local_tensor(parameter.grad), location_of(parameter.grad).offset
             if not torch.allclose(run, total.flatten()[start : start + run.numel()], atol=1e-5):
                 wrong.append(f"{order} {to_none}")
     return wrong

@@ -14,12 +14,12 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
                            set_optimizer_state_dict, set_state_dict)
-from megatron.fsdp.full_params import gather_masters
+from megatron.fsdp.sharded_tensor import gather_masters
 from megatron.fsdp.sharded_tensor import ShardedParam
 from megatron.fsdp.state_dict import full_state_dict, summon_full_params
 from tests.distributed import run_ranks
-from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
-from tests.megatron.zero.models import Buffers, Net, OddSizes, Words
+from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, mixed, train
+from tests.megatron.zero.models import Net, OddSizes
 
 
 class Everything(OddSizes):
@@ -47,32 +47,11 @@ class Everything(OddSizes):
         return x * self.scalar + self.none.sum()
 
 
-MODELS: dict[str, type[nn.Module]] = {"everything": Everything, "tied": Words, "buffers": Buffers}
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Names, their order, shapes, precisions and bits."""
     return list(one) == list(other) and all(
         torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
         if isinstance(a, torch.Tensor) else a == b for a, b in zip(one.values(), other.values(), strict=True))
-
-
-def as_unwrapped(rank: int, world: int, name: str, way: str, given: dict[str, Any]) -> bool:
-    sharded = around(MODELS[name](), way, **given)
-    return same(full_state_dict(getattr(sharded, "module", sharded)), MODELS[name]().state_dict())
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_full_state_dict_is_that_of_the_unwrapped_model(name: str, world: int) -> None:
-    for way in WAYS:
-        assert all(run_ranks(as_unwrapped, world, name, way, {})), way
-
-
-def test_a_full_state_dict_of_a_16_bit_model_has_the_masters() -> None:
-    for way in ("nested", "torch"):
-        assert all(run_ranks(as_unwrapped, 2, "tied", way, mixed(way, torch.bfloat16)))
 
 
 def on_the_first_rank_alone(rank: int, world: int) -> int:
@@ -123,22 +102,6 @@ def test_state_goes_from_two_ranks_to_three_to_one_to_four_to_the_bit(tmp_path: 
     for old, new in ((2, 3), (3, 1), (1, 4)):
         run_ranks(save, new, str(tmp_path / str(new)), str(tmp_path / str(old)), 0)
         assert equal_state(torch.load(tmp_path / str(new), weights_only=True), before)
-
-
-def loaded(rank: int, world: int, way: str) -> bool:
-    model, optimizer = trained(way, rank, 3)
-    state = {"model": model.state_dict(), "optimizer": model.gather_full_optim_state_dict(optimizer, None)}
-    again = around(Everything(), way)
-    other = adamw(again)
-    again.load_state_dict(state["model"])
-    other.load_state_dict(again.get_shard_from_optim_state_dict(state["optimizer"]))
-    return same(again.state_dict(), model.state_dict()) and equal_state(
-        again.gather_full_optim_state_dict(other, None), state["optimizer"])
-
-
-@pytest.mark.parametrize("way", ["whole", "nested", "twice nested"])
-def test_a_load_gives_back_what_was_saved(way: str) -> None:
-    assert all(run_ranks(loaded, 2, way))
 
 
 # ---- in parts ----------------------------------------------------------------------------------------------------
@@ -241,13 +204,16 @@ def plus_one(model: nn.Module) -> None:
 def exported(rank: int, world: int, way: str, recurse: bool) -> list[bool]:
     """State dicts inside the block, of the model and of a module inside, by all ranks; of what is full, by one."""
     model, plain = around(Everything(), way, **mixed(way, torch.bfloat16)), Everything()
-    with model.summon_full_params(recurse):
+    with summon_full_params(getattr(model, "module", model), recurse):
         plus_one(model)
         names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, ShardedParam)}
-        states = [model.state_dict(), model.state_dict() if recurse and rank == 0 else None,
-                  model.blocks[1].state_dict() if way != "whole" else None]
-        with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):
-            model.local_state_dict()
+        states = [model.state_dict(), get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))[0]
+                  if recurse and rank == 0 else None, model.blocks[1].state_dict() if way != "whole" else None]
+        if way == "torch":  # the parameters themselves, as torch's
+            states = deepcopy(states)
+        else:
+            with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):
+                model.local_state_dict()
         plus_one(model)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -257,8 +223,7 @@ def exported(rank: int, world: int, way: str, recurse: bool) -> list[bool]:
     return [same(state, right) for state, right in zip(states, wanted, strict=True) if state is not None]
 
 
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("way", ["whole", "nested", "twice nested"])
+@pytest.mark.parametrize("way, recurse", [("whole", True), ("nested", False), ("twice nested", True), ("torch", True)])
 def test_a_state_dict_inside_summon_full_params_is_that_of_the_unwrapped_model(way: str, recurse: bool) -> None:
     assert all(all(found) for found in run_ranks(exported, 2, way, recurse))
 
@@ -279,19 +244,6 @@ def exported_around_a_block(rank: int, world: int) -> bool:
 
 def test_a_state_dict_of_a_module_around_the_summoned_one() -> None:
     assert all(run_ranks(exported_around_a_block, 2))
-
-
-def exported_by_torchs_call(rank: int, world: int) -> list[bool]:
-    model = around(Everything(), "torch")
-    with summon_full_params(model):
-        full = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))[0] if rank == 0 else None
-        state = model.state_dict()
-    train(model, lambda: None, rank, 1)
-    return [same(one, Everything().state_dict()) for one in (state, full) if one is not None]
-
-
-def test_a_state_dict_of_fully_shard_is_full_inside_summon_full_params() -> None:
-    assert all(all(found) for found in run_ranks(exported_by_torchs_call, 2))
 
 
 def loaded_inside(rank: int, world: int, way: str, recurse: bool) -> bool:

@@ -71,39 +71,6 @@ def test_each_module_has_a_setting_of_its_own() -> None:
         assert found["all_gather", BLOCK, "float32"] == 2 + 2 + 1 + 1  # the root is as large
 
 
-def most_whole(rank: int, world: int, way: str, given: dict[str, Any]) -> int:
-    """Elements that were whole at once."""
-    model = around(Net(), way, **given)
-    inside = getattr(model, "module", model)
-    from megatron.fsdp.sharding import require_fsdp_state
-    root = require_fsdp_state(inside).root
-    most = 0
-    gather = type(root.buckets[0]).start_gather
-
-    def noted(bucket: Any) -> None:
-        nonlocal most
-        gather(bucket)
-        most = max(most, sum(one.layout.numel for one in root.buckets if one.is_unsharded))
-
-    type(root.buckets[0]).start_gather = noted  # type: ignore[method-assign]
-    optimizer = adamw(model)
-    for number in range(2):
-        model(batch(rank, number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return most
-
-
-@pytest.mark.parametrize("way, given, expected", [
-    ("whole", {}, ROOT + BLOCKS * BLOCK),
-    ("nested", {}, ROOT + 2 * BLOCK),  # one in use, one on its way
-    ("nested", {"reshard_after_forward": False}, ROOT + BLOCKS * BLOCK),
-    ("torch", {}, ROOT + 2 * BLOCK),
-])
-def test_what_is_whole_at_once_is_bounded(way: str, given: dict[str, Any], expected: int) -> None:
-    assert run_ranks(most_whole, 2, way, given) == [expected] * 2
-
-
 def no_sync_traffic(rank: int, world: int) -> tuple[Traffic, Traffic]:
     with accelerator_side():
         model = around(Net(), "nested")
@@ -126,17 +93,6 @@ def test_a_reduction_is_in_the_precision_that_was_asked_for(asked: torch.dtype |
     for found in run_ranks(sent, 2, "torch", {"mp_policy": policy}):
         assert {dtype for kind, _, dtype in found if kind == "reduce_scatter"} == {summed}
         assert {dtype for kind, _, dtype in found if kind == "all_gather"} == {"bfloat16"}
-
-
-def built(rank: int, world: int, sync: bool) -> list[str]:
-    with counted() as operations:
-        around(Net(), "torch", sync_module_states=sync)
-    return [one.kind for one in operations if one.numel > 20]
-
-
-def test_values_that_are_alike_are_not_sent_again() -> None:
-    assert run_ranks(built, 2, False) == [[], []]
-    assert all(set(found) == {"broadcast"} for found in run_ranks(built, 2, True))
 
 
 def among_neighbours(rank: int, world: int) -> tuple[Traffic, bool]:

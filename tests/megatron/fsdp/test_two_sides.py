@@ -13,14 +13,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from megatron import fsdp
 from megatron.fsdp.state_dict import summon_full_params
 from tests.distributed import run_ranks
-from tests.megatron.fsdp.loops import CLIP, around, mixed
+from tests.late_copy_streams import late_copy_streams
+from tests.megatron.fsdp.loops import CLIP, around, by_shards, mixed
+from tests.megatron.fsdp.test_equal import MODELS
 from tests.megatron.zero.models import Net
 from tests.two_sides import DEVICE, Sides, two_sides
+from tests.wires import accelerator_side
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPARED = "megatron/zero/step_result.py:HostScalars.values: tolist"
@@ -100,3 +103,39 @@ def test_sides_do_not_mix_and_nobody_waits(world: int, cells: list[Any], tmp_pat
 @pytest.mark.parametrize("world", [1, 2])
 def test_nor_in_any_case(world: int, tmp_path: Path) -> None:
     check(CELLS, world, tmp_path)
+
+
+# ---- state on the host: no bit is another one, and copies may end as late as they like -------------------------------
+
+STEPS = 4
+ON_HOST = [("odd sizes", "torch", None), ("tied", "nested", None), ("frozen", "torch", torch.bfloat16),
+           ("odd sizes", "nested", torch.bfloat16), ("tied", "torch", torch.float16),
+           ("root ends in a block", "twice nested", None)]
+
+
+def outcome(name: str, way: str, rank: int, **given: Any) -> tuple[list[float], dict[str, list[float]]]:
+    losses, weights = by_shards(MODELS[name], way, rank, STEPS, **given)
+    return losses, {key: bits(tensor) for key, tensor in weights.items()}
+
+
+def bits(tensor: Tensor) -> list[float]:
+    return tensor.detach().double().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def differing(rank: int, world: int, name: str, way: str, dtype: torch.dtype | None) -> bool:
+    given = mixed(way, dtype) if dtype else {}
+    with accelerator_side():
+        expected = outcome(name, way, rank, **given)
+        with late_copy_streams() as ferry:
+            given |= {"offload_policy": fsdp.CPUOffloadPolicy()} if way == "torch" else {"cpu_offload": True}
+            found = outcome(name, way, rank, **given)
+        lanes: list[Any] = [ferry.to_device, ferry.to_host]
+        assert all(lane.copied for lane in lanes)
+        return found != expected
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name, way, dtype", ON_HOST, ids=str)
+def test_a_home_on_the_host_changes_no_bit(name: str, way: str, dtype: torch.dtype | None, world: int) -> None:
+    assert run_ranks(differing, world, name, way, dtype) == [False] * world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -19,26 +18,16 @@ def wrapped(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDP)]
 
 
-def test_wrap_does_nothing_elsewhere() -> None:
+def test_wrap_takes_the_arguments_of_the_context_the_modules_and_its_own() -> None:
     layer = nn.Linear(2, 2)
-    assert wrap(layer) is layer and auto_wrap(layer) is layer
-    with enable_wrap():
-        pass
-    assert wrap(layer) is layer
-
-
-def test_wrap_takes_the_arguments_of_the_context_and_its_own() -> None:
+    assert wrap(layer) is layer and auto_wrap(layer) is layer, "it does nothing elsewhere"
+    layer.wrapper_config = {"fp32_reduce_scatter": True}
     with enable_wrap(reshard_after_forward=False, compute_dtype=torch.float16, mixed_precision=True):
-        layer = wrap(nn.Linear(2, 2), compute_dtype=torch.bfloat16)
-    assert isinstance(layer, FSDP)
-    assert layer.arguments.reshard_after_forward is False and layer.arguments.compute_dtype is torch.bfloat16
-
-
-def test_a_module_may_bring_its_own_arguments() -> None:
-    layer = nn.Linear(2, 2)
-    layer.wrapper_config = {"reshard_after_forward": False}
-    with enable_wrap():
-        assert wrap(layer).arguments.reshard_after_forward is False
+        with enable_wrap():
+            assert wrap(nn.Linear(2, 2)).arguments.reshard_after_forward is True
+        given = wrap(layer, compute_dtype=torch.bfloat16).arguments
+    assert given.reshard_after_forward is False and given.compute_dtype is torch.bfloat16 and given.fp32_reduce_scatter
+    assert wrap(layer) is layer
 
 
 def test_auto_wrap_wraps_from_the_inside_out_by_size() -> None:
@@ -69,18 +58,11 @@ def test_by_configuration_and_by_class() -> None:
         assert wrapped(auto_wrap(Net(), by_class)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_nested_contexts_end_in_order() -> None:
-    with enable_wrap(reshard_after_forward=False):
-        with enable_wrap():
-            assert wrap(nn.Linear(2, 2)).arguments.reshard_after_forward is True
-        assert wrap(nn.Linear(2, 2)).arguments.reshard_after_forward is False
-
-
-def test_names_are_those_of_the_model_inside() -> None:
+def test_names_are_those_of_the_model_inside_and_parameters_are_found_once() -> None:
     with enable_wrap():
         model = FSDP(auto_wrap(Net(), partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})))
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
-    assert model.first is model.module.first and model.blocks[1].wide is not None
+    found, expected = ([(name, one.numel()) for name, one in net.named_parameters()] for net in (model, Net()))
+    assert found == expected and model.first is model.module.first and model.blocks[1].wide is not None
 
 
 def test_what_can_do_nothing_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,10 +109,3 @@ def test_checkpoint_wrapper_passes_everything_through(offload_to_cpu: bool) -> N
 def test_auto_wrap_of_what_is_wrapped_is_refused() -> None:
     with enable_wrap(), pytest.raises(ConfigError, match="wrapped"):
         auto_wrap(FSDP(Net()))
-
-
-def test_parameters_are_found_once() -> None:
-    def elements(model: nn.Module) -> Iterator[int]:
-        return (parameter.numel() for parameter in model.parameters())
-
-    assert sum(elements(FSDP(Net()))) == sum(elements(Net()))

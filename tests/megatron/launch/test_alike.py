@@ -89,11 +89,6 @@ def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
     assert long.count("(5007 characters, checksum ") == 8 and long.endswith(" and 1 other value")
 
 
-def test_as_many_kinds_as_ranks_are_read_of_some() -> None:
-    found = compare([{"--local": rank} for rank in range(40)])
-    assert len(set(found)) == 1 and found[0] is not None and "0 on rank 0, 1 on rank 1" in found[0]
-
-
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.2)
     began = time.monotonic()
@@ -106,9 +101,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_was_given_twice_is_sent_away_and_the_others_begin(rank: int) -> None:
     store, limit = dist.HashStore(), timedelta(seconds=5)
     with ThreadPoolExecutor(4) as pool:
-        ranks = [
-            pool.submit(check_ranks_match, store, number, 3, FACTS, limit) for number in range(3) if number != rank
-        ]
+        ranks = [pool.submit(check_ranks_match, store, number, 3, FACTS, limit) for number in range(3)
+                 if number != rank]
         first = pool.submit(check_ranks_match, store, rank, 3, FACTS, limit)
         first.result(10)
         second = pool.submit(check_ranks_match, store, rank, 3, FACTS, limit)
@@ -124,7 +118,7 @@ def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
         check_ranks_match(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 4, 3, 4), (2, 2, 3), (4, 3, 3, 4)])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2, 3), (4, 3, 3, 4)])
 def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     """Nobody waits for a rank that one of them knows nothing of."""
@@ -241,9 +235,8 @@ def with_value(config: Config, section: str, name: str, value: object) -> Config
 
 
 def test_a_setting_says_of_itself_that_it_is_a_place() -> None:
-    assert {item.name
-            for section in SECTIONS.values()
-            for item in fields(section) if setting_of(item).is_location} == PLACES
+    assert {item.name for section in SECTIONS.values() for item in fields(section)
+            if setting_of(item).is_location} == PLACES
 
 
 # ---- real ranks --------------------------------------------------------------------------------------------------
@@ -290,7 +283,6 @@ def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("sizes", "address", "limit", "code", "words"), [
     ({0: 2}, "localhost", 4, 5, "rank 1 of 2 did not come within 4 s"),
-    pytest.param({0: 3, 1: 3}, "localhost", 8, 5, "rank 2 of 3 did not come within 8 s", marks=pytest.mark.slow),
     ({0: 3, 1: 3}, socket.gethostname(), 8, 5, "rank 2 of 3 did not come within 8 s"),
     ({1: 2}, "localhost", 2, 5, "rank 0 did not answer at localhost:PORT within 2 s (Connection refused)"),
     ({1: 2}, "no-such-host.invalid", 2, 5, "rank 0 did not answer at no-such-host.invalid:PORT within 2 s ("),
@@ -318,11 +310,6 @@ def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path, port: in
     assert len(errors) == 1, said
     assert "--lr is 0.00015 on rank 0, 0.5 on rank 1; --zero-stage is 0 on rank 0" in errors[0]
     assert not [*(tmp_path / "run").glob("global_step*")]
-
-
-def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
-    codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1", port)
-    assert codes == [2] and "--no-such-flag" in said and seconds < 30
 
 
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:

@@ -70,17 +70,6 @@ def test_a_program_that_is_not_rank_0_is_named(environ: pytest.MonkeyPatch) -> N
         other.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_port_that_needs_other_rights_is_one_too(environ: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    environ.setattr(socket, "create_server", refuse)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "80"}.items():
-        environ.setenv(name, value)
-    with pytest.raises(ConfigError, match="port 80 .*root"):
-        process_group.init(timeout_seconds=5)
-
-
 def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ: pytest.MonkeyPatch) -> None:
     environ.setattr(sys, "excepthook", sys.excepthook)
     environ.setenv("MASTER_ADDR", "127.0.0.1")
@@ -126,6 +115,7 @@ def test_a_port_in_use_ends_the_real_command_with_exit_2(nodes: int, busy_port: 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def test_each_rank_has_the_gpu_of_its_local_number(environ: pytest.MonkeyPatch) -> None:
@@ -135,37 +125,19 @@ def test_each_rank_has_the_gpu_of_its_local_number(environ: pytest.MonkeyPatch) 
         device_for(Environment(4, 4, 8, 8))
 
 
-def test_a_rank_that_is_shown_one_gpu_takes_it(environ: pytest.MonkeyPatch) -> None:
-    """srun --gpus-per-task=1: every task sees its own GPU as number 0. Or a wrapper names one for each rank."""
+@pytest.mark.parametrize("variables, is_its_own", [
+    ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, True),  # srun --gpus-per-task=1
+    ({"CUDA_VISIBLE_DEVICES": "3"}, True),  # by a wrapper
+    ({}, False), ({"CUDA_VISIBLE_DEVICES": "0"}, False),  # srun -n4, or mpirun, on a node with one GPU
+    *(({launcher: "1"}, False) for launcher in LAUNCHED_BY)])
+def test_the_only_gpu_that_a_rank_sees_is_its_own_or_is_not_shared(
+        variables: dict[str, str], is_its_own: bool, environ: pytest.MonkeyPatch) -> None:
     gpus(environ, 1)
-    with environ.context() as slurm:
-        slurm.setenv("SLURM_GPUS_PER_TASK", "1")
-        slurm.setenv("CUDA_VISIBLE_DEVICES", "0")
-        assert [device_for(Environment(k, k, 4, 4)).index for k in range(4)] == [0, 0, 0, 0]
-    environ.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert device_for(Environment(3, 3, 4, 4)).index == 0
-
-
-@pytest.mark.parametrize("visible", [None, "0"])
-def test_tasks_that_were_not_given_a_gpu_each_do_not_share_the_only_one(
-        visible: str | None, environ: pytest.MonkeyPatch) -> None:
-    """srun -n4, or mpirun, on a node with one GPU."""
-    gpus(environ, 1)
-    environ.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        environ.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
-        device_for(Environment(1, 1, 4, 4))
-
-
-@pytest.mark.parametrize("launcher", LAUNCHED_BY)
-def test_ranks_of_one_launcher_do_not_share_the_only_gpu(launcher: str, environ: pytest.MonkeyPatch) -> None:
-    gpus(environ, 1)
-    environ.setenv(launcher, "1")
-    assert device_for(Environment(0, 0, 2, 2)).index == 0
-    with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
-        device_for(Environment(1, 1, 2, 2))
-    assert device_for(Environment(1, 1, 2, 2), "gloo").index == 0
+    for name, value in variables.items():
+        environ.setenv(name, value)
+    assert device_for(Environment(0, 0, 2, 2)).index == device_for(Environment(1, 1, 2, 2), "gloo").index == 0
+    with nullcontext() if is_its_own else pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
+        assert device_for(Environment(1, 1, 2, 2)).index == 0
 
 
 @pytest.mark.parametrize("backend, shared", [("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cuda:gloo", True),

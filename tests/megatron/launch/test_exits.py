@@ -58,42 +58,32 @@ def test_every_failure_is_one_line_and_its_code(error, code, capfd):
     assert all(line.startswith("error: ") for line in lines)
 
 
-def test_a_command_that_trains_nothing_does_not_speak_of_resuming(capfd):
-    exit_codes.run(failing(KeyboardInterrupt()))
-    exit_codes.run(failing(KeyboardInterrupt()), is_job=True)
-    told, of_job = capfd.readouterr().err.splitlines()
-    assert told == "error: interrupted" and "start the same command to resume" in of_job
-
-
 def test_success_is_zero_and_silent(capfd):
-    assert exit_codes.run(lambda: None) == 0 and exit_codes.run(lambda: 0) == 0 and exit_codes.run(failing(
-        SystemExit())) == 0
+    assert [exit_codes.run(main) for main in (lambda: None, lambda: 0, failing(SystemExit()))] == [0, 0, 0]
     assert capfd.readouterr().err == ""
 
 
-def test_a_message_of_several_lines_is_folded_and_not_marked_twice(capfd):
-    exit_codes.run(failing(ConfigError("error: first\n   second\n\nthird")), debug=False)
-    assert capfd.readouterr().err == "error: first second third\n"
-
-
-def test_errors_that_are_listed_have_a_line_each(capfd):
-    exit_codes.run(failing(ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n")), debug=False)
-    assert capfd.readouterr().err == "error: f: 2 errors:\n  (1) one of them\n  (2) two\n"
+@pytest.mark.parametrize("error, is_job, printed", [
+    (KeyboardInterrupt(), False, "interrupted\n"),
+    (KeyboardInterrupt(), True, "interrupted before training could save; start the same command to resume\n"),
+    (ConfigError("error: first\n   second\n\nthird"), False, "first second third\n"),
+    (ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n"), False,
+     "f: 2 errors:\n  (1) one of them\n  (2) two\n")])
+def test_a_message_is_folded_and_marked_once_and_errors_that_are_listed_have_a_line_each(error, is_job, printed, capfd):
+    exit_codes.run(failing(error), debug=False, is_job=is_job)
+    assert capfd.readouterr().err == f"error: {printed}"
 
 
 def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
-    exit_codes.run(failing(ConfigError("x")), debug=True)
-    assert "Traceback" in capfd.readouterr().err
-    exit_codes.run(failing(PeerError("x")), debug=True)
-    assert "Traceback" not in capfd.readouterr().err
+    for error, is_shown in ((ConfigError("x"), True), (PeerError("x"), False)):
+        exit_codes.run(failing(error), debug=True)
+        assert ("Traceback" in capfd.readouterr().err) == is_shown
 
 
 def test_under_the_launcher_an_own_failure_is_told_from_a_lost_peer():
-    under = {"MEGATRON_LAUNCHER": "1", "RANK": "3"}
-    assert exit_codes.exit_reason_of(ZeroDivisionError("x"), under).code == 1
-    assert exit_codes.exit_reason_of(MemoryError(), under).code == 1
-    assert exit_codes.exit_reason_of(DistBackendError("x"), under).code == 5
-    assert "rank 3" in exit_codes.exit_reason_of(ZeroDivisionError("x"), under).text
+    reasons = [exit_codes.exit_reason_of(error, {"MEGATRON_LAUNCHER": "1", "RANK": "3"})
+               for error in (ZeroDivisionError("x"), MemoryError(), DistBackendError("x"))]
+    assert [reason.code for reason in reasons] == [1, 1, 5] and all("rank 3" in reason.text for reason in reasons)
 
 
 def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
@@ -136,12 +126,10 @@ def test_a_script_that_does_not_catch_an_error_of_ours_ends_with_its_code_and_li
     assert lost.returncode == 5 and lost.stderr.startswith("error: rank ") and "GLHF" not in lost.stderr
 
 
-@pytest.mark.parametrize("asked", ["a flag", "a variable"])
-def test_the_traceback_of_an_uncaught_error_is_shown_when_asked_for(asked):
-    result = uncaught("1 / 0", *(["--debug"] if asked == "a flag" else []),
-                      MEGATRON_DEBUG="1" if asked == "a variable" else "0")
-    assert result.returncode == 6 and "ZeroDivisionError" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: first second")
+def test_the_traceback_of_an_uncaught_error_is_shown_when_asked_for():
+    for result in (uncaught("1 / 0", "--debug", MEGATRON_DEBUG="0"), uncaught("1 / 0", MEGATRON_DEBUG="1")):
+        assert result.returncode == 6 and "ZeroDivisionError" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("error: first second")
 
 
 def test_an_error_of_the_script_and_one_that_somebody_typed_are_left_to_python():

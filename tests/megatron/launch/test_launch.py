@@ -458,15 +458,6 @@ def test_a_module_is_not_taken_from_the_current_folder_under_safe_path(tmp_path)
     assert done.returncode == 2 and "finds no module 'program'" in done.stderr
 
 
-def test_several_nodes_number_their_ranks_through_and_meet_at_the_first_node(monkeypatch):
-    monkeypatch.setenv("MEGATRON_STORE_FILE", "/left/over")
-    head = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr first --master-port 6000".split()
-    shared = launch.shared_environment(launch.build_launcher_parser().parse_args(head), None)
-    assert (shared["WORLD_SIZE"], shared["LOCAL_WORLD_SIZE"]) == ("8", "4")
-    assert (shared["MASTER_ADDR"], shared["MASTER_PORT"]) == ("first", "6000")
-    assert "MEGATRON_STORE_FILE" not in shared
-
-
 TWO_RANKS_OVER_GLOO = """
 from megatron.distributed import exit_codes
 from megatron.distributed import process_group

@@ -1,18 +1,21 @@
-"""What GPT-2 promises beside equality with HF (../test_parity_hf.py): counts, spread, causality, tensor parallelism."""
+"""What GPT-2 promises beside equality with HF (test_parity_hf.py): counts, spread, causality, tensor parallelism."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.config.tree import PRESETS, ModelConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.model.transformer import document_mask
-from mpu.groups import build
+from megatron.model.transformer import Attention, GPT2Init, document_mask
+from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
+from tests.megatron.counting import Launches
 from tests.megatron.helpers import tiny_model
 
 
@@ -27,7 +30,10 @@ def test_a_built_model_has_the_parameters_its_config_counts(preset: str) -> None
 def test_initial_weights_spread_as_the_paper_says() -> None:
     config = tiny_model(num_layers=8, hidden_size=128, init_method_std=0.02)
     residual = 0.02 / math.sqrt(2 * 8)
-    for name, parameter in GPT2(config).named_parameters():
+    model = GPT2(config)
+    heads = {tuple(weight.flatten()[:4].tolist()) for weight in model.parameters() if weight.dim() == 2}
+    assert len(heads) == 2 + 4 * 8, "no two matrices start alike"
+    for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             assert parameter.eq(1.0 if ".ln_" in name and name.endswith("weight")
                                 or name == "ln_f.weight" else 0.0).all(), name
@@ -36,12 +42,6 @@ def test_initial_weights_spread_as_the_paper_says() -> None:
         expected = residual if name.endswith("proj.weight") else 0.02
         assert rows.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(rows.mean().item()) < 5 * expected / math.sqrt(rows.numel()), name
-
-
-def test_no_two_parameters_start_alike() -> None:
-    weights = [p for p in GPT2(tiny_model(num_layers=4)).parameters() if p.dim() == 2]
-    heads = {tuple(weight.flatten()[:4].tolist()) for weight in weights}
-    assert len(heads) == len(weights)
 
 
 @torch.no_grad()
@@ -61,17 +61,6 @@ def test_the_document_mask_equals_a_loop() -> None:
     expected = [[[there <= here and row[there] == row[here] for there in range(6)] for here in range(6)]
                 for row in segments.tolist()]
     assert document_mask(segments).squeeze(1).tolist() == expected
-
-
-@torch.no_grad()
-def test_sequences_shorter_than_the_position_table_are_prefixes() -> None:
-    model = GPT2(tiny_model(init_method_std=0.1)).eval()
-    row = torch.arange(16).unsqueeze(0)
-    whole = model.logits(model.hidden_states(row))
-    for length in (1, 7, 15):
-        # Other matrix sizes may take another kernel: rounding only.
-        torch.testing.assert_close(model.logits(model.hidden_states(row[:, :length])), whole[:, :length], atol=1e-5,
-                                   rtol=0)
 
 
 def logits_of(rank: int, world: int, vocabulary: int, multiple: int) -> torch.Tensor:
@@ -158,3 +147,31 @@ def test_what_the_model_has_no_place_for_is_refused(length: int, target: int, wo
     tokens = torch.zeros(1, length, dtype=torch.int64)
     with pytest.raises(ConfigError, match=words):
         GPT2(tiny_model(max_position_embeddings=32))(tokens, tokens + target)
+
+
+class AttentionByUnbind(Attention):
+    """Cuts its projection the obvious way."""
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
+        y = self._attend(q, k, v, mask, 0.0)
+        return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))
+
+
+def _attended(kind: type[Attention], dtype: torch.dtype) -> tuple[list[Tensor], Counter[str]]:
+    """Results and gradients, and the copies of the backward."""
+    attention = kind(tiny_model(), GPT2Init(0.5, 1, 1), SOLO).to(dtype)
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    y = attention(x, None)
+    with Launches() as seen:
+        y.backward(torch.ones_like(y))
+    copies = Counter({name: seen.by_name[name] for name in ("cat", "stack", "clone", "copy_", "_to_copy")})
+    return [y.detach(), x.grad, *(p.grad for p in attention.parameters() if p.grad is not None)], copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_cuts_its_projection_without_changing_a_bit_and_with_fewer_copies(dtype: torch.dtype) -> None:
+    (ours, copies), (obvious, more) = _attended(Attention, dtype), _attended(AttentionByUnbind, dtype)
+    assert all(map(torch.equal, ours, obvious))
+    assert copies.total() < more.total() and copies["cat"] == 1 and not copies["stack"]

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.checkpoint.convert.importers import HUGGING_FACE
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
-from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.rule import UpdateSegment
 from megatron.optim.schedulers import LRSchedule
-from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
+from mpu.partition import local_slice, partition_of
 from tests.distributed import run_ranks
-from tests.megatron import helpers
-from tests.megatron.helpers import tiny_model
+from tests.megatron.helpers import engine_of, tiny_model
 from tests.megatron.zero.run import gradient_runs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,40 +26,28 @@ transformers = pytest.importorskip("transformers")
 VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 211, 3, 48, 4, 24
 """211 is not a multiple of 128: the padded vocabulary has 256 rows at tp 1 and at tp 2."""
 
-TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
-"""HF's Conv1D keeps [in, out]."""
-
-RENAMED = {"blocks.": "transformer.h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
-           "mlp.proj": "mlp.c_proj",
-           "wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "ln_f": "transformer.ln_f"}
-
 
 def our_config() -> ModelConfig:
     return tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
                       vocab_size=VOCAB)
 
 
-def our_model(tp=None) -> GPT2:
+def our_model() -> GPT2:
     """With weights as large as those of a trained model: at N(0, 0.02) all after the embeddings hardly matters."""
-    model = GPT2(our_config(), **({} if tp is None else {"tp": tp}))
-    generator = torch.Generator().manual_seed(11)
+    model, generator = GPT2(our_config()), torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if tp is None:
-                parameter += torch.randn(parameter.shape, generator=generator) * 0.05
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.05
         model.wte.weight[VOCAB:] = 0
     return model
 
 
 def hf_name(name: str) -> str:
-    for ours, theirs in RENAMED.items():
-        name = name.replace(ours, theirs)
-    return name
+    return HUGGING_FACE.to_their_name(name, "transformer.")
 
 
 def as_in_hf(name: str, x: torch.Tensor) -> torch.Tensor:
-    if name.endswith(TRANSPOSED):
-        return x.T
+    x = x.T if HUGGING_FACE.is_transposed(name) else x
     return x[:VOCAB] if name == "wte.weight" else x
 
 
@@ -88,10 +74,6 @@ def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(twin(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def engine_of(model: GPT2, groups=None, accumulation: int = 1, **optim: float) -> ZeroEngine:
-    return helpers.engine_of(model, groups or build(), accumulation=accumulation, **optim)
-
-
 def test_logits_at_every_position_equal_hf() -> None:
     model = our_model()
     twin, tokens = hf_twin(model), rows(4, seed=1)[:, :-1]
@@ -106,7 +88,7 @@ def test_logits_at_every_position_equal_hf() -> None:
 def test_loss_and_every_gradient_equal_hf() -> None:
     model = our_model()
     twin, batch = hf_twin(model), rows(4, seed=2)
-    engine = engine_of(model)
+    engine = engine_of(model, build(), accumulation=1)
     ours, theirs = engine(batch[:, :-1], batch[:, 1:], grad_scale=engine.backward_scale), hf_loss(twin, batch)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     engine.backward(ours)
@@ -146,11 +128,13 @@ def hf_training(twin: torch.nn.Module, schedule, batches: list[torch.Tensor]) ->
 
 def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: dict[str, np.ndarray], tp: int,
                  accumulation: int):
-    """The same through the engine, on any grid; the checkpoint-like dict of full weights is cut by hand."""
+    """The same through the engine, on any grid."""
     groups = build(tp)
     model = GPT2(our_config(), groups.tp)
-    cut_into(model, weights, groups.tp.rank, tp)
-    engine, schedule = engine_of(model, groups, accumulation, **OPTIM), the_schedule()
+    for name, parameter in model.named_parameters():
+        whole, partition = torch.from_numpy(weights[name]), partition_of(parameter)
+        parameter.data.copy_(whole if partition is None else local_slice(whole, partition, groups.tp.rank, tp))
+    engine, schedule = engine_of(model, groups, accumulation=accumulation, **OPTIM), the_schedule()
     model.train()
     found = []
     for step, batch in enumerate(batches):
@@ -164,24 +148,6 @@ def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: di
         assert report is not None
         found.append((sum(losses) / len(losses), report.grad_norm))
     return found
-
-
-def cut_into(model: GPT2, weights: dict[str, np.ndarray], rank: int, tp: int) -> None:
-    """Fill a tensor-parallel model from whole weights, by slicing written out for each kind of layer."""
-    rows_of = {"wte.weight", "mlp.fc.weight", "mlp.fc.bias"}
-    columns_of = {"attn.proj.weight", "mlp.proj.weight"}
-    for name, parameter in model.named_parameters():
-        whole, kind = torch.from_numpy(weights[name]), name.split(".", 2)[-1] if name.startswith("blocks") else name
-        if kind.startswith("attn.qkv"):
-            part = torch.cat([third.chunk(tp)[rank] for third in whole.chunk(3)])
-        elif kind in rows_of:
-            part = whole.chunk(tp)[rank]
-        elif kind in columns_of:
-            part = whole.chunk(tp, dim=1)[rank]
-        else:
-            part = whole
-        assert part.shape == parameter.shape, name
-        parameter.data.copy_(part)
 
 
 def the_schedule():
@@ -203,25 +169,3 @@ def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipp
         assert ranks[0][step][1] == pytest.approx(norm, rel=1e-4), step
     assert sum(norm > OPTIM["clip_grad"] for _, norm in expected) > 10, "clipping is not active"
     assert expected[-1][0] < expected[0][0] - 0.3, "nothing is learnt"
-
-
-@pytest.mark.parametrize("tile", [MAX_TILE_NUMEL, 1000], ids=["one-tile", "many-tiles"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-grads", "bf16-grads"])
-def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    master = torch.randn(2500, generator=generator)
-    twin = torch.nn.Parameter(master.clone())
-    adam = torch.optim.AdamW([twin], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    rule, hyper = AdamW(tile), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    states = {name: torch.zeros_like(master) for name in rule.states}
-    for step in range(10):
-        grad, factor, lr = torch.randn(2500, generator=generator).to(dtype), 0.5 ** (step % 3), 1e-3 * (step + 1)
-        twin.grad = grad.float() * factor
-        adam.param_groups[0]["lr"] = lr
-        adam.step()
-        span = UpdateSegment(0, master, grad.clone(), states, [], 0, lambda sums: sums)
-        rule.step(span, {**hyper, "lr": lr}, factor=factor, steps_taken=step)
-        # The fused kernel rounds in another place: a few ulps of weights up to 4.
-        torch.testing.assert_close(master, twin.detach(), atol=2e-6, rtol=0)
-    torch.testing.assert_close(states["exp_avg"], adam.state[twin]["exp_avg"], atol=1e-6, rtol=0)
-    torch.testing.assert_close(states["exp_avg_sq"], adam.state[twin]["exp_avg_sq"], atol=1e-6, rtol=0)

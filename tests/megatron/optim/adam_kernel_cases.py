@@ -19,10 +19,10 @@ from megatron.optim.rule import StepScalars, UpdateSegment
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
-from mpu.groups import SOLO, Groups
+from mpu.groups import Groups
 from tests.megatron.counting import Launches, on_the_accelerator_side
 from tests.megatron.zero.kept import master, work
-from tests.megatron.zero.run import configure_gpt2, state
+from tests.megatron.zero.run import configure_gpt2
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -151,11 +151,8 @@ def test_a_step_that_is_not_taken_changes_no_bit(kinds: Any) -> None:
     run(flat, scalars(skip=1.0))
     for name, value in flat.items():
         assert value is None or torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
-
-
-def test_a_step_that_is_taken_is_the_same_whether_it_might_have_been_skipped() -> None:
-    one, other = run(made(KINDS[1]), scalars()), run(made(KINDS[1]), scalars(skip=0.0))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    taken, sure = run(made(kinds), scalars(skip=0.0)), run(made(kinds), scalars())
+    assert all(value is None or torch.equal(value, taken[name]) for name, value in sure.items())
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -192,23 +189,6 @@ def test_what_the_kernel_cannot_read_it_leaves_to_torch(case: str) -> None:
     assert all(torch.equal(span.master, old) for span, old in zip(spans, before, strict=True))
 
 
-@pytest.mark.parametrize("kinds", KINDS, ids=str)
-def test_the_rule_takes_the_kernel_and_says_what_it_wrote(kinds: Any) -> None:
-    with mock.patch.object(adam, "on_accelerator", lambda where: True):
-        both = []
-        for kernel in (adam_kernel, None):
-            flat, rule = made(kinds), AdamW()
-            with mock.patch.object(adam, "load_kernels", lambda *which, kernel=kernel: kernel):
-                rule.bind_device(DEVICE, SOLO)
-                for step in range(1, 4):
-                    fresh = flat | {"grad": flat["grad"].clone()}  # torch's kernel leaves it divided
-                    written = rule.step_many([*spans_of(fresh)], HYPER, scalars(step))
-            both.append((flat, written))
-    (ours, written), (torchs, torch_wrote) = both
-    assert written and not torch_wrote
-    torch.testing.assert_close(ours["master"], torchs["master"], rtol=1e-6, atol=1e-6)
-
-
 # ---- in the engine -----------------------------------------------------------------------------------------------
 
 
@@ -224,11 +204,9 @@ def engine_of(precision: str, stage: int) -> ZeroEngine:
     return build_engine(config, build_model(config, Groups()), Groups(), DEVICE).core
 
 
-def step_of(engine: ZeroEngine, spoilt: bool = False) -> Launches:
+def step_of(engine: ZeroEngine) -> Launches:
     tokens = torch.arange(16, device=DEVICE).view(2, 8)
     engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
-    if spoilt:
-        engine.buckets[1].grads.shard[5] = torch.inf
     with Launches() as counted:
         engine.step(1e-3)
     return counted
@@ -254,14 +232,3 @@ def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeyp
         in_fp32 = 1e-6 if DEVICE.type == "cpu" else 1e-5
         torch.testing.assert_close(master(one), master(other), rtol=0, atol=in_fp32 if precision == "fp32" else 1e-4)
         assert torch.equal(work(one), master(one).to(work(one).dtype))
-
-
-@pytest.mark.parametrize("precision", FOR_ENGINES)
-def test_a_gradient_that_is_not_finite_changes_no_bit_of_an_engine(precision: str) -> None:
-    with on_the_accelerator_side():
-        engine = engine_of(precision, 0)
-        step_of(engine)
-        before = state(engine)
-        step_of(engine, spoilt=True)
-    assert engine.last_report is not None and not engine.last_report.is_on_host
-    assert all(torch.equal(now, old) for now, old in zip(state(engine), before, strict=True))

@@ -17,7 +17,7 @@ def triton() -> Any:
 
 
 def test_the_kernel_computes_what_it_should_in_the_interpreter(triton: Any) -> None:
-    assert re.search(r"\b3\d passed", interpreted("tests/megatron/optim/adam_kernel_cases.py"))
+    assert re.search(r"\b2\d passed", interpreted("tests/megatron/optim/adam_kernel_cases.py"))
 
 
 @pytest.mark.slow

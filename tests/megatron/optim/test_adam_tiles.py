@@ -48,11 +48,6 @@ def spans_of(flat: Flat, grad: Tensor, narrow: Tensor | None) -> Iterator[Update
                             lambda sums: sums, None if narrow is None else narrow[cut])
 
 
-def scalars(step: int, divided: bool, skip: bool | None) -> StepScalars:
-    return StepScalars(torch.tensor(float(step)), torch.tensor(3.7) if divided else None,
-                       None if skip is None else torch.tensor(float(skip)))
-
-
 def by_torch(flat: Flat, grad: Tensor, rule: AdamW, at: StepScalars) -> None:
     """Each span whole, by torch's kernel."""
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
@@ -74,7 +69,8 @@ def test_tiles_equal_whole_spans_to_the_bit(
     found, expected = made(), made()
     narrow = None if narrow_kind is None else torch.zeros(sum(LENGTHS), dtype=narrow_kind)
     for step in range(1, STEPS + 1):
-        at = scalars(step, divided, skip)
+        at = StepScalars(torch.tensor(float(step)), torch.tensor(3.7) if divided else None,
+                         None if skip is None else torch.tensor(float(skip)))
         assert rule.step_many([*spans_of(found, grad_of(step, kind), narrow)], HYPER, at)
         by_torch(expected, grad_of(step, kind), rule, at)
     for name, value in expected.items():
@@ -83,7 +79,7 @@ def test_tiles_equal_whole_spans_to_the_bit(
     assert narrow is None or torch.equal(narrow, found["master"].to(narrow_kind))
 
 
-def test_a_weight_is_narrowed_before_the_next_tile_is_updated() -> None:
+def test_a_weight_is_narrowed_before_the_next_tile_is_updated_and_wide_spans_are_not_cut() -> None:
     names: list[str] = []
 
     class Order(Launches):
@@ -91,18 +87,14 @@ def test_a_weight_is_narrowed_before_the_next_tile_is_updated() -> None:
             names.append(func._schema.name.partition("::")[2])
             return super().__torch_dispatch__(func, *rest, **kwargs)
 
-    flat, grad = made(), grad_of(1, torch.bfloat16)
-    narrow = torch.zeros_like(grad)
-    span, *_ = spans_of(flat, grad, narrow)
+    at, grad = StepScalars(torch.tensor(1.0)), grad_of(1, torch.bfloat16)
+    span, *_ = spans_of(made(), grad, torch.zeros_like(grad))
     with Order() as counted:
-        AdamW().step_many([span], HYPER, scalars(1, False, None))
+        AdamW().step_many([span], HYPER, at)
     tile = ["copy_", "_fused_adamw_", "copy_"]
     assert [name for name in names if name in tile] == tile * 3
     assert counted.by_name["empty"] == 1, "one buffer for all tiles"
-
-
-def test_wide_spans_without_narrow_weights_are_not_cut() -> None:
-    spans = [*spans_of(made(), grad_of(1, torch.float32), None)]
+    wide = [*spans_of(made(), grad_of(1, torch.float32), None)]
     with Launches() as counted:
-        AdamW().step_many(spans, HYPER, scalars(1, False, None))
-    assert counted.kernels == {"_fused_adamw_": len(spans)}
+        AdamW().step_many(wide, HYPER, at)
+    assert counted.kernels == {"_fused_adamw_": len(LENGTHS)}

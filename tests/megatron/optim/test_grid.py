@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.optim.quantizer import (MagnitudeUnit, binary_quantizer, quantize_to_levels, ternary_quantizer,
-                                      ternary_threshold, uniform_quantizer)
+from megatron.optim.quantizer import MagnitudeUnit, SignQuantizer, quantize_to_levels, uniform_quantizer
 
 GROUPS, ROWS, COLUMNS = 4, 8, 50
 
@@ -65,7 +64,7 @@ def test_groups_of_zeros_and_of_equal_numbers_stay_what_they_are() -> None:
             if not symmetric:
                 assert found.equal(x)
     mean = x.abs().mean(1)
-    for grid in (binary_quantizer(mean), ternary_quantizer(ternary_threshold(mean), mean)):
+    for grid in (SignQuantizer(mean, -mean), SignQuantizer(mean, 0.7 * mean)):
         found = quantize_to_levels(grid, x, group)
         assert found.isfinite().all() and found[0].eq(0).all()
         assert torch.allclose(found, x)
@@ -86,10 +85,11 @@ def test_ternary_and_binary_are_as_published() -> None:
     x, group = weights()
     flat = by_group(x)
     mean = flat.abs().mean(1, keepdim=True)
-    assert torch.allclose(by_group(quantize_to_levels(binary_quantizer(mean[:, 0]), x, group)), flat.sign() * mean)
+    binary, means = SignQuantizer(mean[:, 0], -mean[:, 0]), flat.sign() * mean
+    assert torch.allclose(by_group(quantize_to_levels(binary, x, group)), means)
     beyond = flat.abs() > 0.7 * mean
     of_others = (flat.abs() * beyond).sum(1, keepdim=True) / beyond.sum(1, keepdim=True)
-    found = by_group(quantize_to_levels(ternary_quantizer(ternary_threshold(mean[:, 0]), of_others[:, 0]), x, group))
+    found = by_group(quantize_to_levels(SignQuantizer(of_others[:, 0], 0.7 * mean[:, 0]), x, group))
     assert torch.allclose(found, flat.sign() * beyond * of_others)
     assert all(len(row.unique()) == 3 for row in found)
 

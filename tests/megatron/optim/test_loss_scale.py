@@ -40,14 +40,6 @@ def test_random_overflow_patterns_give_the_reference_sequence(seed: int) -> None
     assert scales == reference(pattern, 2.0**16, window, hysteresis, 4.0)
 
 
-def test_seven_skipped_steps_lead_from_65536_to_1024() -> None:
-    rule = LossScaleRule(2.0**16, dynamic=True)
-    state = rule.initial_state()
-    for _ in range(7):  # the first one spends the hysteresis, six halve
-        state = rule.next_state(state, overflow=True)
-    assert state.scale == 1024
-
-
 def test_a_static_scale_never_moves() -> None:
     rule = LossScaleRule(128.0)
     assert rule.next_state(rule.next_state(rule.initial_state(), True), False) == rule.initial_state()

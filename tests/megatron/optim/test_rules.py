@@ -18,12 +18,10 @@ from torch.optim import Optimizer
 from megatron.config.optimizer_config import OPTIMIZERS
 from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.build import build_rule
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW, Lion
 from megatron.optim.lamb import Lamb
-from megatron.optim.lion import Lion
 from megatron.optim.rule import SlotRange, UpdateRule, UpdateSegment
-from megatron.optim.torch_rule import from_torch
+from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.layout import ALIGNMENT
 
 SIZE, STEPS, FACTOR = 5 * 3 * ALIGNMENT, 20, 0.25
@@ -175,19 +173,15 @@ def test_tiles_and_a_restart_from_json_change_no_bit(name: str) -> None:
 
 
 def test_the_clients_optimizer_is_left_as_it_was() -> None:
-    optimizer, _ = made("Adagrad")
-    before, random = str(optimizer.state_dict()), torch.get_rng_state()
-    parameters = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
-    from_torch(optimizer)
-    assert str(optimizer.state_dict()) == before and torch.equal(torch.get_rng_state(), random)
-    assert all(map(torch.equal, optimizer.param_groups[0]["params"], parameters))
-
-
-def test_what_others_put_on_the_instance_does_not_reach_the_rule() -> None:
+    """And what others put on the instance does not reach the rule."""
     optimizer, hyper = made("NAdam")
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps the `step` of the instance
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook was called"))
+    before, random = str(optimizer.state_dict()), torch.get_rng_state()
+    parameters = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
     assert_equal(flat_run(from_torch(optimizer), hyper), torch_run(*CASES["NAdam"]))
+    assert str(optimizer.state_dict()) == before and torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], parameters))
 
 
 def test_groups_have_their_own_numbers_and_all_their_states_are_kept() -> None:
@@ -328,38 +322,13 @@ def slow_lamb(hyper: dict[str, Any]) -> list[Tensor]:
     return result
 
 
-def lamb_run(hyper: dict[str, Any], edges: Sequence[int], tile: int) -> Tensor:
-    """Ranks that hold [0, e1), [e1, e2), ...: `total` of one needs the sums of all, so all run as generators would."""
+def lamb_run(hyper: dict[str, Any], tile: int) -> Tensor:
     master, states = lamb_weights(), {name: torch.zeros(SIZE) for name in Lamb.states}
-    cuts = list(zip((0, *edges), (*edges, SIZE), strict=True))
+    slots = [SlotRange(slot, start, stop) for slot, (start, stop) in enumerate(SLOTS)]
     for step, (grad, lr) in enumerate(grads()):
-        now = {**hyper, "lr": lr}
-        sums = [_sums_of_a_rank(master, grad, states, cut, now, step, tile) for cut in cuts]
-        totals = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
-        for cut in cuts:
-            left = iter(totals)
-            Lamb(tile).step(lamb_span(master, grad.clone(), states, cut, lambda _, left=left: next(left)), now,
-                            factor=FACTOR, steps_taken=step)
+        segment = UpdateSegment(0, master, grad.clone(), states, slots, len(SLOTS), lambda sums: sums)
+        Lamb(tile).step(segment, {**hyper, "lr": lr}, factor=FACTOR, steps_taken=step)
     return master
-
-
-def _sums_of_a_rank(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int],
-                    hyper: dict[str, Any], step: int, tile: int) -> list[Tensor]:
-    """What this rank would hand to `total`: found on copies."""
-    asked: list[Tensor] = []
-    copies = {name: flat.clone() for name, flat in states.items()}
-    span = lamb_span(master.clone(), grad.clone(), copies, cut, lambda sums: asked.append(sums.clone()) or sums)
-    Lamb(tile).step(span, hyper, factor=FACTOR, steps_taken=step)
-    return asked
-
-
-def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int],
-              total: Any) -> UpdateSegment:
-    low, high = cut
-    parts = [SlotRange(slot, max(start, low) - low, min(stop, high) - low)
-             for slot, (start, stop) in enumerate(SLOTS) if max(start, low) < min(stop, high)]
-    return UpdateSegment(0, master[low:high], grad[low:high],
-                         {name: flat[low:high] for name, flat in states.items()}, parts, len(SLOTS), total)
 
 
 @pytest.mark.parametrize("change", [
@@ -367,17 +336,13 @@ def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tupl
 ], ids=str)
 def test_lamb_is_the_published_loop_over_whole_parameters(change: dict[str, Any]) -> None:
     hyper = {**LAMB, **change}
-    found = lamb_run(hyper, (), MAX_TILE_NUMEL)
+    found = lamb_run(hyper, MAX_TILE_NUMEL)
     for (start, stop), expected in zip(SLOTS, slow_lamb(hyper), strict=True):
         # fp32 against fp64: 20 roundings of weights up to 4, and of ratios up to 10.
         torch.testing.assert_close(found[start:stop].double(), expected, atol=2e-5, rtol=0)
     assert torch.equal(found[300:384], weights()[300:384]), "padding is left alone"
-
-
-@pytest.mark.parametrize("edges", [(640,), (128, 384, 640, 1280), (0, 1920)], ids=["two ranks", "five", "empty spans"])
-def test_lamb_on_ranks_that_hold_parts_equals_lamb_on_one(edges: tuple[int, ...]) -> None:
     # Sums of squares of fp32 rows, taken in fp64 in another order.
-    torch.testing.assert_close(lamb_run(LAMB, edges, ALIGNMENT), lamb_run(LAMB, (), MAX_TILE_NUMEL), atol=1e-6, rtol=0)
+    torch.testing.assert_close(lamb_run(hyper, ALIGNMENT), found, atol=1e-6, rtol=0)
 
 
 # ---- from the configuration --------------------------------------------------------------------------------------
@@ -397,25 +362,18 @@ def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) ->
         torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
 
 
-def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
-    optim = OptimConfig(optimizer="adam", adam_w_mode=False, weight_decay=0.5, adam_beta2=0.99)
-    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
-    expected = torch_run(torch.optim.Adam, {"weight_decay": 0.5, "betas": (0.9, 0.99)})
-    # The fused kernel rounds in another place.
-    torch.testing.assert_close(flat_run(rule, hyper)[""], expected[""], atol=2e-6, rtol=0)
+ADAM = {"weight_decay": 0.5, "betas": (0.9, 0.99), "fused": True}
 
 
-def test_amsgrad_is_torchs_with_and_without_adam_w_mode() -> None:
-    for mode, cls in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
-        optim = OptimConfig(adam_w_mode=mode, optimizer_params=("amsgrad=true",), weight_decay=0.5)
-        assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)),
-                     torch_run(cls, {"amsgrad": True, "weight_decay": 0.5, "fused": True}))
-
-
-def test_parameters_given_as_text_reach_the_optimizer() -> None:
-    optim = OptimConfig(optimizer="sgd", sgd_momentum=0.5, optimizer_params=("nesterov=true",), weight_decay=0.0)
-    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
-    assert_equal(flat_run(rule, hyper), torch_run(torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "fused": True}))
+@pytest.mark.parametrize("given, cls, hyper", [
+    ({"adam_w_mode": False}, torch.optim.Adam, ADAM),
+    ({"optimizer_params": ("amsgrad=true",)}, torch.optim.AdamW, {**ADAM, "amsgrad": True}),
+    ({"optimizer_params": ("amsgrad=true",), "adam_w_mode": False}, torch.optim.Adam, {**ADAM, "amsgrad": True}),
+    ({"optimizer": "sgd", "sgd_momentum": 0.5, "optimizer_params": ("nesterov=true",)}, torch.optim.SGD,
+     {"momentum": 0.5, "nesterov": True, "fused": True, "weight_decay": 0.5})], ids=str)
+def test_what_is_configured_is_torchs_optimizer(given: dict[str, Any], cls: Any, hyper: dict[str, Any]) -> None:
+    optim = OptimConfig(**{"optimizer": "adam", "weight_decay": 0.5, "adam_beta2": 0.99, **given})
+    assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)), torch_run(cls, hyper))
 
 
 @pytest.mark.parametrize(("given", "told"), [
@@ -436,9 +394,6 @@ def test_a_parameter_that_does_not_belong_is_an_error(given: dict[str, Any], tol
     with pytest.raises(ConfigError) as caught:
         OptimConfig(**given)
     assert told in str(caught.value)
-
-
-def test_a_value_that_torch_refuses_is_a_config_error() -> None:
-    optim = OptimConfig(optimizer="sgd", optimizer_params=("nesterov=true", "dampening=0.5"))
+    refused = OptimConfig(optimizer="sgd", optimizer_params=("nesterov=true", "dampening=0.5"))
     with pytest.raises(ConfigError, match="--optimizer sgd: Nesterov momentum requires"):
-        build_rule(optim, MAX_TILE_NUMEL)
+        build_rule(refused, MAX_TILE_NUMEL)

@@ -59,7 +59,8 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
         patch.setattr(torch.Tensor, "data_ptr", _place)
         patch.setattr(mpu.weight_init, "fill_normal_rows", lambda out, *places: None)
         patch.setattr(megatron.zero.api.engine, "broadcast_json", lambda value, group: value)
-        patch.setattr(megatron.distributed.consistency, "all_reduce_min", lambda numbers, group: list(numbers))
+        patch.setattr(megatron.distributed.consistency, "all_reduce_scalars",
+                      lambda numbers, group, op: list(numbers))
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
             stack.callback(dist.destroy_process_group)

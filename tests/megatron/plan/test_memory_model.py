@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
-import mpu.loss_chunk
+import mpu.cross_entropy
 import mpu.weight_init
 from megatron.config.cli import parse_args
 from megatron.config.tree import Config, build_config
@@ -113,17 +113,13 @@ def test_the_predicted_peak_of_two_ranks_is_the_measured_one(cells: list[dict[st
     check(2, cells)
 
 
-def test_matrices_that_are_made_whole_are_a_good_part_of_the_predicted_peak() -> None:
+def test_the_predicted_peak_of_muon_has_the_matrices_that_are_made_whole() -> None:
     """Few tokens and wide blocks: the peak is the update."""
     muon = {"optimizer": "muon", "batch_size": 1, "seq_length": 8, "vocab_size": 200, "hidden_size": 256,
             "num_layers": 1}
     check(2, [{**muon, **more} for more in (
         {}, {"zero_stage": 1}, {"zero_stage": 3, "bf16": True}, {"zero_stage": 2, "bf16": True, "accumulation": 2},
         {"model_parallel_size": 2})])
-    plain, whole = (peak_memory(
-        PlannedRun(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2, "cpu"))
-                    for name in ("adam", "muon"))
-    assert whole.total > 1.2 * plain.total
 
 
 ON_DRIVE = {"offload_optimizer_device": "nvme", "sub_group_size": 65536}
@@ -148,19 +144,10 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
     assert predicted == pytest.approx(stepping, rel=TOLERANCE)
 
 
-def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_split() -> None:
-    """Else the comparison with measured peaks could not tell."""
-    whole, split, buffer = (
-        peak_memory(PlannedRun(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
-        for more in ({}, {"partition_activations": True},
-                     {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 18}))
-    assert split < 0.9 * whole and buffer > 1.1 * split, "more than the tolerance"
-
-
 @pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
 def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: dict[str, Any],
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpu.loss_chunk, "CPU_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(mpu.cross_entropy, "CPU_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(megatron.plan.memory, "CPU_CHUNK_BYTES", 1 << 16)
     check(1, [{"bf16": True, "vocab_size": 3000, **values}])
 
@@ -177,17 +164,6 @@ def test_the_predicted_peak_holds_for_every_stage_precision_recomputation_and_ac
 def test_the_predicted_peak_of_the_small_preset_is_the_measured_one(stage: int) -> None:
     flags = parse_args(["--preset", "small", "--vocab-size", "8192"]).as_dict()
     check(2, [{**flags["model"], "zero_stage": stage, "batch_size": 4}])
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_slots_are_the_parameters_of_the_model(tp: int) -> None:
-    config = build_config({**SHAPE, "model_parallel_size": tp, "intermediate_size": 320})
-    run = PlannedRun(config, tp)
-    found = {f"blocks.0.{slot.name}": slot.shape for slot in run.block.slots}
-    found |= {slot.name: slot.shape for slot in run.root.slots}
-    model = GPT2(config.model, groups.Group(0, tp, tuple(range(tp))))
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith(("blocks.0.", "w", "l"))}
-    assert found == wanted
 
 
 def saved_bytes(config: Config) -> int:
@@ -221,7 +197,7 @@ def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> 
 
 
 def test_the_sizes_of_loops_are_those_of_the_code() -> None:
-    memory, loss = megatron.plan.memory, mpu.loss_chunk
+    memory, loss = megatron.plan.memory, mpu.cross_entropy
     assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
         loss.CPU_CHUNK_BYTES, loss.CPU_BLOCK_ROWS, loss.SLAB_COLUMNS)
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
@@ -262,12 +238,10 @@ def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
     assert taken == [min(count, threads * megatron.plan.memory.CPU_ADAM_BLOCK)]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 9])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | None,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    chunking = {} if chunk is None else {"checkpoint_activations": True, "checkpoint_num_layers": chunk}
-    for batch, steps in product((1, 64), (1, 2)):
+def test_the_extreme_blocks_include_the_largest_of_all(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunk, batch, steps in product((None, 1, 2, 3, 5, 9), (1, 64), (1, 2)):
+        chunking = {} if chunk is None else {"checkpoint_activations": True, "checkpoint_num_layers": chunk}
         config = build_config(described({"num_layers": 9, "zero_stage": stage, "batch_size": batch, **chunking,
                                          "accumulation": steps, "world": 4}))
         quick = peak_memory(PlannedRun(config, 4, "cpu"))
@@ -282,8 +256,8 @@ def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
         config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
         acts = PlannedRun(config, 4, "cuda").activations
         assert acts.residual_bytes == 4 * acts.chunk_input or not acts.recompute.partition_activations
-        return (acts.alive_at_block(3) -
-                acts.block) * 4 // acts.residual_bytes  # beside the chunk at work, in quarters of an input
+        # beside the chunk at work, in quarters of an input
+        return (acts.alive_at_block(3) - acts.block) * 4 // acts.residual_bytes
 
     assert here() == 3 * 4
     assert here(partition_activations=True) == 4, "a quarter of each, its own included: the whole one is a copy"

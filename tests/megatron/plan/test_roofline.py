@@ -65,12 +65,6 @@ def test_each_part_follows_from_its_own_rate() -> None:
                                            ("products", "memory", "latency", "optimizer", "exchange")) - step.hidden)
 
 
-def test_every_micro_batch_takes_the_same_and_the_optimizer_comes_once() -> None:
-    one, four = predicted(), predicted(global_batch_size=16)
-    assert (four.products, four.memory, four.optimizer) == pytest.approx((4 * one.products, 4 * one.memory,
-                                                                          one.optimizer))
-
-
 def test_tensor_parallel_ranks_share_the_products_and_exchange_activations() -> None:
     alone, both = predicted(), predicted(2, model_parallel_size=2)
     assert both.products == pytest.approx(alone.products / 2, rel=0.02) and both.exchange > 0 == alone.exchange

@@ -160,7 +160,6 @@ def engine_by_keys(rank: int, world: int) -> None:
     assert said.count("Profile summary of step 2") == 1 and "depth 0:" in said and "depth 1:" not in said
     assert "Sequential(" not in said
     assert engine.flops_profiler.get_total_macs() == 2 * 2 * 16
-    assert (engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()) == (0, False)
 
 
 def engine_without(rank: int, world: int) -> None:

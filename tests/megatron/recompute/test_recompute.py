@@ -23,7 +23,7 @@ from megatron.config.cli import parse_args
 from megatron.config.tree import RecomputeConfig, TrainConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.recompute import Recomputation, activation_checkpoint, deepspeed_api as facade, notes
+from megatron.recompute import Recomputation, activation_checkpoint, notes
 from megatron.train import build
 from mpu.groups import SOLO, Group, Groups, build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
@@ -314,7 +314,7 @@ def test_a_switch_without_effect_says_so() -> None:
 def unconfigured() -> Iterator[None]:
     """`configure` lasts as long as the process: put back what was there."""
     fresh = Recomputation(RecomputeConfig())
-    with patch.multiple(facade._ActiveRecomputation, recomputation=fresh, is_configured=False):
+    with patch.multiple(activation_checkpoint._ActiveRecomputation, recomputation=fresh, is_configured=False):
         yield
 
 
@@ -324,7 +324,7 @@ def test_configure_reads_a_deepspeed_section_and_arguments_win(tmp_path: Path) -
                                                                 "contiguous_memory_optimization": True}}
     (tmp_path / "ds.json").write_text(json.dumps(tree))
     asked = RecomputeConfig(partition_activations=True, profile_backward=True)
-    with patch.object(facade, "Recomputation") as made:
+    with patch.object(activation_checkpoint, "Recomputation") as made:
         for source in (tree, str(tmp_path / "ds.json"), tmp_path / "ds.json"):
             recompute.configure(None, source, contiguous_checkpointing=False)
             recompute.configure(None, source, num_checkpoints=5 / 2)

@@ -182,16 +182,6 @@ def test_no_token_reaches_another_document_or_an_earlier_position(model: GPT2) -
         assert moved.tolist() == reach, at
 
 
-@torch.no_grad()
-def test_each_flag_alone_does_its_half(model: GPT2) -> None:
-    row = [token for document in DOCUMENTS for token in document]
-    for positions in (False, True):
-        for mask in (False, True):
-            batch = rule(micro_batch=1, reset_position_ids=positions,
-                         reset_attention_mask=mask).load_batch(OneRow([*row, 0]), range(1))
-            assert ((batch.positions is not None), (batch.segments is not None)) == (positions, mask)
-
-
 def test_eod_mask_loss_leaves_out_what_follows_a_document(model: GPT2) -> None:
     row = [token for document in DOCUMENTS for token in document] + [3]
     batch = rule(micro_batch=1, eod_mask_loss=True).load_batch(OneRow(row), range(1))

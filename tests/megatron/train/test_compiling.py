@@ -18,7 +18,7 @@ import mpu.device
 from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.train import build, compile
-from megatron.train.flops import FP32_TFLOPS, PEAK_TFLOPS, peak_tflops
+from megatron.train.flops import peak_tflops
 from mpu.groups import Groups
 from tests.megatron.helpers import records, train
 
@@ -52,6 +52,7 @@ def test_the_model_is_one_graph_where_nothing_happens_between_blocks(
 
 @pytest.mark.parametrize("values, dp, told", [
     ({"zero_stage": 3}, 1, "come and go at stage 3"), ({"zero_stage": 1}, 2, "arrive block by block"),
+    ({"progressive_layer_drop": True}, 1, "blocks are left out; use --compile-scope blocks"),
     ({"checkpoint_activations": True}, 1, "recomputation works block by block")], ids=str)
 def test_one_graph_is_refused_where_hooks_are_needed(values: dict[str, Any], dp: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -100,7 +101,6 @@ def test_mfu_is_taken_against_the_peak_of_the_arithmetic() -> None:
     assert (peak(bf16=True), peak(), peak(matmul_precision="highest")) == (989.0, 494.5, 66.9)
     assert peak(matmul_precision="medium") == 989.0
     assert peak_tflops("Tesla T4", "TF32") == 8.1 and peak_tflops("some CPU", "TF32") is None
-    assert FP32_TFLOPS.keys() == PEAK_TFLOPS.keys()
 
 
 def trained(values: dict[str, Any], steps: int = 2) -> list[float]:

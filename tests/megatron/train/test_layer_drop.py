@@ -15,9 +15,7 @@ from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
-from megatron.model import GPT2
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.train.compile import choose_compilation
 from megatron.zero.api.engine import Engine
 from megatron.zero.backward import ReductionOrder
 from megatron.zero.hooks import Unit
@@ -210,14 +208,6 @@ def test_a_wrong_setting_is_one_line(flags: Sequence[str], says: str) -> None:
     assert caught.value.code == 2 and "\n" not in str(caught.value)
 
 
-def test_one_graph_of_the_whole_model_is_refused() -> None:
-    config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile"])
-    assert choose_compilation(config, 1, torch.device("cpu")).scope == "blocks"
-    config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile", "--compile-scope", "model"])
-    with pytest.raises(ConfigError, match="blocks are left out; use --compile-scope blocks"):
-        choose_compilation(config, 1, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("flags, why", [
     (["--pld-theta", "1"], "--pld-theta is 1"), (["--pld-gamma", "0"], "gamma is 0")])
 def test_settings_that_leave_nothing_out_are_told(flags: list[str], why: str) -> None:
@@ -235,9 +225,3 @@ def test_each_block_is_compiled_once_for_all_scales(tmp_path: Path) -> None:
     compiled, eager = (steps(tmp_path / name) for name in ("compiled", "eager"))
     # Fused kernels round elsewhere: as in test_compiling.py.
     assert [row["lm_loss"] for row in compiled] == pytest.approx([row["lm_loss"] for row in eager], rel=1e-4)
-
-
-def test_the_model_of_the_trainer_tells_the_engine_what_it_leaves_out() -> None:
-    engine = engine_for(0, 1)
-    assert isinstance(engine.module, GPT2)
-    assert engine.module.on_blocks_chosen == engine.core.pass_coordinator.set_forward_modules

@@ -61,14 +61,6 @@ def test_garbage_is_looked_for_at_these_steps_and_at_no_others(every: int, steps
     assert gc.isenabled() and not gc.get_freeze_count()
 
 
-def test_left_alone_it_is_looked_for_when_python_wants_to() -> None:
-    with periodic_gc(0) as collect_after, looks() as found:
-        collect_after(1)
-        assert not found
-        circles = [Circle() for _ in range(20000)]
-    assert found and circles
-
-
 def test_who_has_switched_it_off_keeps_it_off() -> None:
     gc.disable()
     try:

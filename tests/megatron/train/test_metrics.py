@@ -31,7 +31,7 @@ from megatron.train.evaluation import printable
 from megatron.train.run_log import RunLog
 from megatron.zero.offload.direct_io import DirectIoFile
 from tests.distributed import run_ranks
-from tests.megatron.helpers import ROOT, TINY, lines, own_signals, records, steps, train, train_all, write_corpus
+from tests.megatron.helpers import ROOT, TINY, own_signals, records, steps, train, train_all, write_corpus
 
 PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
             "samples_digest", "step_ms",
@@ -99,6 +99,7 @@ def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
     log = RunLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 1, 0, writes=True)
     values = (0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308)
     log.step(StepMetrics(1, values[0], values[1], values[2], values[3], False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+    assert len((tmp_path / "m").read_text().splitlines()) == 1, "a job that is killed keeps the figures of its steps"
     log.step(StepMetrics(2, math.nan, math.inf, 0.0, 1.0, True, 8, "00", 1.0, 1.0, 1.0, None, 1))
     log.evaluation("validation", 2, math.nan)
     log.close()
@@ -106,33 +107,6 @@ def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
     assert (first["lm_loss"], first["grad_norm"], first["learning_rate"], first["loss_scale"]) == values
     assert (second["lm_loss"], second["grad_norm"]) == (None, None)
     assert (evaluation["lm_loss"], evaluation["ppl"]) == (None, None), "no perplexity of something that is not a number"
-
-
-def test_a_line_is_on_disk_when_its_step_is_over(tmp_path: Path) -> None:
-    """A job that is killed keeps its figures: every line is flushed."""
-    log = RunLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 3, 0, writes=True)
-    for step in (1, 2, 3):
-        log.step(StepMetrics(step, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
-        assert len((tmp_path / "m").read_text().splitlines()) == step
-    log.close()
-
-
-@pytest.mark.parametrize("flags", [[], ["--bf16", "--checkpoint-activations"],
-                                   ["--num-workers", "2", "--global-batch-size", "8"]])
-def test_equal_runs_write_equal_text_and_another_seed_another(flags: list[str], tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        train([*TINY, *flags, "--train-data", corpus, "--train-iters", 5, "--seed", seed, "--metrics-file",
-               tmp_path / name])
-    assert lines(tmp_path / "a") == lines(tmp_path / "b") != lines(tmp_path / "c")
-
-
-def test_equal_runs_on_a_grid_write_equal_text_once(tmp_path: Path) -> None:
-    runs = [[*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", 3, "--metrics-file", tmp_path / name]
-            for name in "ab"]
-    said, mute = run_ranks(train_all, 2, runs)
-    assert lines(tmp_path / "a") == lines(tmp_path / "b") and len(lines(tmp_path / "a")) == 3
-    assert all(said) and not any(mute), "rank 0 alone speaks"
 
 
 CONSOLE = re.compile(
@@ -197,15 +171,6 @@ def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> No
 def test_a_run_whose_interval_leaves_no_line_says_so(interval: int | None, start: int, end: int, said: bool) -> None:
     notes = Console(interval, end, start, writes=False).notes
     assert len(notes) == said and all(f"--log-interval is {interval}, and" in note for note in notes)
-
-
-def test_the_note_of_a_run_without_a_line_names_the_key_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"steps_per_print": 2000}))
-    at = TINY.index("--log-interval")
-    said = train([*TINY[:at], *TINY[at + 2:], "--mock-data", "--train-iters", 2, "--deepspeed_config",
-                  tmp_path / "ds.json"])
-    assert said.count(" note: no losses are printed: steps_per_print is 2000, and this run ends with step 2;") == 1
-    assert "leave it out for a line every 1 step\n" in said
 
 
 def test_the_console_shows_the_facts_and_verbose_the_whole_configuration(tmp_path: Path) -> None:
@@ -416,8 +381,9 @@ def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_si
     argv = [*TINY, "--train-data", corpus, "--train-iters", 30, "--lr", 1e-2, "--sample-tokens", 20, "--sample-prompt",
             "one",
             "--attention-dropout", 0, "--hidden-dropout", 0]
-    samples = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]])[0][0].partition(" sample: ")[2]
-               for tp in (1, 1, 2)]
+    said = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]]) for tp in (1, 1, 2)]
+    samples = [first[0].partition(" sample: ")[2] for first, *_ in said]
+    assert not any(other[0] for _, *others in said for other in others), "rank 0 alone speaks"
     assert samples[0] == samples[1] == samples[2] and samples[0].startswith("'one")
 
 

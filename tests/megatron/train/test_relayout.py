@@ -24,7 +24,7 @@ from megatron.zero.api import checkpoint_io
 from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
-from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, lines, steps, total_digest, train, write_corpus
+from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, steps, total_digest, train, write_corpus
 
 BEFORE, AFTER, BATCH = 5, 20, 8
 
@@ -171,12 +171,3 @@ def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what
     assert [step["loss_scale"] for step in found] == [step["loss_scale"] for step in expected]
     # 16-bit weights of three steps, rounded elsewhere.
     assert [step["lm_loss"] for step in found] == pytest.approx([step["lm_loss"] for step in expected], abs=2e-3)
-
-
-def test_the_same_precision_goes_on_with_its_loss_scale_whatever_is_allowed(tmp_path: Path) -> None:
-    common = [*TINY, "--mock-data", "--train-iters", 4, "--fp16", "--initial-loss-scale", 64, "--loss-scale-window", 1]
-    train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
-    train([*common, "--save", tmp_path / "s", "--exit-interval", 2])
-    train([*common, "--load", tmp_path / "s", "--load-precision-change", "--metrics-file", tmp_path / "m"])
-    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")[2:]
-    assert steps(tmp_path / "m")[0]["loss_scale"] == 256

@@ -9,9 +9,7 @@ from functools import cache
 from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import MachineRates, step_time
-from megatron.tune import cli
-from megatron.tune.search import TrialOption, TrialResult
-from megatron.tune.space import TuningChoice, legal_choices
+from megatron.tune.search import TrialOption, TrialResult, TuningChoice, legal_choices, plan_choices
 
 FLAGS = ["--preset", "small", "--vocab-size", "8192", "--device", "cpu", "--ranks", "4", "--batch-size", "8",
          "--global-batch-size", "64", "--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -25,7 +23,7 @@ def planned(*flags: str) -> PlannedRun:
 
 @cache
 def options_of(*flags: str) -> list[TrialOption]:
-    return cli.plan_choices(planned(*flags), RATES)
+    return plan_choices(planned(*flags), RATES)
 
 
 @cache

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.config.run_config import AutotuningConfig
-from megatron.errors import ConfigError
 from megatron.plan.memory import peak_memory
-from megatron.tune.search import (MEASURED_SHARE, MIN_MEASURED, TrialOption, TrialResult, candidate_families,
-                                  fastest_choice, next_trial)
-from megatron.tune.space import MemoryBudget, TuningChoice, legal_choices, samples_per_step
+from megatron.tune.search import (MEASURED_SHARE, MIN_MEASURED, MemoryBudget, TrialOption, TrialResult, TuningChoice,
+                                  candidate_families, fastest_choice, legal_choices, next_trial, samples_per_step)
 from tests.megatron.tune.simulated import CostSurface, options_of, planned
 
 TUNING = AutotuningConfig()
@@ -53,15 +51,6 @@ def test_with_bucket_sizes_it_is_as_near_on_nearly_all_surfaces_after_a_fifth_of
     assert sum(share < 0.95 for share in shares) <= 1 and min(shares) > 0.85
 
 
-def test_the_order_of_the_prediction_misses_less_often_than_any_order() -> None:
-    missed = dict[str, int]()
-    for kind in ("model_based", "random"):
-        surfaces = [CostSurface.of(seed) for seed in range(30)]
-        tuning = replace(TUNING, autotuning_tuner_type=kind)
-        missed[kind] = sum(share_of_best(surface, searched(surface, tuning)) < 0.95 for surface in surfaces)
-    assert missed["model_based"] < missed["random"]
-
-
 def test_a_search_that_was_killed_goes_on_as_it_would_have() -> None:
     surface = CostSurface.of(3)
     whole = list(searched(surface).items())
@@ -97,16 +86,6 @@ def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> 
         assert [option.predicted for option in family] == sorted(option.predicted for option in family)
     first = [family[0].predicted for family in families]
     assert first == sorted(first)
-
-
-def test_what_the_host_has_no_room_for_is_left_out_as_well() -> None:
-    options = options_of("--device", "cuda")
-    host = sorted(option.memory_needed.host for option in options if option.memory_needed.host)[3]
-    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=100)
-    for room in (host, 0.0):
-        kept = [option for family in candidate_families(options, MemoryBudget(math.inf, room), {}, tuning)
-                for option in family]
-        assert len(kept) == sum(option.memory_needed.host <= room for option in options) < len(options)
 
 
 @pytest.mark.parametrize("flags", [(), ("--device", "cuda")])
@@ -189,15 +168,6 @@ def test_buckets_are_tried_where_numbers_travel_in_pieces() -> None:
         assert len({choice.bucket for choice in found}) == sizes
 
 
-def test_the_flags_of_a_choice_make_the_run_that_is_tried() -> None:
-    given = ["--no-autotuning-fast", "--allgather-bucket-size", "1000"]
-    asked = planned(*given)
-    for choice, run in legal_choices(asked).items():
-        typed = planned(*given, *choice.flags(asked, 64)).config
-        assert (typed.zero, typed.recompute, typed.parallel, typed.train) == (
-            run.config.zero, run.config.recompute, run.config.parallel, run.config.train)
-
-
 def test_the_samples_of_a_step_are_those_of_the_flags_or_the_largest_that_are_allowed() -> None:
     assert samples_per_step(planned()) == 64
     asked = planned()
@@ -205,8 +175,3 @@ def test_the_samples_of_a_step_are_those_of_the_flags_or_the_largest_that_are_al
     assert samples_per_step(loose) == 32
     limited = replace(loose.config, autotuning=AutotuningConfig(autotuning_max_train_batch_size=48))
     assert samples_per_step(replace(loose, config=limited)) == 48
-
-
-def test_steps_that_end_before_they_begin_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-end-profile-step 2 is before --autotuning-start-profile-step 3"):
-        AutotuningConfig(autotuning_end_profile_step=2)

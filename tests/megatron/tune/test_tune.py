@@ -22,13 +22,13 @@ from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan.footprint import PlannedRun, StatePlacement
-from megatron.plan.plan_report import USABLE_FRACTION
-from megatron.tune import cli, space, trial, trial_records
-from megatron.tune.search import TrialResult, common_error, next_repeat
-from megatron.tune.space import MemoryBudget, TuningChoice, legal_choices, samples_per_step
-from megatron.tune.trial import TrialRunner, TrialTimeout, config_to_flags, trial_config
-from megatron.tune.trial_records import TRIALS_FILE, TrialRecords, open_trial_records
-from megatron.tune.tune_report import recommended_flags
+from megatron.plan.memory import USABLE_FRACTION
+from megatron.tune import cli, search, trial
+from megatron.tune.cli import recommended_flags
+from megatron.tune.search import (MemoryBudget, TrialResult, TuningChoice, common_error, legal_choices, next_repeat,
+                                  samples_per_step)
+from megatron.tune.trial import (TRIALS_FILE, TrialRecords, TrialRunner, TrialTimeout, config_to_flags,
+                                 open_trial_records, trial_config)
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.tune.simulated import RATES
 
@@ -67,22 +67,30 @@ def outcomes(place: list[str]) -> list[dict]:
 # ---- one trial ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way, state, words", [
-    ("memory", "memory", "error: rank 0 is out of memory"), ("limit", "memory", "MemoryError"),
-    ("crash", "crash", "what nobody has thought of"), ("cut", "crash", "while it wrote a line"),
-    ("silent", "crash", "ended well without the times of steps 3 to 5"),
-    ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_whatever_becomes_of_a_trial_is_a_result(
-        way: str, state: str, words: str, ranks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TrialResult]:
+    """Runs a trial; the trainer does what `way` says."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials = TrialRunner(tmp_path, 3, 5, 2.0 if way == "hang" else 60.0, FAKE)
+
+    def run(way: str, *flags: str, limit: float = 60.0) -> TrialResult:
+        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
+        return TrialRunner(tmp_path, 3, 5, limit, FAKE).run(1, asked(*flags), 0.1)
+
+    return run
+
+
+@pytest.mark.parametrize("way, ranks, state, words", [
+    ("memory", "2", "memory", "error: rank 0 is out of memory"), ("limit", "1", "memory", "MemoryError"),
+    ("crash", "2", "crash", "what nobody has thought of"), ("cut", "1", "crash", "while it wrote a line"),
+    ("silent", "1", "crash", "ended well without the times of steps 3 to 5"),
+    ("hang", "2", "hang", "not over after 2 s"), ("done", "1", "done", ""), ("done", "2", "done", "")])
+def test_whatever_becomes_of_a_trial_is_a_result(
+        way: str, ranks: str, state: str, words: str, tried: Callable[..., TrialResult], tmp_path: Path) -> None:
     begin = time.monotonic()
-    outcome = trials.run(1, asked("--ranks", ranks), 0.1)
+    outcome = tried(way, "--ranks", ranks, limit=2.0 if way == "hang" else 60.0)
     assert outcome.state == state and time.monotonic() - begin < 30
     assert outcome.seconds == (0.101 if state == "done" else None)
-    assert words in outcome.words
+    assert words in outcome.words and not _processes(tmp_path)
 
 
 def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,37 +118,25 @@ def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() ->
 
 
 @pytest.mark.parametrize("said, state", [
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "memory"),
     ("[rank0]: torch.AcceleratorError: CUDA error: out of memory", "memory"),
     ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "memory"),
     ("OSError: [Errno 12] Cannot allocate memory", "memory"),
     ("allocator: retries a request that was out of memory\nAssertionError: a bug", "crash"),
     ("a MemoryError would be told\n[rank0]: RuntimeError: a bug", "crash")])
 def test_lack_of_memory_is_in_the_line_of_an_error(
-        said: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": f"says {said}"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    outcome = TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1)
+        said: str, state: str, tried: Callable[..., TrialResult]) -> None:
+    outcome = tried(f"says {said}")
     assert outcome == TrialResult(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
 
 
 def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        tried: Callable[..., TrialResult], tmp_path: Path) -> None:
     for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
-    assert TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == TrialResult("done", 0.101)
+    assert tried("done") == TrialResult("done", 0.101)
     assert len((tmp_path / "001-3/metrics.jsonl").read_text().splitlines()) == 5
     assert len((tmp_path / "001/metrics.jsonl").read_text().splitlines()) == 1
-
-
-def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert TrialRunner(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
-    assert not _processes(tmp_path)
 
 
 def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -231,14 +227,17 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "DIR"]])
+    ["--no-autotuning-fast", "--allgather-bucket-size", "1000"],
+    ["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "DIR"]])
 def test_the_flags_of_a_choice_make_it_beside_those_that_were_given(flags: list[str]) -> None:
     flags = [*MODEL, "--global-batch-size", "8", *flags]
     run = cli.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
     found = legal_choices(run)
     for choice, chosen in found.items():
-        config = parse_args([*flags, *choice.flags(run, 8)], 2)
-        assert PlannedRun(config).placement == choice.placement and config.zero == chosen.config.zero
+        config = parse_args([*flags, *choice.flags(run)], 2)
+        assert PlannedRun(config).placement == choice.placement
+        assert (config.zero, config.recompute, config.parallel, config.train) == (
+            chosen.config.zero, chosen.config.recompute, chosen.config.parallel, chosen.config.train)
     assert {choice.placement for choice in found} >= {StatePlacement(), run.placement}
 
 
@@ -367,7 +366,7 @@ def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkey
         cli.main(flags)
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError,
                                                            match=r"\(machine .* there, elsewhere, .*; torch "):
-        elsewhere.setattr(trial_records, "version", lambda _: "2.11.0")
+        elsewhere.setattr(trial, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
         cli.main(flags)
     assert cli.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
@@ -510,10 +509,10 @@ print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run = PlannedRun(parse_args(MODEL), ranks, "cuda")
-    host = 2**33 / ranks - space.LIBRARY_BYTES
-    assert space.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
-    assert space.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
-    assert space.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
+    host = 2**33 / ranks - search.LIBRARY_BYTES
+    assert search.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
+    assert search.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
+    assert search.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
 
 
 def test_it_runs_on_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +524,7 @@ def test_it_runs_on_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="give --card-gb"):
-        space.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
+        search.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
 
 
 @pytest.mark.parametrize("flags, words", [

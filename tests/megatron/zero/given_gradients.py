@@ -182,6 +182,15 @@ class Flat:
         self.segments = [slice(start, stop) for start, stop in cuts if start < stop]
         """Of one parameter in one chunk, which have one size together."""
 
+    def say(self, x: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
+        """One bit for each number that has a variance, times the typical size of its segment."""
+        said = np.zeros_like(x)
+        for part in self.segments:
+            live = v[part] != 0
+            size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
+            said[part] = np.where(x[part] >= 0, size, -size) * live
+        return said
+
     def forget_negligible(self, v: NDArray[np.float64]) -> None:
         """What is below a millionth of the mean of its parameter counts as none."""
         for place in self.places.values():

@@ -156,3 +156,21 @@ class InAnObject(Net):
             x, found = block(x)
             likelihood = likelihood + found.log_prob(torch.ones_like(found.mean)).mean()
         return x + likelihood
+
+
+class Boxed:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Opaque(Net):
+    """A block returns an object, with its only tensor inside."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Boxed(super().forward(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x

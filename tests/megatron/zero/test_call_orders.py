@@ -38,10 +38,12 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, **section: Any) -> Engine:
+def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, precision: str = "fp32",
+              lr: float = 0.1, **section: Any) -> Engine:
     return zero.initialize(model=model or Model(), config={
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
 
 

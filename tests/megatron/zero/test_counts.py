@@ -20,7 +20,7 @@ from mpu import grads, groups
 from mpu.groups import Group, Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
-from tests.megatron.zero.kept import master, states
+from tests.megatron.zero.kept import master
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -52,7 +52,7 @@ def counted_step(engine: ZeroEngine, steps: int) -> Launches:
 
 @contextmanager
 def the_kernel_of_norms() -> Iterator[list[Tensor]]:
-    """Plays norm_kernel.py, which needs Triton, with one launch; tests/mpu/test_norm_kernel.py has what it computes.
+    """Plays mpu/kernels.py, which needs Triton, with one launch; tests/mpu/kernel_cases.py has what it computes.
     The rows that it was asked for."""
     asked: list[Tensor] = []
 
@@ -191,24 +191,6 @@ def test_a_report_is_read_when_somebody_asks() -> None:
         report = engine.step(1e-3)
         assert report is not None and not report.is_on_host and not counted.waits
         assert report.applied and report.grad_norm > 0 and counted.waits == 1
-
-
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_raised_by_the_next_step() -> None:
-    engine = made()
-    backward(engine)
-    engine.step(1e-3)
-    before = [master(bucket) for bucket in engine.buckets]
-    old_states = [state for bucket in engine.buckets for state in states(bucket)]
-    backward(engine)
-    engine.buckets[1].grads.shard[5] = torch.nan
-    engine.step(1e-3)
-    assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.buckets, before, strict=True))
-    assert all(torch.equal(state, old) for state, old in zip(
-        (state for bucket in engine.buckets for state in states(bucket)), old_states, strict=True))
-    backward(engine)
-    with pytest.raises(NumericsError, match=r"nan at step 2: first in [\w.]+ \(every loss is finite\); weights"):
-        engine.step(1e-3)
-    assert (engine.counters.skipped_steps, engine.counters.optimizer_steps, engine.global_steps) == (1, 1, 2)
 
 
 def test_skipped_steps_do_not_count_for_the_bias_correction() -> None:

@@ -14,7 +14,7 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param
-from tests.distributed import run_ranks
+from tests.megatron.zero import test_call_orders as call_orders
 from tests.megatron.zero.kept import master
 from tests.megatron.zero.test_call_orders import WIDTH, Model
 
@@ -31,9 +31,7 @@ UNCOUNTED: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 def engine_of(stage: int, work: str, model: nn.Module | None = None, **section: Any) -> Engine:
-    return zero.initialize(model=model or Model(), config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        **({work: {"enabled": True}} if work != "fp32" else {}), "zero_optimization": {"stage": stage, **section}})[0]
+    return call_orders.engine_of(stage, model, precision=work, lr=0.0, **section)
 
 
 def step(engine: Engine, count: int = 1) -> None:
@@ -159,7 +157,7 @@ IN_A_LOAN: dict[str, Callable[[Engine, Path], object]] = {
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_what_would_meet_half_an_edit_is_refused(tmp_path: Path, stage: int, work: str,
                                                  act: Callable[[Engine, Path], object]) -> None:
-    engine = engine_of(stage, work, stage3_param_persistence_threshold=0)
+    engine = engine_of(stage, work)
     engine.save_checkpoint(tmp_path)
     engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
     with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
@@ -185,7 +183,7 @@ class Looking(Model):
 @pytest.mark.parametrize("work", ("bf16", "fp32"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_forwards_and_loans_may_be_inside_each_other(stage: int, work: str, model: type[Model]) -> None:
-    engine = engine_of(stage, work, model(), stage3_param_persistence_threshold=0)
+    engine = engine_of(stage, work, model())
     x = torch.ones(2, WIDTH, dtype=engine.working_dtype)
     wanted = engine(x).item()
     for _ in range(2):
@@ -213,7 +211,7 @@ class Renormed(Model):
 
 @pytest.mark.parametrize("stage, work", [(0, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
 def test_a_forward_that_writes_where_nothing_lasts_is_refused(stage: int, work: str) -> None:
-    engine = engine_of(stage, work, Renormed(), stage3_param_persistence_threshold=0)
+    engine = engine_of(stage, work, Renormed())
     with pytest.raises(ConfigError, match="^table.weight was written to in place"):
         step(engine)
 
@@ -221,7 +219,7 @@ def test_a_forward_that_writes_where_nothing_lasts_is_refused(stage: int, work: 
 @pytest.mark.parametrize("work", ("bf16", "fp32"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_a_refused_loan_ends(stage: int, work: str) -> None:
-    engine = engine_of(stage, work, stage3_param_persistence_threshold=0)
+    engine = engine_of(stage, work)
     parameters = [*engine.module.parameters()]
     with zero.GatheredParameters(parameters):
         wanted = values(engine)
@@ -248,34 +246,6 @@ def test_an_engine_is_destroyed_once(stage: int) -> None:
     engine.destroy()
     step(second)
     second.destroy()
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return (self.unused(self.used(x)) if both else self.used(x)).sum()
-
-
-def refused(rank: int, world: int) -> list[bool]:
-    engine = engine_of(2, "fp32", Half(), ignore_unused_parameters=False)
-    said = []
-    for both in (False, True):
-        engine.backward(engine(torch.ones(2, 4), both or rank == 0))
-        for _ in range(3):
-            try:
-                engine.step()
-            except ConfigError as error:
-                said.append("got no gradient" in str(error))
-            else:
-                break
-    return [*said, engine.global_steps == 1]
-
-
-def test_a_step_without_all_gradients_is_refused_until_another_backward() -> None:
-    assert run_ranks(refused, 2) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("work", ("fp32", "bf16"))

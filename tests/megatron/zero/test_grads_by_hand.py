@@ -9,38 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.utils import safe_get_full_grad
 from tests.distributed import run_ranks
+from tests.megatron.zero.test_call_orders import WIDTH, Model, engine_of
 from tests.wires import accelerator_side
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.blocks = nn.Linear(5, 7), nn.ModuleList([nn.Linear(7, 3), nn.Linear(3, 1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(torch.tanh(x))
-        return x.square().mean()
-
-
 def batch(number: int) -> Tensor:
-    return torch.randn(2, 5, generator=torch.Generator().manual_seed(number))
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
 def made(stage: int, model: nn.Module | None = None, precision: str = "fp32") -> Any:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    return zero.initialize(model=model or Model(), config=config)[0]
+    return engine_of(stage, model, 2, precision)
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -49,25 +30,14 @@ def side(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def halve(p: Any) -> None:
-    p.grad = p.grad * 0.5
-
-
-def halve_in_place(p: Any) -> None:
-    p.grad *= 0.5
-
-
-def set_ones(p: Any) -> None:
-    p.grad = torch.ones_like(p)
-
-
-def forget(p: Any) -> None:
-    p.grad = None
+EDITS: list[Callable[[Any], object]] = [
+    lambda p: setattr(p, "grad", p.grad * 0.5), lambda p: p.grad.mul_(0.5),
+    lambda p: setattr(p, "grad", torch.ones_like(p)), lambda p: setattr(p, "grad", None), nn.Module.zero_grad]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("edit", [halve, halve_in_place, set_ones, forget, nn.Module.zero_grad])
-def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], None], stage: int, side: str) -> None:
+@pytest.mark.parametrize("edit", EDITS, ids=["halve", "halve in place", "ones", "none", "zero_grad"])
+def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], object], stage: int, side: str) -> None:
     engine, plain = made(stage), Model()
     for number in range(2):
         engine.backward(engine(batch(number)))
@@ -85,7 +55,7 @@ def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], None],
 @pytest.mark.parametrize("when", ["before a backward", "before a step", "between micro-batches, where it is no view"])
 def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, side: str) -> None:
     engine = made(stage, precision="bf16" if "no view" in when else "fp32")
-    parameter = engine.module.first.bias
+    parameter = engine.module.head.bias
 
     def set_by_hand() -> None:
         parameter.grad = torch.ones_like(parameter)
@@ -93,7 +63,7 @@ def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, 
     def backward(number: int) -> None:
         engine.backward(engine(batch(number).to(engine.working_dtype)))
 
-    with pytest.raises(ConfigError, match="first.bias.grad was set by hand"):
+    with pytest.raises(ConfigError, match="head.bias.grad was set by hand"):
         if when == "before a backward":
             set_by_hand()
         backward(0)
@@ -118,7 +88,7 @@ def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: 
         if refused:
             engine.backward(engine(batch(7).to(engine.working_dtype)))
             engine.step()
-            parameter = engine.module.first.bias
+            parameter = engine.module.head.bias
             parameter.grad = torch.ones_like(parameter)
             with pytest.raises(ConfigError, match="was set by hand"):
                 engine.backward(engine(batch(8).to(engine.working_dtype)))
@@ -136,7 +106,7 @@ def on_one_rank(rank: int, world: int) -> str:
     for number in range(2):
         engine.backward(engine(batch(number)))
         if rank == 1 and number == 1:
-            engine.module.first.bias.grad = torch.ones(7)
+            engine.module.head.bias.grad = torch.ones(1)
         try:
             engine.step()
         except ConfigError as error:
@@ -146,14 +116,14 @@ def on_one_rank(rank: int, world: int) -> str:
 
 def test_set_on_one_rank_it_is_refused_by_all() -> None:
     for said in run_ranks(on_one_rank, 2):
-        assert said.startswith("first.bias.grad was set by hand") and said.endswith("(so on rank 1, not on all)")
+        assert said.startswith("head.bias.grad was set by hand") and said.endswith("(so on rank 1, not on all)")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_those_of_a_backward_before_the_engine_are_dropped_with_a_word(stage: int, side: str) -> None:
     model = Model()
     model(batch(7)).backward()
-    with pytest.warns(UserWarning, match="first.weight.grad, made before zero.initialize, is dropped"):
+    with pytest.warns(UserWarning, match="blocks.0.weight.grad, made before zero.initialize, is dropped"):
         engines = made(stage, model), made(stage)
     for engine in engines:
         for number in range(2):

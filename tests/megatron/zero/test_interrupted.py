@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero import param_writes, partitioned_param
+from megatron.zero import partitioned_param
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.param_writes import InPlaceWriteGuard
-from megatron.zero.partitioned_param import Placeholder
+from megatron.zero.partitioned_param import InPlaceWriteGuard, Placeholder
 from mpu import groups
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, engine_around, weights
 
 COME = (FlatBucket.gather, FlatBucket.start_gather, FlatBucket._launch_gather, FlatBucket.wait_for_param_gather)
 GO = (FlatBucket.reshard, FlatBucket._free_gathered_params, partitioned_param.replace_by_placeholder,
-      partitioned_param.set_param_data, InPlaceWriteGuard.shift_versions, param_writes.shift_version_counters)
+      partitioned_param.set_param_data, InPlaceWriteGuard.shift_versions, partitioned_param.shift_version_counters)
 
 Line = tuple[CodeType, int]
 

@@ -108,27 +108,6 @@ def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> N
         assert receives not in found and found["all_reduce"] == 768
 
 
-def when_gradients_move(rank: int, world: int, contiguous: bool) -> list[int]:
-    """How many gradients of a block were in its flat buffer each time one more had been made."""
-    engine = engine_of(2, contiguous_gradients=contiguous)
-    seen: list[int] = []
-    block = engine.core.buckets[1].grads
-
-    def accept(index: int, accept: Any = block.accept_grad) -> bool:
-        done: bool = accept(index)
-        seen.append(len(block.filled_slots))
-        return done
-
-    block.accept_grad = accept  # type: ignore[method-assign]
-    engine.backward(engine(torch.ones(2, WIDTH)))
-    return seen
-
-
-def test_contiguous_gradients_move_one_by_one_and_others_together() -> None:
-    assert run_ranks(when_gradients_move, 1, True)[0] == [1, 2]
-    assert run_ranks(when_gradients_move, 1, False)[0] == [0, 2]
-
-
 def waits_at_once(rank: int, world: int, overlap: bool, native: bool) -> set[bool]:
     """Whether each reduction and gather was complete when the call that started it returned."""
     with accelerator_side(native):

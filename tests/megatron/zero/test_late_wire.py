@@ -87,28 +87,6 @@ def _fail(gradient: Tensor) -> None:
     raise ValueError("on purpose")
 
 
-def lives(rank: int, world: int, native: bool, folder: str, seeds: list[int]) -> list[str]:
-    """Cases in which a late wire changes anything."""
-    wrong = []
-    with accelerator_side(native):
-        for stage, bf16 in product(range(4), (False, True)):
-            wanted = life(rank, stage, bf16, f"{folder}/plain")
-            assert not any(value.isnan().any() for value in wanted)
-            for seed in seeds:
-                with late_wire(seed) as network:
-                    found = life(rank, stage, bf16, f"{folder}/late{seed}")
-                assert len(network.log) > 10
-                if not all(map(torch.equal, found, wanted)):
-                    wrong.append(f"stage {stage}, bf16 {bf16}, seed {seed}")
-    return wrong
-
-
-@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="cpu"),
-                                    pytest.param(True, id="accelerator")])
-def test_a_late_wire_changes_nothing(native: bool, tmp_path: Path) -> None:
-    assert run_ranks(lives, 2, native, str(tmp_path), [0, 1, 2], timeout=300) == [[], []]
-
-
 def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
     """Recomputation, the loss head and tied weights."""
     grid = groups.build(1)
@@ -135,22 +113,27 @@ def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
     return [value.float() for value in weights(engine).values()]
 
 
-def recomputed(rank: int, world: int, native: bool) -> list[str]:
+def lives(rank: int, world: int, native: bool, folder: str, seeds: list[int]) -> list[str]:
+    """Cases in which a late wire changes anything."""
     wrong = []
     with accelerator_side(native):
         for stage, bf16 in product(range(4), (False, True)):
-            wanted = gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
-            with late_wire(stage):
-                found = gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
-            if not all(map(torch.equal, found, wanted)):
-                wrong.append(f"stage {stage}, bf16 {bf16}")
+            wanted = life(rank, stage, bf16, f"{folder}/plain") + gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+            assert not any(value.isnan().any() for value in wanted)
+            for seed in seeds:
+                with late_wire(seed) as network:
+                    found = life(rank, stage, bf16, f"{folder}/late{seed}")
+                    found += gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+                assert len(network.log) > 10
+                if not all(map(torch.equal, found, wanted)):
+                    wrong.append(f"stage {stage}, bf16 {bf16}, seed {seed}")
     return wrong
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
-def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None:
-    assert run_ranks(recomputed, 2, native, timeout=300) == [[], []]
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="cpu"),
+                                    pytest.param(True, id="accelerator")])
+def test_a_late_wire_changes_nothing(native: bool, tmp_path: Path) -> None:
+    assert run_ranks(lives, 2, native, str(tmp_path), [0, 1, 2], timeout=300) == [[], []]
 
 
 class Idle(Net):

@@ -123,11 +123,6 @@ def test_stage_3_gathers_a_block_at_a_time_and_one_ahead(recompute: bool) -> Non
         assert found["gathers"] == 1 + 2 * BLOCKS - 1, "the last block stays from its forward to its backward"
 
 
-def test_the_next_block_is_on_its_way_however_large_it_is() -> None:
-    for found in run_ranks(most_live, 2, False, {"stage3_prefetch_bucket_size": 1}):
-        assert found["units"] == 3
-
-
 @pytest.mark.parametrize("recompute, least", [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])
 def test_never_more_than_the_limit_is_gathered(recompute: bool, least: int) -> None:
     """The least is the root and the block in use; where a chunk is recomputed for its last block, also that one."""
@@ -148,3 +143,29 @@ def test_blocks_stay_for_their_backward_within_the_reuse_distance() -> None:
         # Between the forward of block i and its backward, each later block is used twice.
         found = run_ranks(most_live, 2, False, {"stage3_max_reuse_distance": 2 * (kept - 1) * sizes["block"]})[0]
         assert found["gathers"] == 1 + 2 * BLOCKS - kept
+
+
+def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, bool]:
+    """Bucket name -> whether its reduction was launched while backward was still running."""
+    grid = groups.build(1)
+    config = build_config({
+        "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
+        "zero_stage": stage, "stage3_param_persistence_threshold": 0})
+    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    seen: dict[str, bool] = {}
+    for bucket in engine.buckets:
+        def reduce(bucket=bucket, launch=bucket.grads.start_reduction) -> None:  # type: ignore[no-untyped-def]
+            seen[bucket.name] = engine.pass_coordinator.in_backward
+            launch()
+
+        bucket.grads.start_reduction = reduce  # type: ignore[method-assign]
+    rows = torch.randint(0, 61, (2, 17))
+    engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_are_reduced_while_backward_still_runs(stage: int) -> None:
+    seen = run_ranks(reductions_during_backward, 2, stage)[0]
+    assert {name: during for name, during in seen.items() if name != "root"} == dict.fromkeys(
+        ("blocks.0", "blocks.1", "blocks.2"), True)

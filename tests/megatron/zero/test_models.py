@@ -24,9 +24,9 @@ from tests.megatron.zero.models import (WIDTH, AllInBlocks, Backwards, Buffers, 
                                         FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Passes, Permuted,
                                         RankDrop, Records, Slices, ThreeElements, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
-from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
-                                         ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
-                                         Wrapped)
+from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, Opaque,
+                                         OtherMethod, ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock,
+                                         TiedToRoot, Wrapped)
 
 STEPS, LR = 4, 1e-2
 
@@ -205,41 +205,8 @@ def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
     (RankDrop, "the ranks ran different blocks"),  # they have received each other's
     (RootReadsBlock, "cannot be used here"), (OtherMethod, "cannot be used here"),  # a placeholder
     (ReadLater, "while it was split"), (InAnObject, "while it was split"),  # their memory is gone
+    (Opaque, "blocks.0 returned a Boxed, in which no tensor can be found"),
 ])
 def test_what_stage_3_cannot_run_fails_and_never_trains_wrongly(model: type[nn.Module], error: str) -> None:
     with pytest.raises(RankError, match=error):
         run_ranks(train, 2, [Case(model)], 3)
-
-
-class Wrapped:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Wrapping(nn.Linear):
-    def forward(self, x: Tensor) -> Wrapped:  # type: ignore[override]
-        return Wrapped(super().forward(x))
-
-
-class Opaque(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Wrapping(WIDTH, WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x).x.square().mean()
-
-
-def test_at_stage_3_an_output_that_hides_its_tensors_is_refused() -> None:
-    with pytest.raises(RankError, match="blocks.0 returned a Wrapped, in which no tensor can be found"):
-        run_ranks(train, 2, [Case(Opaque)], 3)
-
-
-def freeze_everything(rank: int, world: int) -> None:
-    net = Net()
-    engine_around(net.requires_grad_(False), configure(), groups.build(1))
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(RankError, match="no parameter of the model requires a gradient"):
-        run_ranks(freeze_everything, 1)

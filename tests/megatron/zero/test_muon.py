@@ -249,12 +249,6 @@ def test_the_precision_is_one_choice_and_resumed(tmp_path: Path) -> None:
     assert run_ranks(_resumed, 2, tmp_path) == [[chosen, True, "bfloat16", "bfloat16"]] * 2
 
 
-def test_layouts_are_alike_in_fp32_as_well() -> None:
-    alone = trained(Layout(), in_bf16=False)
-    assert not different(trained(Layout(4, 2, 3), in_bf16=False), alone)
-    assert different(trained(Layout()), alone)
-
-
 # ---- it really runs --------------------------------------------------------------------------------------------------
 
 
@@ -324,12 +318,6 @@ def test_matrices_travel_once_in_16_bits_as_the_planner_says(layout: Layout) -> 
     peers = layout.ranks - 1
     for gathered, planned in run_ranks(_sent, layout.ranks, layout):
         assert gathered * peers == planned * layout.ranks and bool(planned) == (layout.stage > 0)
-
-
-def test_over_tensor_parallelism_every_rank_has_them_once() -> None:
-    """Two blocks of 12 x 32 x 32 numbers, a rank's half of them sent to the other one."""
-    for gathered, planned in run_ranks(_sent, 2, Layout(2, 2, 0)):
-        assert (gathered, planned) == (2 * 2 * 12 * 32 * 32, 0)
 
 
 # ---- checkpoints, and models made in parts ---------------------------------------------------------------------------

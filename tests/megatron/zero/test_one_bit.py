@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.zero.api.engine import Engine
@@ -17,7 +17,6 @@ from megatron.zero.utils import safe_get_full_grad, safe_set_full_grad, safe_set
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.late_wire import late_wire
 from tests.megatron.zero.given_gradients import (Flat, Net, all_state, assert_goes_on_bit_for_bit,
                                                  assert_mean_of_debts_stays, gpt2_trained, noisy, same, saved, train,
                                                  with_numbers)
@@ -62,14 +61,6 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
     m, v, owed, served = np.zeros(numel), np.zeros(numel), np.zeros((ranks, numel)), np.zeros(numel)
     norms = []
 
-    def say(x: Any) -> Any:
-        said = np.zeros_like(x)
-        for part in flat.segments:
-            live = v[part] != 0
-            size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
-            said[part] = np.where(x[part] >= 0, size, -size) * live
-        return said
-
     for step in range(steps):
         grads = np.zeros((ranks, numel))
         for rank in range(ranks):
@@ -87,10 +78,10 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
             flat.forget_negligible(v)
             owed += BETAS[0] * m + (1 - BETAS[0]) * grads
             owed *= v != 0
-            says = np.stack([say(one) for one in owed])
+            says = np.stack([flat.say(one, v) for one in owed])
             owed -= says
             served += says.mean(0)
-            m = say(served)
+            m = flat.say(served, v)
             served -= m
             norms.append(np.linalg.norm(m))
             m *= min(1, clip / (norms[-1] + 1e-6)) if clip else 1
@@ -182,19 +173,6 @@ def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
     return []
 
 
-def _late(rank: int, world: int, stage: int) -> dict[str, Tensor]:
-    """Every exchange ends as late as it may, or at a random earlier moment."""
-    engine = engine_of(stage)
-    with late_wire(seed=stage):
-        train(engine, 0, 2 * FREEZE)
-    return weights(engine)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_nobody_reads_what_is_still_on_its_way(stage: int) -> None:
-    assert same(run_ranks(_late, 3, stage), run_ranks(trained, 3, 2 * FREEZE, {"stage": stage}))
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(stage: int) -> None:
     run_ranks(_overflows, 2, stage)
@@ -226,25 +204,6 @@ def _starts_anew(rank: int, world: int, folder: str) -> bool:
 def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
     run_ranks(saved, 2, engine_of, noisy, str(tmp_path), 0, FREEZE + 2)
     assert all(run_ranks(_starts_anew, 2, str(tmp_path)))
-
-
-class Wider(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Linear(4, 3)
-
-
-def _grows(rank: int, world: int, folder: str) -> bool:
-    engine = engine_around(Wider(), configure(**{**SETTINGS, "zero_stage": 0}), groups.build(1), 1)
-    engine.load_checkpoint(folder, tag="kept", load_module_strict=False)
-    by_name = {slot.name: line.one_bit_mean.worker_error[slot.offset:slot.end]
-               for line in engine.core.compressed_exchanges for slot in line.layout.slots}
-    return bool(by_name["body.weight"].any()) and not by_name["more.weight"].any()
-
-
-def test_a_model_that_has_grown_takes_what_there_is(tmp_path: Path) -> None:
-    run_ranks(saved, 2, engine_of, noisy, str(tmp_path), 0, FREEZE + 2)
-    assert all(run_ranks(_grows, 2, str(tmp_path)))
 
 
 def _explodes(rank: int, world: int) -> str:

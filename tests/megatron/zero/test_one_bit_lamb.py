@@ -79,7 +79,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         flat = self.flat = Flat(self.ranks)
-        self.shapes, self.places, self.segments = flat.shapes, flat.places, flat.segments
+        self.shapes, self.places = flat.shapes, flat.places
         self.w, self.decay, self.m, self.v, self.fresh, self.served = (np.zeros(flat.numel) for _ in range(6))
         for name, parameter in Net().named_parameters():
             self.w[self.places[name]] = parameter.detach().flatten().numpy()
@@ -118,14 +118,6 @@ class Reference:
                 self.average[name] = own["coeff_beta"] * self.average[name] + (1 - own["coeff_beta"]) * ratio
             self.w[place] -= LR * ratio * update[place]
 
-    def say(self, x: Any) -> Any:
-        said = np.zeros_like(x)
-        for part in self.segments:
-            live = self.v[part] != 0
-            size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
-            said[part] = np.where(x[part] >= 0, size, -size) * live
-        return said
-
     def switch(self) -> None:
         self.flat.forget_negligible(self.v)
         self.fresh = self.v.copy()
@@ -140,10 +132,10 @@ class Reference:
             self.switch()
         self.owed += (BETAS[0] * self.m + (1 - BETAS[0]) * grads) * self.scale
         self.owed *= self.v != 0
-        says = np.stack([self.say(one) for one in self.owed])
+        says = np.stack([self.flat.say(one, self.v) for one in self.owed])
         self.owed -= says
         self.served += says.mean(0)
-        said = self.say(self.served)
+        said = self.flat.say(self.served, self.v)
         self.served -= said
         m = self.clipped(said / self.scale)
         grad = (m - BETAS[0] * self.m) / (1 - BETAS[0])

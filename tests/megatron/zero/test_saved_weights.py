@@ -20,6 +20,7 @@ from megatron.zero import hooks
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from mpu import groups
+from tests.megatron.zero import test_call_orders as call_orders
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 WIDTH = 8
@@ -61,9 +62,7 @@ class Model(nn.Module):
 
 
 def engine_of(model: nn.Module, stage: int = 3) -> Engine:
-    return zero.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    return call_orders.engine_of(stage, model)
 
 
 def inputs() -> Tensor:

@@ -36,8 +36,8 @@ def gathers(engine: Engine) -> float:
 
 
 CALLS: dict[str, tuple[Callable[[Engine], Any], str]] = {
-    "a gradient": (lambda engine: safe_get_full_grad(weight_of(engine)), f"safe_get_full_grad of {NAME}"),
-    "masters": (lambda engine: safe_get_full_fp32_param(weight_of(engine)), f"safe_get_full_fp32_param of {NAME}"),
+    "a gradient": (lambda engine: safe_get_full_grad(weight_of(engine)), f"reading the gradient of {NAME}"),
+    "masters": (lambda engine: safe_get_full_fp32_param(weight_of(engine)), f"reading the weight of {NAME}"),
     "set weights": (lambda engine: safe_set_full_fp32_param(weight_of(engine), torch.ones(16, 8)),
                     f"setting the weight of {NAME}"),
     "set a gradient": (lambda engine: safe_set_full_grad(weight_of(engine), torch.ones(16, 8)),
@@ -82,8 +82,8 @@ def another_parameter(engine: Engine, rank: int) -> None:
 @SIDES
 def test_another_parameter_of_the_same_size(side: bool) -> None:
     error = one_error(ends_of(another_parameter, 2, SAME, 1, side))
-    assert "rank 0 is at safe_get_full_fp32_param of blocks.0." in error
-    assert "rank 1 is at safe_get_full_fp32_param of blocks.1." in error
+    assert "rank 0 is at reading the weight of blocks.0." in error
+    assert "rank 1 is at reading the weight of blocks.1." in error
 
 
 # ---- another value -------------------------------------------------------------------------------------------------

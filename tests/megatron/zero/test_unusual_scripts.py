@@ -81,12 +81,6 @@ def test_parameters_that_cannot_be_trained_are_refused(make: Callable[[], Model]
     assert "\n" not in str(caught.value) and not any(module._forward_hooks for module in model.modules())
 
 
-def test_the_advice_in_the_place_of_max_norm_is_the_same_forward() -> None:
-    table = nn.Embedding(8, 4, max_norm=1.0)
-    rows = nn.functional.embedding(ROWS, table.weight.detach().clone())
-    assert torch.allclose(rows * (1.0 / rows.norm(dim=-1, keepdim=True)).clamp(max=1), table(ROWS), atol=1e-6)
-
-
 def _weights(rank: int, world: int, stage: int, accumulation: int) -> list[dict[str, Tensor]]:
     table = torch.arange(32.0).view(8, 4).cos()
     return [trained(Model(nn.Embedding.from_pretrained(table, freeze=False, sparse=sparse)), stage,

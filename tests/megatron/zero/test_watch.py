@@ -206,22 +206,6 @@ def test_a_pass_that_one_rank_runs(loop: Callable[..., None], sizes: tuple[int, 
     assert loop is not saves_early or "rank 1 is at a save" in error
 
 
-def steps_early(engine: Engine, rank: int) -> None:
-    train(engine)
-    engine.backward(engine(rows(), ALL))
-    if rank == 0:
-        engine.backward(engine(rows(), ALL))
-    engine.step()
-    train(engine)
-
-
-@SIDES
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
-def test_a_step_beside_a_backward(stage: int, side: bool) -> None:
-    error = one_error(ends_of(steps_early, 3, SAME, stage, side, stage3_max_reuse_distance=0))
-    assert "ranks 1-2 are at a step" in error and "rank 0 is at " in error
-
-
 # ---- ranks that give up --------------------------------------------------------------------------------------------
 
 

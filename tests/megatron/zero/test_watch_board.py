@@ -151,40 +151,6 @@ def test_a_rank_that_fails_by_itself_says_so_before_it_leaves(error: Exception, 
     first.close()
 
 
-def test_an_engine_that_goes_does_not_wait_for_other_ranks() -> None:
-    """Its rank may be the one that they wait for; at the end of the program there is nothing else to do."""
-    first = watch_of(0, 2, log_of("a"))
-    first.start()
-    with patch.object(first._thread, "join") as join:
-        first.mark_finished()
-    join.assert_not_called()
-    first.close()
-    first._thread.join(10)  # a busy machine may not have come to it
-    assert not first._thread.is_alive()
-
-
-def test_the_boards_of_a_process_have_one_connection_also_after_an_error() -> None:
-    shared, made = dist.HashStore(), list[dist.Store]()
-
-    def clone(known: dist.Store) -> dist.Store:
-        made.append(dist.PrefixStore("", shared))
-        return made[-1]
-
-    with patch.object(store.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
-            patch.object(dist.Store, "clone", clone):
-        first, second = StoreKV("a"), StoreKV("b")
-        first.write("key", 1)
-        second.write("key", 2)
-        assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 1
-        with patch.object(dist.PrefixStore, "check", side_effect=RuntimeError("gone")):
-            for each in (first, second):
-                with pytest.raises(RuntimeError):
-                    each.read("key")
-        first.reconnect()
-        second.reconnect()  # it was the same one
-        assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 2
-
-
 class Nothing:
     """In place of an engine."""
 
@@ -201,12 +167,3 @@ def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == (
         "note: ranks that wait for each other forever end by the time-out only, because rank 3 has no second "
         "connection to the store where they met (Too many open files); see docs/launch.md\n")
-
-
-def test_a_rank_that_gives_its_watch_up_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    alone = watch_of(3, 8, log_of("a"))
-    with patch.object(board_of(alone), "read", side_effect=RuntimeError("Broken pipe")):
-        alone.start()
-        alone._thread.join(20)
-    told = capfd.readouterr().err
-    assert "because rank 3 has no second connection to the store where they met (Broken pipe)" in told

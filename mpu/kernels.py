@@ -1,11 +1,16 @@
-"""The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
+"""Triton kernels: the softmax of the loss, and the norms of a buffer's rows. Importing this file needs Triton.
+
+Of the loss: one program a row, fp32 inside, the gradient in the place of the logits.
 
     row_summary_kernel         a row's largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
     gradient_kernel            from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
     loss_and_gradient_kernel   both, where one rank has all columns, and the loss: reads and writes a row once
 
 Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow
-loads of 16 bytes. Measurements: decision 002. Importing this file needs Triton.
+loads of 16 bytes. Measurements: decision 002.
+
+Of norms: one launch, each element read once, no copy in a wider dtype. Squares are summed in units of the row's largest
+element, so that fp32 does not overflow and no check is needed. A row with a non-finite element has an infinite norm.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK = 1024
 _WARPS = 4
+_NORM_ROWS = 16
+"""Rows of a program of norms: 16 elements per thread."""
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 """Initial maximum. Not -inf, since -inf - -inf is nan."""
 
@@ -43,13 +50,13 @@ def _row_max_and_sum(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_row_gradient(row, out, column, columns, top, factor, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _write_row_gradient(row, column, columns, top, factor, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gradient = tl.exp(tl.where(at < columns, x, -float("inf")) - top) * factor
         gradient = tl.where(at == column, gradient - scale, gradient)
-        tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < WIDTH)
+        tl.store(row + at, gradient.to(row.dtype.element_ty), mask=at < WIDTH)
 
 
 @triton.jit
@@ -74,15 +81,14 @@ def row_summary_kernel(logits, stride, targets, first, columns, tops, totals, at
 
 
 @triton.jit
-def gradient_kernel(logits, out, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
+def gradient_kernel(logits, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
                     BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
     scale = tl.load(scales + number)
     factor = scale / tl.load(totals + number)
-    _write_row_gradient(row, out + number * stride, column, columns, tl.load(tops + number), factor, scale, WIDTH,
-                        BLOCK)
+    _write_row_gradient(row, column, columns, tl.load(tops + number), factor, scale, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -95,20 +101,36 @@ def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, lo
     top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
     tl.store(losses + number, tl.log(total) + (top - logit))
     scale = tl.load(scales + number)
-    _write_row_gradient(row, row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
+    _write_row_gradient(row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
+
+
+@triton.jit
+def row_norms_kernel(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = row < count
+    x = tl.load(flat + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=here[:, None], other=0.0)
+    size = tl.abs(x.to(tl.float32))
+    finite = size < float("inf")
+    size = tl.where(finite, size, 0.0)
+    largest = tl.max(size, 1)
+    unit = tl.where(largest == 0.0, 1.0, largest)
+    part = tl.div_rn(size, tl.broadcast_to(unit[:, None], (ROWS, WIDTH)))
+    norm = tl.sqrt(tl.sum(part * part, 1)) * unit
+    tl.store(norms + row, tl.where(tl.min(finite.to(tl.int32), 1) == 1, norm, float("inf")), mask=here)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, to raise if the kernels do not work here."""
+    """Run the smallest cases, to raise if the kernels do not work here."""
     losses_and_gradients(torch.zeros(1, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device), 16,
                          torch.ones(1, device=device))
+    norms_into(torch.empty(1, device=device), torch.zeros(1, 128, device=device))
 
 
-def serves(logits: Tensor) -> bool:
+def serves(rows: Tensor) -> bool:
     """Whether the kernels support this dtype and layout."""
-    return logits.dtype in DTYPES and logits.stride(1) == 1
+    return rows.dtype in DTYPES and rows.stride(1) == 1
 
 
 def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
@@ -118,11 +140,10 @@ def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Te
     return found
 
 
-def gradients_into(out: Tensor, logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
-                   row_scale: Tensor) -> None:
-    """out [N, width] <- the gradient of sum(row_scale * losses); `out` may be `logits` itself."""
-    assert out.stride() == logits.stride(), "the gradient lies as its logits do"
-    _launch(gradient_kernel, logits, out, logits.stride(0), target, first, columns, top, total, row_scale)
+def write_gradients(logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
+                    row_scale: Tensor) -> None:
+    """logits [N, width] <- the gradient of sum(row_scale * losses)."""
+    _launch(gradient_kernel, logits, logits.stride(0), target, first, columns, top, total, row_scale)
 
 
 def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor) -> Tensor:
@@ -137,3 +158,10 @@ def _launch(kernel: Any, logits: Tensor, *arguments: object) -> None:
         width = logits.shape[1]
         block = min(_BLOCK, triton.next_power_of_2(width))
         kernel[(len(logits),)](logits, *arguments, WIDTH=width, BLOCK=block, num_warps=_WARPS)
+
+
+def norms_into(out: Tensor, rows: Tensor) -> None:
+    """out [n] <- the norm of each row of `rows` [n, power of two], contiguous."""
+    if len(rows):
+        programs = triton.cdiv(len(rows), _NORM_ROWS)
+        row_norms_kernel[(programs,)](rows, out, len(rows), WIDTH=rows.shape[1], ROWS=_NORM_ROWS, num_warps=_WARPS)

@@ -1,28 +1,40 @@
-"""What the fused kernel of the loss must do, against torch's operators and against float64.
+"""What the Triton kernels of the loss and of norms must do, against float64.
 
-test_loss_kernel.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
+test_kernels.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
 """
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from mpu import loss_chunk, loss_kernel
+from mpu import cross_entropy, kernels
+from mpu.cross_entropy import VocabShard
+from mpu.device import load_kernels
+from mpu.grads import NORM_ROW, row_norms
 from mpu.groups import Group
-from mpu.loss_chunk import VocabShard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BLOCK = loss_kernel._BLOCK
+BLOCK = kernels._BLOCK
 SHAPES = [(3, 37, 64), (5, 50, 50), (2, 1000, 1024), (2, 8 * BLOCK + 116, 8 * BLOCK + 128), (2, BLOCK, BLOCK),
           (2, BLOCK - 1, 3 * BLOCK), (1, 1, 16)]
 """Rows, real columns, width: less than a block of the kernel, several, one exactly, blocks of padding, odd widths."""
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Of one number as it is stored: a unit in the last place, as Triton's interpreter cuts bf16 numbers off."""
+
+invalid_values = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of the interpreter
+
+
+def test_the_kernels_are_what_runs() -> None:
+    assert load_kernels("mpu.kernels", DEVICE, "") is kernels
+
+
+# ---- the loss ----------------------------------------------------------------------------------------------------
 
 
 def _logits(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +43,9 @@ def _logits(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[Te
     logits[:, columns:] = 1000.0  # padding must not matter, whatever it holds
     target = torch.randint(0, columns, (rows,), generator=generator)
     target[0] = columns - 1
-    return logits.to(DEVICE), target.to(DEVICE), torch.rand(rows, generator=generator).to(DEVICE)
+    scale = torch.rand(rows, generator=generator)
+    scale[2:3] = 0.0  # a row that does not count
+    return logits.to(DEVICE), target.to(DEVICE), scale.to(DEVICE)
 
 
 def _exact(logits: Tensor, target: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -43,18 +57,18 @@ def _exact(logits: Tensor, target: Tensor, scale: Tensor, columns: int) -> tuple
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROUNDING)
 def test_losses_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     logits, target, scale = _logits(*shape, dtype)
     losses, gradient = _exact(logits, target, scale, shape[1])
-    found = loss_kernel.losses_and_gradients(logits, target, shape[1], scale)
+    found = kernels.losses_and_gradients(logits, target, shape[1], scale)
     torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
     torch.testing.assert_close(logits[:, :shape[1]].double(), gradient, rtol=ROUNDING[dtype], atol=1e-6)
-    assert not logits[:, shape[1]:].any()
+    assert not logits[:, shape[1]:].any() and not logits[2:3].any()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROUNDING)
 def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
     dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,14 +76,14 @@ def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
     rows, columns, width = shape
     logits, target, scale = _logits(*shape, dtype)
     losses, gradient = _exact(torch.cat([logits[:, :columns]] * 2, 1), target, scale, 2 * columns)
-    summaries = [loss_kernel.summaries_of(logits, target, first, columns) for first in (0, columns)]
-    monkeypatch.setattr(loss_chunk, "load_kernels", lambda *which: loss_kernel)
-    monkeypatch.setattr(loss_chunk, "on_accelerator", lambda x: True)
-    monkeypatch.setattr(loss_chunk, "all_gather", lambda local, tp, dim: torch.stack(summaries, 1))
+    summaries = [kernels.summaries_of(logits, target, first, columns) for first in (0, columns)]
+    monkeypatch.setattr(cross_entropy, "load_kernels", lambda *which: kernels)
+    monkeypatch.setattr(cross_entropy, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(cross_entropy, "all_gather", lambda local, tp, dim: torch.stack(summaries, 1))
     for rank in range(2):
         place = logits.clone()
         shard = VocabShard(Group(rank, 2, (0, 1)), rank * columns, columns)
-        found = loss_chunk.losses_of_chunk(place, target, shard, scale)
+        found = cross_entropy.losses_of_chunk(place, target, shard, scale)
         torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
         torch.testing.assert_close(place[:, :columns].double(), gradient[:, rank * columns:][:, :columns],
                                    rtol=ROUNDING[dtype], atol=1e-6)
@@ -78,32 +92,28 @@ def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
 
 def test_a_rank_with_nothing_but_padding_has_an_empty_summary() -> None:
     logits, target, scale = _logits(2, 1, 64, torch.float32)
-    top, total, at_target = loss_kernel.summaries_of(logits, target, 640, 0)
+    top, total, at_target = kernels.summaries_of(logits, target, 640, 0)
     assert torch.isneginf(top).all() and not total.any() and not at_target.any()
     ones = torch.ones(2, device=DEVICE)
-    loss_kernel.gradients_into(logits, logits, target, 640, 0, ones, ones, scale)
+    kernels.write_gradients(logits, target, 640, 0, ones, ones, scale)
     assert not logits.any()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of the interpreter
-def test_minus_infinity_has_no_probability_and_what_is_not_finite_is_not_hidden() -> None:
-    x = torch.tensor([[-torch.inf, 1.0, 2.0, 0.0], [torch.nan, 1.0, 2.0, 0.0], [torch.inf, 1.0, 2.0, 0.0]],
-                     device=DEVICE)
-    target, scale = torch.tensor([2, 2, 2], device=DEVICE), torch.ones(3, device=DEVICE)
+@invalid_values
+def test_minus_infinity_has_no_probability() -> None:
+    x = torch.tensor([[-torch.inf, 1.0, 2.0, 0.0]], device=DEVICE)
+    target, scale = torch.tensor([2], device=DEVICE), torch.ones(1, device=DEVICE)
     losses, gradient = _exact(x, target, scale, 4)
-    found = loss_kernel.losses_and_gradients(x, target, 4, scale)
-    torch.testing.assert_close(found[0].double(), losses[0])
-    torch.testing.assert_close(x[0].double(), gradient[0], atol=1e-6, rtol=0)
-    assert not found[1:].isfinite().any() and not x[1:].isfinite().all(1).any()
+    torch.testing.assert_close(kernels.losses_and_gradients(x, target, 4, scale).double(), losses)
+    torch.testing.assert_close(x.double(), gradient, atol=1e-6, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("block", [0, 1, 2])
+@invalid_values
+@pytest.mark.parametrize("value, block", [(torch.nan, 0), (torch.nan, 2), (torch.inf, 1), (torch.inf, 2)])
 def test_what_is_not_finite_shows_in_whatever_block_it_is(value: float, block: int) -> None:
     logits, target, scale = _logits(2, 3 * BLOCK - 5, 3 * BLOCK, torch.bfloat16)
     logits[0, block * BLOCK + 7] = value
-    found = loss_kernel.losses_and_gradients(logits, target, 3 * BLOCK - 5, scale)
+    found = kernels.losses_and_gradients(logits, target, 3 * BLOCK - 5, scale)
     assert found.isfinite().tolist() == logits.isfinite().all(1).tolist() == [False, True]
 
 
@@ -114,23 +124,36 @@ def test_rows_of_very_small_logits_are_like_any(dtype: torch.dtype, shift: float
     logits, target, scale = _logits(2, BLOCK + 3, BLOCK + 16, dtype)
     logits[:, :BLOCK + 3] = logits[:, :BLOCK + 3].float().clamp(0, 1).add_(shift).to(dtype)
     losses, gradient = _exact(logits, target, scale, BLOCK + 3)
-    found = loss_kernel.losses_and_gradients(logits, target, BLOCK + 3, scale)
+    found = kernels.losses_and_gradients(logits, target, BLOCK + 3, scale)
     torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[:, :BLOCK + 3].double(), gradient, rtol=2 * ROUNDING[dtype], atol=1e-6)
 
 
-def test_rows_that_do_not_count_get_no_gradient_at_all() -> None:
-    logits, target, scale = _logits(3, 37, 64, torch.float16)
-    scale[1] = 0
-    loss_kernel.losses_and_gradients(logits, target, 37, scale)
-    assert not logits[1].any() and logits[0].any()
+# ---- norms -------------------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_may_go_elsewhere_and_leaves_the_logits() -> None:
-    logits, target, scale = _logits(3, 37, 64, torch.bfloat16)
-    before, place = logits.clone(), torch.empty_like(logits)
-    summaries = loss_kernel.summaries_of(logits, target, 0, 37)
-    loss_kernel.gradients_into(place, logits, target, 0, 37, *summaries[:2], scale)
-    assert torch.equal(logits, before)
-    loss_kernel.losses_and_gradients(logits, target, 37, scale)
-    assert torch.equal(place, logits)  # both ways to the gradient are one
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("rows, scale", [(0, 1.0), (1, 1e-30), (15, 1e25), (16, 1e-5), (17, 1.0), (1000, 1e25)])
+def test_norms_are_those_of_fp64(dtype: torch.dtype, rows: int, scale: float) -> None:
+    x = (torch.randn(rows, NORM_ROW, generator=torch.Generator().manual_seed(rows)) * scale).to(dtype)
+    x = x.where(x.isfinite(), 60000.0).to(DEVICE)
+    out = torch.full((rows + 1,), 7.0, device=DEVICE)
+    kernels.norms_into(out[:rows], x)
+    torch.testing.assert_close(out[:rows], x.double().norm(dim=1).float(), rtol=1e-6, atol=0)
+    assert out[rows] == 7, "nothing is written beside them"
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_its_row_so(dtype: torch.dtype, value: float) -> None:
+    for place in (0, 64, 127):
+        x = torch.ones(40, NORM_ROW, dtype=dtype, device=DEVICE)
+        x[5], x[21, place] = value, value
+        bad = [row for row, finite in enumerate(row_norms(x.flatten()).isfinite().tolist()) if not finite]
+        assert bad == [5, 21]
+
+
+def test_the_largest_and_the_smallest_number_of_fp32() -> None:
+    x = torch.zeros(3, NORM_ROW, device=DEVICE)
+    x[0, 3], x[1, 9] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    assert row_norms(x.flatten()).tolist() == x.amax(1).tolist()

