@@ -196,6 +196,6 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
                 state[number[id(one.parameter)]] = {
                     **{name: torch.tensor(value) if name == "step" else value for name, value in counts.items()},
                     **{kind: make_segment(flat[one.range].clone(), one.location) for kind, flat in flats.items()}}
-    restore_param_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()), lambda name: True)
+    restore_param_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()))
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

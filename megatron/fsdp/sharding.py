@@ -164,7 +164,7 @@ def _check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Ma
     if group.is_solo:
         return
     check_same_descriptions(
-        {"setting": [f"{name}: {value}" for name, value in vars(settings).items()],
+        {"setting": [f"{name} = {value}" for name, value in vars(settings).items()],
          "module sharded before": sharded_before,
          "parameter": [f"{name}: {describe_tensor(parameter, full_shape(parameter))}"
                        + " (frozen)" * (not parameter.requires_grad) for name, parameter in parameters.items()],

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from data.tokenizer_base import REPLACEMENT_CHARACTER, Tokenizer
+from data.tokenizer import REPLACEMENT_CHARACTER, Tokenizer
 from megatron.inference.request import Request, Sampling
 from mpu.collectives import broadcast_into
 

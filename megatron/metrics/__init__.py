@@ -4,5 +4,5 @@
     console.py        console lines and the progress bar
     sinks.py          JSON lines, CSV, TensorBoard, Weights & Biases
 
-The trainer's log (train/run_log.py) and the engine's monitor (zero/api/engine_monitor.py) write to the same sinks.
+The trainer's log (train/run_log.py) and the engine's monitor (zero/api/engine_features.py) write to the same sinks.
 """

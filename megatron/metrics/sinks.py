@@ -1,4 +1,4 @@
-"""Sinks of metrics, for the trainer (train/run_log.py) and for the engine's monitor (zero/api/engine_monitor.py).
+"""Sinks of metrics, for the trainer (train/run_log.py) and for the engine's monitor (zero/api/engine_features.py).
 
 A sink takes records: JSON lines, CSV tables, a CSV file for each scalar, TensorBoard events, Weights & Biases runs.
 Errors name the flag or key of the sink. A resumed run appends to the files, after repairing what a kill, a power cut or

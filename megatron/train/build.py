@@ -27,7 +27,7 @@ from megatron.train.compile import compile_model, set_matmul_precision
 from megatron.train.input_checks import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.api.torch_interfaces import build_lr_schedule
 from megatron.zero.deferred_init import defer_param_init
 from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears

@@ -55,7 +55,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
-    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.torch_interfaces", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),

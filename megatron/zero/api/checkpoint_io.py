@@ -38,7 +38,7 @@ from megatron.zero.api.checkpoint_state import (
     error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups,
     shared_state_label)
 from megatron.zero.api.init import GatheredParameters
-from megatron.zero.api.optimizer import LRSchedulerProtocol
+from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
@@ -175,10 +175,9 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
         _check_optimizer(engine, checkpoint)
         check_error_feedback(engine, checkpoint)
     _check_model(engine, checkpoint, options.strict, optimizer)
-    wanted = _hyper_parameters_to_restore(shared, scheduler, options) if engine.buckets else frozenset()
-    groups = shared.get("param_groups")
-    if wanted and groups is not None:
-        check_param_groups(groups, engine.param_groups, checkpoint_label(checkpoint))
+    param_groups = _param_groups_to_restore(shared, scheduler, options) if engine.buckets else None
+    if param_groups is not None:
+        check_param_groups(param_groups, engine.param_groups, checkpoint_label(checkpoint))
     _load_tensors(engine, checkpoint, optimizer)
     if options.counters:
         own = ({} if options.loss_scale
@@ -189,8 +188,8 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
         all_succeed_or_raise(engine.reset_optimizer_state, engine.groups.world)
     elif engine.compressed_exchanges:
         all_succeed_or_raise(lambda: load_error_feedback(engine, checkpoint), engine.groups.world)
-    if wanted and groups is not None:  # None in checkpoints of older versions
-        restore_param_groups(engine.param_groups, groups, wanted.__contains__)
+    if param_groups is not None:
+        restore_param_groups(engine.param_groups, param_groups)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
         with reraise_as_corrupt(f"{where}: field 'lr_scheduler'"):
             scheduler.load_state_dict(shared["lr_scheduler"])  # ours also set the param groups' rates
@@ -207,17 +206,17 @@ def _load_tensors(engine: ZeroEngine, checkpoint: Checkpoint, optimizer: bool) -
             buffer.copy_(buffers[name])
 
 
-def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: LRSchedulerProtocol | None,
-                                 options: LoadOptions) -> frozenset[str]:
-    """Names of the hyper-parameters to restore. Learning rates are restored with the scheduler's state; if this run has
-    no scheduler, with the optimizer's. A scheduler without saved state sets its own."""
-    if not options.hyper_parameters:
-        return frozenset()
-    saved = {name for group in shared.get("param_groups", ()) for name in group}
+def _param_groups_to_restore(shared: Mapping[str, Any], scheduler: LRSchedulerProtocol | None,
+                             options: LoadOptions) -> list[dict[str, Any]] | None:
+    """The hyper-parameters of each group to restore, or None. Learning rates are restored with the scheduler's state;
+    if this run has no scheduler, with the optimizer's. A scheduler without saved state sets its own."""
+    saved = shared.get("param_groups")  # None in checkpoints of older versions
     resumed = scheduler is not None and shared["lr_scheduler"] is not None and options.counters
     rates = options.scheduler and (resumed or scheduler is None and options.optimizer)
-    return frozenset(name for name in saved
-                     if (rates if name in SCHEDULED_HYPER_PARAMETERS else options.optimizer))
+    if saved is None or not options.hyper_parameters or not (rates or options.optimizer):
+        return None
+    return [{name: value for name, value in group.items()
+             if (rates if name in SCHEDULED_HYPER_PARAMETERS else options.optimizer)} for group in saved]
 
 
 def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) -> None:

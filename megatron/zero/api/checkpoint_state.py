@@ -9,7 +9,7 @@ With the saved number of ranks each rank reads its own errors; with another numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,12 +50,9 @@ def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Para
             "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
 
 
-def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]],
-                         should_restore: Callable[[str], bool]) -> None:
+def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(groups, saved, strict=True):
         for name, value in values.items():
-            if not should_restore(name):
-                continue
             current = group.get(name)
             if isinstance(current, Tensor):  # in place: a compiled step or a scheduler may hold this tensor
                 current.fill_(value)

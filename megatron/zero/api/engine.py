@@ -38,11 +38,11 @@ from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gathe
                                              load_module_weights, restore_rng_streams, begin_engine_save,
                                              write_state_dict)
 from megatron.zero.api.compat_names import NAMES, resolve_name
-from megatron.zero.api.data_loader import BatchSizes, EpochDataLoader
-from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
-from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
+from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
+                                               ProgressiveLayerDrop)
 from megatron.zero.api.model_checks import check_argument, to_folder
-from megatron.zero.api.optimizer import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
+from megatron.zero.api.torch_interfaces import (BatchSizes, EpochDataLoader, LRSchedulerProtocol,
+                                                ReversibleSchedulerStep, ZeroOptimizer, is_reversible)
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
@@ -249,12 +249,8 @@ class Engine:
     def to(self, *places: Any, **named: Any) -> Engine:
         """Returns self if the model already has that device and dtype; otherwise raises ConfigError."""
         for place in (*places, *(named[name] for name in ("device", "dtype") if name in named)):
-            if isinstance(place, torch.dtype):
-                fits = place == self.working_dtype
-            else:
-                wanted = torch.device(place)
-                fits = wanted.type == self.device.type and wanted.index in (None, self.device.index)
-            if not fits:
+            wanted = place if isinstance(place, torch.dtype) else torch.device(place)
+            if wanted not in (self.working_dtype, self.device, torch.device(self.device.type)):
                 raise ConfigError(f"engine.to({place}): the engine's parameters are in place, on {self.device} in "
                                   f"{self.working_dtype}; choose the device by the launcher, and fp16 or bf16 in the "
                                   "configuration")
@@ -548,6 +544,8 @@ class Engine:
     @STATUS.in_activity(LOAD)
     def restore(self, checkpoint: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for an open checkpoint; returns the client_state. Collective with equal arguments."""
+        self.core.assert_collective_call(LOAD)
+        assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
         self.finish_step()
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
         self.monitor.reset_loss()

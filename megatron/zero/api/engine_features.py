@@ -1,9 +1,14 @@
-"""Optional features of an engine: progressive layer drop, eigenvalues for MoQ, and the flops profile of one step.
+"""Features of an engine that a configuration switches on: the monitor, the flops profile of one step, progressive layer
+drop, and eigenvalues for MoQ.
 
-Progressive layer drop: in training the forward gets `progressive_layer_drop=True, pld_theta=theta`, and `pld_step` if
-it has such a parameter. The model decides which layers to skip. Eigenvalues: before a bit width changes, the last
-micro-batch is run again on every rank with its random numbers; the forward must return the loss. Profile: rank 0 counts
-one step; the step before is timed for comparison. Compiled modules run uncompiled in it.
+Monitor: console lines (`steps_per_print`), time and memory by phase (`wall_clock_breakdown`, `memory_breakdown`), and
+scalars for TensorBoard, CSV and Weights & Biases, on rank 0. Without any, nothing is computed and the host never waits
+for the device. A console line reads the loss from the device; on an accelerator scalars are written one step late, when
+the loss is on the host anyway. Profile: rank 0 counts one step; the step before is timed for comparison. Compiled
+modules run uncompiled in it. Progressive layer drop: in training the forward gets `progressive_layer_drop=True,
+pld_theta=theta`, and `pld_step` if it has such a parameter. The model decides which layers to skip. Eigenvalues: before
+a bit width changes, the last micro-batch is run again on every rank with its random numbers; the forward must return
+the loss.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +28,185 @@ from megatron.config.model_config import LayerDropConfig, QuantizeConfig
 from megatron.config.tree import Config
 from megatron.distributed.consistency import on_rank_0
 from megatron.errors import ConfigError, StorageError
+from megatron.host_memory import peak_resident_bytes
+from megatron.metrics.sinks import (CsvSink, MetricsRecord, MetricsSink, TensorboardSink, WandbProject, WandbSink,
+                                    open_sinks)
+from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.eigenvalue import HessianEigensolver
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.moq import MoQState
+from megatron.zero.step_result import HostScalars
+from mpu.device import on_accelerator
 from mpu.random import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from megatron.profiler import FlopsProfiler
+    from megatron.zero.api.engine import Engine
+
+DEFAULT_STEPS_PER_PRINT = 10
+"""If a breakdown is on and `steps_per_print` is not set."""
+TAG_PREFIX = "Train/Samples/"
+
+ScalarEvent = tuple[str, float, int]
+"""(name, value, samples seen)."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """The outputs that the configuration asks for."""
+
+    steps_per_print: int = 0
+    times: bool = False
+    memory: bool = False
+    tensorboard_dir: str | None = None
+    csv_dir: str | None = None
+    wandb: WandbProject | None = None
+
+    @property
+    def print_interval(self) -> int:
+        """Steps between console lines."""
+        return self.steps_per_print or (DEFAULT_STEPS_PER_PRINT if self.times or self.memory else 0)
+
+    @property
+    def writes_scalars(self) -> bool:
+        return (self.tensorboard_dir, self.csv_dir, self.wandb) != (None, None, None)
+
+
+class EngineMonitor:
+    """Monitor of one engine; inactive on ranks other than the first."""
+
+    def __init__(self, config: MonitorConfig, device: torch.device, is_first_rank: bool,
+                 read_nvme_stats: Callable[[], NvmeStats | None]) -> None:
+        self.config = config
+        self._active_config = config if is_first_rank else MonitorConfig()
+        self._device, self._read_nvme_stats = device, read_nvme_stats
+        self._loss: Tensor | None = None
+        self._seconds: dict[str, float] = {}  # by phase, since the last console line
+        self._bytes: dict[str, int] = {}  # maximum after each phase, since the last console line
+        self._nvme_stats: NvmeStats | None = None  # since the last console line
+        self._steps_since_line = 0
+        self._sinks: list[MetricsSink] = []
+        self._pending_scalars: tuple[HostScalars, int, list[ScalarEvent]] | None = None
+        """The loss on its way to the host; the samples seen and the other events of its step."""
+
+    def open(self) -> None:
+        """Call before the first step. Output errors are raised here, and close the outputs opened so far."""
+        config = self._active_config
+
+        def configured_sinks() -> Iterator[MetricsSink]:
+            if config.tensorboard_dir is not None:
+                yield TensorboardSink("tensorboard.output_path:", config.tensorboard_dir)
+            if config.csv_dir is not None:
+                yield CsvSink("csv_monitor.output_path:", config.csv_dir, _warn, by_scalar=True)
+            if config.wandb is not None:
+                yield WandbSink("wandb.enabled", config.wandb, step_metric="samples")
+
+        self._sinks = open_sinks(configured_sinks())
+
+    def write_events(self, events: Sequence[ScalarEvent]) -> None:
+        """Write further scalars, on rank 0: (name, value, samples seen)."""
+        for sink in list(self._sinks):
+            try:
+                for name, value, samples in events:
+                    sink.write(MetricsRecord(scalars={name: value}, axes={"samples": samples}))
+            except (OSError, StorageError) as error:  # a failed log must not end the job
+                self._sinks.remove(sink)
+                _warn(f"warning: {error}; training goes on without these scalars")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time and measure one phase of a step, if configured."""
+        if not (self._active_config.times or self._active_config.memory):
+            yield
+            return
+        start, before = self._now(), self._read_nvme_stats()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        if before is not None and (after := self._read_nvme_stats()) is not None:
+            self._nvme_stats = (self._nvme_stats or NvmeStats()) + after - before
+        if self._active_config.memory:
+            in_use = (torch.cuda.memory_allocated(self._device) if self._device.type == "cuda"
+                      else peak_resident_bytes())
+            self._bytes[name] = max(self._bytes.get(name, 0), in_use)
+
+    def _now(self) -> float:
+        if self._active_config.times and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def reset_loss(self) -> None:
+        """The accumulated gradients were discarded."""
+        self._loss = None
+
+    def add_loss(self, part: Tensor) -> None:
+        """Add a micro-batch's share of the step's loss; it stays on the device."""
+        if self._active_config.print_interval or self._sinks:
+            part = part.detach()
+            self._loss = part if self._loss is None else self._loss + part
+
+    def step_done(self, engine: Engine) -> None:
+        """After an optimizer step: write the scalars, and a console line if due."""
+        self._steps_since_line += 1
+        self._write_pending_scalars()
+        loss, self._loss = self._loss, None
+        if loss is None:  # nothing is reported
+            return
+        interval = self._active_config.print_interval
+        is_due = interval > 0 and engine.global_steps % interval == 0
+        if self._sinks:
+            samples = engine.global_samples
+            events = [(f"{TAG_PREFIX}lr", engine.get_lr()[0], samples)]
+            if engine.fp16_enabled():
+                events.append((f"{TAG_PREFIX}loss_scale", engine.cur_scale, samples))
+            if is_due:
+                events += [(f"{TAG_PREFIX}elapsed_time_ms_{name}", value, samples)
+                           for name, value in self._phase_milliseconds().items()]
+            self._pending_scalars = HostScalars(loss.view(1)), samples, events
+            if is_due or not on_accelerator(loss):  # otherwise written after the next step
+                self._write_pending_scalars()
+        if is_due:
+            for line in self._console_lines(engine, float(loss.item())):
+                print(line, flush=True)
+            self._seconds.clear()
+            self._bytes.clear()
+            self._nvme_stats = None
+            self._steps_since_line = 0
+
+    def _write_pending_scalars(self) -> None:
+        pending, self._pending_scalars = self._pending_scalars, None
+        if pending is not None:
+            copy, samples, events = pending
+            loss, = copy.values()
+            self.write_events([(f"{TAG_PREFIX}train_loss", loss, samples), *events])
+
+    def close(self) -> None:
+        """Warns about errors but raises none: the ranks are about to exit together."""
+        self._write_pending_scalars()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except (OSError, StorageError) as error:
+                _warn(f"warning: {error}; the last scalars may be missing")
+
+    def _phase_milliseconds(self) -> dict[str, float]:
+        """Average per step of each phase since the last console line."""
+        spent = self._seconds if self._active_config.times else {}
+        return {name: seconds * 1e3 / self._steps_since_line for name, seconds in spent.items()}
+
+    def _console_lines(self, engine: Engine, loss: float) -> Iterator[str]:
+        yield (f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+               f"mom={engine.get_mom()}, loss={loss:.6g}")
+        if times := self._phase_milliseconds():
+            yield "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
+            if self._nvme_stats is not None:
+                yield self._nvme_stats.format_per_step(self._steps_since_line)
+        if self._bytes:
+            yield "memory (GiB) | " + " | ".join(f"{name}: {value / 2**30:.3f}" for name, value in self._bytes.items())
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class EigenvalueEstimator:
@@ -116,7 +294,7 @@ def check_forward_signature(module: nn.Module) -> bool:
 
 
 class ProfiledStep:
-    def __init__(self, config: Config, core: ZeroEngine, engine: Any) -> None:
+    def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
         self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
@@ -144,13 +322,16 @@ class ProfiledStep:
         if self.profiler is None and ahead == 0:
             from megatron.profiler.flop_recorder import run_uncompiled
             return run_uncompiled()
-        if self.profiler is not None and ahead == 0:
-            return self.profiler.part(name, counts=name != "step")
-        return self._time_phase() if self.profiler is not None and ahead == 1 else nullcontext()
+        if self.profiler is not None and ahead in (0, 1):
+            return self.profiler.part(name, counts=ahead == 0 and name != "step")
+        return nullcontext()
 
     def step_done(self) -> None:
         """After an optimizer step; writes the report of the profiled one."""
         step, config = self._core.global_steps, self._config
+        if self._is_due and self.profiler is not None and step == config.flops_profiler_step - 1:
+            self._previous_step_seconds = sum(self.profiler.profile().phase_seconds.values())
+            self.profiler.reset_profile()
         if not self._is_due or step != config.flops_profiler_step:
             return
         self._is_due = False
@@ -169,15 +350,3 @@ class ProfiledStep:
                 print(f" profile of step {step}{modules}: {path}", flush=True)
             except StorageError as error:  # a failed profile must not end the job
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
-
-    @contextmanager
-    def _time_phase(self) -> Iterator[None]:
-        start = self._now()
-        yield
-        self._previous_step_seconds = (self._previous_step_seconds or 0.0) + self._now() - start
-
-    def _now(self) -> float:
-        device = self._core.state.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()

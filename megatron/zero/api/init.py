@@ -178,41 +178,35 @@ class Init:
         self._freed_bytes = 0  # full parameters freed since the last malloc_trim
         if enabled:
             setattr(nn.Module, "apply", _apply_gathered)  # permanent: differs only for parameters without an engine
-        if module is not None and enabled:
-            self._start_partitioning()
-            for child in module.modules():
-                self._partition_module(child)
-            self._finish_partitioning()
+        if module is not None:
+            with self:
+                for child in module.modules() if enabled else ():
+                    self._partition_module(child)
 
     def __enter__(self) -> None:
-        if self._enabled:
-            self._start_partitioning()
-            with ExitStack() as undo:
-                undo.push(self)
-                for cls in _all_subclasses(nn.Module):
-                    self._patch_class(cls)
-                self._patch_new_classes()
-                undo.pop_all()
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo_patches.close()
-        if self._enabled:
-            self._finish_partitioning()
-
-    def _start_partitioning(self) -> None:
+        if not self._enabled:
+            return
         self._init_context = InitContext(is_open=True)
         self._storage: torch.device | NvmeInitArena | None = None
         if self._nvme_path is not None:
             self._storage = NvmeInitArena(SwapDrive(self._nvme_path, flag=PATH_KEY))
         elif self._requested_device is not None:
             self._storage = torch.device("cpu")
+        with ExitStack() as undo:
+            undo.push(self)
+            for cls in _all_subclasses(nn.Module):
+                self._patch_class(cls)
+            self._patch_new_classes()
+            undo.pop_all()
 
-    def _finish_partitioning(self) -> None:
-        unfilled, self._modules_without_values = self._modules_without_values, []
-        for module in unfilled:
-            self._partition_module(module)
-        self._init_context.is_open = False
-        self._storage = None  # swap files are closed with their last parameter
+    def __exit__(self, *exception: object) -> None:
+        self._undo_patches.close()
+        if self._enabled:
+            unfilled, self._modules_without_values = self._modules_without_values, []
+            for module in unfilled:
+                self._partition_module(module)
+            self._init_context.is_open = False
+            self._storage = None  # swap files are closed with their last parameter
 
     def _patch_new_classes(self) -> None:
         """Also patch classes that are defined inside the context."""
@@ -261,13 +255,7 @@ class Init:
 
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
-    subclasses: dict[type[nn.Module], None] = {}  # unique, in order
-    pending = [cls]
-    while pending:
-        new = [sub for sub in pending.pop().__subclasses__() if sub not in subclasses]
-        subclasses.update(dict.fromkeys(new))
-        pending += new
-    return list(subclasses)
+    return list(dict.fromkeys(found for sub in cls.__subclasses__() for found in (sub, *_all_subclasses(sub))))
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
@@ -313,21 +301,17 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
     """(remote device "cpu", "nvme" or None; NVMe folder or None). Raises ConfigError if arguments contradict."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
-    ds_config = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
-    configured = None if ds_config is None else ds_config.keys.get(DEVICE_KEY)
-    if ds_config is not None and None not in (remote_device, configured) and remote_device != configured:
-        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {ds_config.name} "
+    keys = {} if source is None else ds_json.read_ds_json(source, "config_dict_or_path").keys
+    configured, path = keys.get(DEVICE_KEY), keys.get(PATH_KEY)
+    if None not in (remote_device, configured) and remote_device != configured:
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of the configuration "
                           f"{configured!r}; leave one of them out")
     device = configured if remote_device is None else remote_device
     if device != "nvme":
         return (None if device == "none" else device), None
-    if ds_config is None:
-        raise ConfigError("zero.Init: remote_device 'nvme' needs the configuration, which names the drive's folder: "
-                          f"give config_dict_or_path= with {PATH_KEY}")
-    path = ds_config.keys.get(PATH_KEY)
     if path is None:
-        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH_KEY}, which {ds_config.name} does not give: "
-                          "name a folder on the drive")
+        raise ConfigError(f"zero.Init: remote_device 'nvme' needs a folder on the drive: give config_dict_or_path= "
+                          f"with {PATH_KEY}")
     check_nvme_path(path, PATH_KEY)
     return device, path
 

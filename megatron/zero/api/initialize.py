@@ -43,12 +43,11 @@ from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.engine_features import check_forward_signature
-from megatron.zero.api.engine_monitor import MonitorConfig
+from megatron.zero.api.engine_features import MonitorConfig, check_forward_signature
 from megatron.zero.api.init import groups_from_mpu
 from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
 from megatron.zero.api.offload_plan import create_engine_storage, offload_notes
-from megatron.zero.api.optimizer import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
+from megatron.zero.api.torch_interfaces import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ def check_same_model(model: nn.Module, world: Group) -> None:
 
 
 def check_same_descriptions(mine: Mapping[str, Sequence[str]], world: Group, what: str) -> None:
-    """Compare this rank's descriptions, by kind and in order, with the other ranks'. Collective; raises ConfigError."""
-    numbered = {f"{kind} {number}": text for kind, texts in mine.items() for number, text in enumerate(texts)}
-    if not world.is_solo and (per_rank := find_differences(numbered, world)):
-        first = next(name for each in per_rank for name in each if len({one.get(name) for one in per_rank}) > 1)
-        values = [({first: each[first]} if first in each else {}, [rank]) for rank, each in enumerate(per_rank)]
-        raise ConfigError(f"{what}: {describe_differences(values)}; build the same model in the same order on every "
-                          "rank (a set has another order in each process)")
+    """Raise ConfigError on every rank, naming the first description that differs. `mine`: this rank's descriptions of
+    each kind, in order. Collective."""
+    if not world.is_solo and (per_rank := find_differences(mine, world)):
+        name, texts = next((f"{kind} {number}", texts) for kind in mine for number, texts in enumerate(
+            zip_longest(*(each[kind] for each in per_rank), fillvalue="not there")) if len(set(texts)) > 1)
+        difference = describe_differences([({name: text}, [rank]) for rank, text in enumerate(texts)])
+        raise ConfigError(f"{what}: {difference}; build the same model in the same order on every rank (a set has "
+                          "another order in each process)")
 
 
 def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:

@@ -92,32 +92,22 @@ def time_both_sides(rule: AdamW, device: torch.device, copy_streams: CopyStreams
                     pinned: bool, chunk: int = HOST_CHUNK_NUMEL) -> tuple[float, float]:
     """Seconds per element of an update by the host and on the device, on the slowest rank. Collective: all ranks run at
     once, as in training."""
-    def prepare() -> tuple[HostStorage, HostShard]:
-        host = HostStorage(torch.float32, chunk, pinned=pinned)
-        shard = host.allocate_shard("trial", chunk * TRIAL_CHUNKS)
-        shard.add_kinds(rule.states)
-        return host, shard
-
-    def best_seconds(storage: StorageBackend, update_device: torch.device) -> float:
-        """The shortest of several steps, after a warm-up step."""
-        on_device = torch.zeros(chunk, dtype=work, device=device)
-        run_step = partial(_run_trial_step, update_device, rule, storage, shard, copy_streams, on_device, pinned)
-        run_step()
-        best, end = float("inf"), time.monotonic() + TRIAL_SECONDS
-        while True:
-            start = time.monotonic()
-            run_step()
-            best = min(best, time.monotonic() - start)
-            if time.monotonic() >= end:
-                return best
-
-    host, shard = all_succeed_or_raise(prepare, world)
+    host = HostStorage(torch.float32, chunk, pinned=pinned)
+    shard = host.allocate_shard("trial", chunk * TRIAL_CHUNKS)
+    shard.add_kinds(rule.states)
+    on_device = torch.zeros(chunk, dtype=work, device=device)
     seconds = []
     for storage, update_device in ((host, torch.device("cpu")),
                                    (StreamingHostStorage(torch.float32, chunk, copy_streams, device, pinned=pinned),
                                     device)):
         rule.bind_device(update_device, world)
-        best = all_succeed_or_raise(partial(best_seconds, storage, update_device), world)
+        run_step = partial(_run_trial_step, update_device, rule, storage, shard, copy_streams, on_device, pinned)
+        run_step()  # to warm up
+        best, end = float("inf"), time.monotonic() + TRIAL_SECONDS
+        while best == float("inf") or time.monotonic() < end:
+            start = time.monotonic()
+            run_step()
+            best = min(best, time.monotonic() - start)
         seconds.append(all_reduce_scalar(best, world, "max") / shard.numel)
     return seconds[0], seconds[1]
 

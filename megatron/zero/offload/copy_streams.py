@@ -127,35 +127,26 @@ class _CudaCopyEvent(CopyEvent):
         return is_complete
 
 
-@dataclass
-class _StagingBuffer:
-    tensor: Tensor
-    copy: CopyEvent | None = None
-    is_acquired: bool = False
-
-
 @final
 class StagingDoubleBuffer:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | None, *, pinned: bool = False) -> None:
         """Buffers on `device`, copied to the host; or with None on the host, copied to the device."""
         self._from_host = device is None
-        self._buffers = deque(_StagingBuffer(page_aligned_zeros(size, dtype, pinned=pinned) if device is None else
-                                             torch.empty(size, dtype=dtype, device=device)) for _ in range(2))
+        self._buffers = deque((page_aligned_zeros(size, dtype, pinned=pinned) if device is None else
+                               torch.empty(size, dtype=dtype, device=device), CopyEvent()) for _ in range(2))
+        """With the copy of each; the buffer that was sent first comes first."""
 
     def acquire(self, count: int) -> Tensor:
         """[count] of the buffer that was sent first, after its copy is done. The caller owns it until `mark_sent`."""
-        first = self._buffers[0]
-        assert not first.is_acquired, "it would be given to two, who fill it with different numbers"
-        first.is_acquired = True
-        if first.copy is not None and self._from_host:
-            first.copy.wait_on_host()
-        elif first.copy is not None:
-            first.copy.wait_on_device()
-        return first.tensor[:count]
+        buffer, copy = self._buffers[0]
+        if self._from_host:
+            copy.wait_on_host()
+        else:
+            copy.wait_on_device()
+        return buffer[:count]
 
     def mark_sent(self, copy: CopyEvent) -> None:
-        self._buffers[0].copy, self._buffers[0].is_acquired = copy, False
-        self._buffers.rotate(-1)
+        self._buffers.append((self._buffers.popleft()[0], copy))
 
 
 class GradOffloader:

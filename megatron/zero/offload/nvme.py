@@ -52,8 +52,6 @@ class _StagingBuffers:
     """Host buffers for one chunk, one for each kind."""
 
     buffers: Mapping[str, Tensor]
-    chunk_key: tuple[int, int] | None = None
-    """(id of the shard, first element) of the chunk in the buffers."""
     valid_kinds: set[str] = field(default_factory=set)
     """Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done."""
     pending_io: list[SwapRequest] = field(default_factory=list)
@@ -75,7 +73,6 @@ class NvmeShard(StoredShard):
         super().__init__(numel, storage.settings.dtype, chunks)
         self.file, self._storage = file, storage
         self._chunk_index = {part.start: number for number, part in enumerate(chunks)}
-        self._written_tiles: set[int] = set()
 
     @contextmanager
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
@@ -92,7 +89,7 @@ class NvmeShard(StoredShard):
 
     def prefetch(self) -> None:
         for part in self.chunks[: self._storage.settings.buffer_sets - 1]:
-            if not self._storage.is_buffered(self.chunk_key(part)):
+            if self.chunk_key(part) not in self._storage.released_buffers:
                 with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
                     self.start_read(part, self.kinds, buffers)
 
@@ -112,7 +109,7 @@ class NvmeShard(StoredShard):
         for kind in kinds:
             if kind in buffers.valid_kinds:
                 continue
-            if (tile := self._tile_index(chunk, kind)) in self._written_tiles:
+            if self.file.is_written(tile := self._tile_index(chunk, kind)):
                 buffers.pending_io.append(self.file.read(tile, buffers.buffers[kind]))
             else:
                 buffers.buffers[kind].zero_()
@@ -121,9 +118,7 @@ class NvmeShard(StoredShard):
 
     def start_write(self, chunk: slice, kinds: Iterable[str], buffers: _StagingBuffers) -> None:
         for kind in kinds:
-            tile = self._tile_index(chunk, kind)
-            buffers.pending_io.append(self.file.write(tile, buffers.buffers[kind]))
-            self._written_tiles.add(tile)
+            buffers.pending_io.append(self.file.write(self._tile_index(chunk, kind), buffers.buffers[kind]))
 
     def _tile_index(self, chunk: slice, kind: str) -> int:
         return self._chunk_index[chunk.start] * len(self._storage.kinds) + self._storage.kinds.index(kind)
@@ -140,15 +135,15 @@ class NvmeStorage(StorageBackend):
         self._drive, self._name = drive, name
         self._files: list[AsyncSwapFile] = []
         self._host_shards: list[HostShard] = []
-        self._free_buffers: deque[_StagingBuffers] = deque()
-        """Least recently released first."""
+        self.released_buffers: dict[tuple[int, int], _StagingBuffers] = {}
+        """By the chunk in them or being read into them, least recently released first."""
         self._chunks_in_use: set[tuple[int, int]] = set()
         """Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
         interrupt may have left a read into them that is not recorded in `pending_io`."""
         self.update_location = Location.HOST if settings.device_is_separate else Location.DEVICE
         self._is_closed = False
         self._wait_seconds = 0.0
-        self._buffer_numel = 0
+        self._buffer_bytes = 0
         self._host_numel = 0
 
     def allocate_shard(self, name: str, numel: int) -> StoredShard:
@@ -163,7 +158,7 @@ class NvmeStorage(StorageBackend):
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
         file = AsyncSwapFile(self._drive, f"{self._name}-{len(self._files)}-{name}", tiles)
         self._files.append(file)
-        self._buffer_numel = max(self._buffer_numel, largest_chunk(parts))
+        self._buffer_bytes = max(self._buffer_bytes, largest_chunk(parts) * self.settings.dtype.itemsize)
         return NvmeShard(self, file, numel, parts)
 
     @property
@@ -192,7 +187,7 @@ class NvmeStorage(StorageBackend):
                 shard.start_write(part, shard.kinds, acquired[0])
                 if not self.settings.pipeline_write:
                     self.wait_for_io(acquired[0])
-                self._release_buffers(acquired.popleft())
+                self._release_buffers(shard.chunk_key(part), acquired.popleft())
         except BaseException:
             self._chunks_in_use.difference_update(shard.chunk_key(part) for shard, part in order)
             raise
@@ -203,7 +198,7 @@ class NvmeStorage(StorageBackend):
         try:
             buffers = self._acquire_buffers(key)
             yield buffers
-            self._release_buffers(buffers)
+            self._release_buffers(key, buffers)
         except BaseException:
             if buffers is not None:
                 buffers.wait_for_copy()
@@ -230,42 +225,33 @@ class NvmeStorage(StorageBackend):
         self._wait_seconds += time.perf_counter() - begin
         return first
 
-    def is_buffered(self, key: tuple[int, int]) -> bool:
-        """The chunk is in released staging buffers, or being read into them."""
-        return any(buffers.chunk_key == key for buffers in self._free_buffers)
-
     def _acquire_buffers(self, key: tuple[int, int]) -> _StagingBuffers:
         """The buffers that hold the chunk, or others that are assigned to it. Raises ConfigError after `close`."""
         self._drive.check_same_process()
         if self._is_closed:
             raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
         assert key not in self._chunks_in_use, "two sets of one part would know nothing of each other's changes"
-        found = next((buffers for buffers in self._free_buffers if buffers.chunk_key == key), None)
-        if found is not None:
-            self._free_buffers.remove(found)
-        elif len(self._free_buffers) + len(self._chunks_in_use) >= self.settings.buffer_sets:
-            found = self._free_buffers.popleft()
-        if found is not None:
+        found = self.released_buffers.pop(key, None)
+        if found is None and len(self.released_buffers) + len(self._chunks_in_use) >= self.settings.buffer_sets:
+            found = self.released_buffers.pop(next(iter(self.released_buffers)))
             self._drain_io(found)
-        nbytes = self._buffer_numel * self.settings.dtype.itemsize
-        if found is None or found.chunk_key != key and len(found.buffers[WEIGHT]) < nbytes:
-            # the largest chunk may have been allocated after these buffers
-            found = _StagingBuffers({kind: page_aligned_bytes(nbytes, pinned=self.settings.pinned)
-                                     for kind in self.kinds})
-        if found.chunk_key != key:
-            found.chunk_key = key
             found.valid_kinds.clear()
+            if len(found.buffers[WEIGHT]) < self._buffer_bytes:  # the largest chunk was allocated after these buffers
+                found = None
+        if found is None:
+            found = _StagingBuffers({kind: page_aligned_bytes(self._buffer_bytes, pinned=self.settings.pinned)
+                                     for kind in self.kinds})
+        self._drain_io(found)
         self._chunks_in_use.add(key)
         return found
 
-    def _release_buffers(self, buffers: _StagingBuffers) -> None:
+    def _release_buffers(self, key: tuple[int, int], buffers: _StagingBuffers) -> None:
         """The buffers keep their chunk, which equals the disk's once pending writes are done."""
-        assert buffers.chunk_key is not None
-        self._chunks_in_use.discard(buffers.chunk_key)
-        self._free_buffers.append(buffers)
+        self._chunks_in_use.discard(key)
+        self.released_buffers[key] = buffers
 
     def wait_for_writes(self) -> None:
-        for buffers in self._free_buffers:
+        for buffers in self.released_buffers.values():
             self._drain_io(buffers)
         for shard in self._host_shards:
             shard.wait_for_pending()
@@ -274,7 +260,7 @@ class NvmeStorage(StorageBackend):
 
     def close(self) -> None:
         self._is_closed = True
-        for buffers in self._free_buffers:
+        for buffers in self.released_buffers.values():
             buffers.wait_for_copy()
-        self._free_buffers.clear()
+        self.released_buffers.clear()
         self._drive.close()

@@ -201,6 +201,10 @@ class AsyncSwapFile:
         self.written_bytes += self._tiles[tile].size
         return self._submit("write", self._tiles[tile], source)
 
+    def is_written(self, tile: int) -> bool:
+        """A write of the tile was requested."""
+        return self._tiles[tile].last_write is not None
+
     def wait_for_requests(self) -> None:
         """Wait for all pending requests; raise if a tile is lost because its last write failed."""
         for tile in self._tiles:

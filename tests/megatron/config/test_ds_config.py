@@ -24,7 +24,7 @@ from megatron.config.ds_json import build_ds_config, parse_loose_json, read_ds_j
 from megatron.config.ds_keys import DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection
 from megatron.config.schema import JsonKey, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.api.torch_interfaces import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -236,7 +236,7 @@ def a_local_state_dict_of_another_shape(rank: int) -> None:
     model.load_local_state_dict({name: tensor[:1] for name, tensor in model.local_state_dict().items()})
 
 
-ORDER = "the ranks shard Pair differently: parameter 0 is a.weight: float32 [4, 4] on rank 0, b.weight: float32 [4, 4] "
+ORDER = "the ranks shard Pair differently: parameter 0 is a.weight: float32 [4, 4] on rank 0, b.weight: float32"
 CLIPPING, SUMMON, COPY = "clip_grad_norm_", "summon_full_params", "state dict"
 
 MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -273,13 +273,13 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
     "different weights": (different_weights, "last.bias"),
     "another order": (partial(registered_in_another_order, False), ORDER),
     "another order, synced": (partial(registered_in_another_order, True), ORDER),
-    "sharded in another order": (sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1"),
+    "sharded in another order": (sharded_in_another_order, "module sharded before 0 is a on rank 0, b on rank 1"),
     "frozen on one": (frozen_on_one,
-                      "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1"),
+                      "parameter 0 is a.weight: float32 [4, 4] on rank 0, a.weight: float32 [4, 4] (frozen) on rank 1"),
     "synced on one": (lambda rank: fully_shard(Pair(), sync_module_states=rank == 1),
-                      "setting 'sync_module_states' is False on rank 0, True on rank 1"),
+                      "is sync_module_states = False on rank 0, sync_module_states = True on rank 1"),
     "a dtype on one": (lambda rank: FSDP(Pair(), mixed_precision=rank == 1),
-                       "setting 'param_dtype' is None on rank 0, torch.float16 on rank 1"),
+                       "is param_dtype = None on rank 0, param_dtype = torch.float16 on rank 1"),
     "a step in no_sync": (partial(unsummed, lambda model: adamw(model).step()), "no_sync"),
     "a clip in no_sync": (partial(unsummed, lambda model: model.clip_grad_norm_(CLIP)), "no_sync"),
     "a gradient by hand": (a_gradient_by_hand, "by hand"),

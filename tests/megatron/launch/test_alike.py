@@ -354,7 +354,7 @@ def other_numbers(rank: int, world_size: int, kind: str) -> str:
     ("", ""), ("tensor", "lr of param group 0 is 0.0"), ("array", "lr of param group 0 is 0.0"),
     ("list", r"betas of param group 0 is [0.9, 0.999] on rank 0, [0.5, 0.999] on rank 1"),
     ("membership", "param group 0 is 2 parameters"),
-    ("frozen", "parameter '0.weight' is float32 [2, 2] in unit root on rank 0, float32 [2, 2] (frozen)"),
+    ("frozen", "parameter 0 is 0.weight: float32 [2, 2] in unit root on rank 0, 0.weight: float32 [2, 2] (frozen)"),
     ("schedule", "gamma is 0.9 on rank 0, 0.1 on rank 1")])
 def test_scripts_whose_ranks_have_other_optimizers_or_schedules_get_no_engine(kind: str, words: str) -> None:
     first, second = run_ranks(other_numbers, 2, kind)

@@ -14,7 +14,7 @@ from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.optim.schedulers import (DeepSpeedScheduler, LRRangeTest, LRSchedule, OneCycle, WarmupCosineLR,
                                        WarmupDecayLR, WarmupLR)
-from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.api.torch_interfaces import build_lr_schedule
 
 STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
 

@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed file whose effect is in the engine of zero.initialize: cast inputs, cycled momentum."""
+"""Keys of a DeepSpeed file in the engine of zero.initialize: their effects, and errors and notes in their words."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
+from megatron.config.cli import parse_args
+from megatron.config.zero_config import unused_offload_settings
+from megatron.errors import ConfigError
 from megatron.zero.hooks import iter_tensors, map_tensors
 
 
@@ -81,6 +84,75 @@ def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind(value: Any) ->
         assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
 
 
-def test_other_things_are_handed_on() -> None:
-    value = [None, 3, "word", Tensor]
-    assert map_tensors(value, lambda tensor: tensor + 1) == value and not [*iter_tensors(value)]
+# ---- errors and notes name keys --------------------------------------------------------------------------------------
+
+KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+
+
+def initialized(**keys: Any) -> zero.Engine:
+    """Of a dict, at stage 3."""
+    return zero.initialize(model=nn.Linear(8, 8), config={**KEYS, "zero_optimization": {"stage": 3, **keys}})[0]
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize(("more", "told"), [
+    ({}, "{}.device nvme needs {}.nvme_path"),
+    ({"nvme_path": "/nowhere"}, "{}.nvme_path /nowhere: there is no such folder"),
+])
+def test_an_error_about_a_drive_names_keys_alone(section: str, more: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        initialized(**{section: {"device": "nvme", **more}})
+    assert told.replace("{}", f"zero_optimization.{section}") in str(caught.value) and "--" not in str(caught.value)
+
+
+def test_an_error_of_a_pass_names_keys_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zeros = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_param_persistence_threshold": 0}
+    engine = zero.initialize(model=model, config={**KEYS, "zero_optimization": zeros})[0]
+    with pytest.raises(ConfigError, match="and zero_optimization.stage3_max_live_parameters is 1: raise it"):
+        engine(torch.ones(1, 8))
+
+
+UNREAD = [
+    (["--offload-optimizer-nvme-path", "/x", "--offload-optimizer-buffer-count", "5"],
+     ["--offload-optimizer-nvme-path and --offload-optimizer-buffer-count have no effect here: the optimizer's state "
+      "is not offloaded without --offload-optimizer-device nvme"]),
+    (["--offload-update", "host", "--delayed-param-update", "--no-offload-optimizer-pin-memory"],
+     ["--offload-optimizer-pin-memory, --offload-update and --delayed-param-update have no effect here: the "
+      "optimizer's state is not offloaded without --offload-optimizer-device cpu"]),
+    (["--offload-param-device", "cpu", "--offload-param-buffer-size", "1e6", "--offload-optimizer-device", "cpu",
+      "--no-offload-optimizer-pipeline-write", "--no-offload-optimizer-pin-memory"],
+     ["--offload-optimizer-pipeline-write has no effect here: --offload-optimizer-device is cpu, not nvme",
+      "--offload-param-buffer-size has no effect here: --offload-param-device is cpu, not nvme"]),
+    (["--aio-queue-depth", "32", "--offload-optimizer-device", "cpu"],
+     ["--aio-queue-depth has no effect here: nothing is on a drive without --offload-optimizer-device nvme or "
+      "--offload-param-device nvme"]),
+    (["--aio-queue-depth", "32", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "/x",
+      "--no-offload-optimizer-pin-memory", "--no-offload-optimizer-pipeline-read"], []),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentences"), UNREAD)
+def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: list[str], sentences: list[str]) -> None:
+    assert list(unused_offload_settings(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
+
+
+def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.CaptureFixture[str]) -> None:
+    initialized(offload_optimizer={"nvme_path": "/x", "buffer_count": 5}, offload_param={"max_in_cpu": 0})
+    there = "zero_optimization.offload_"
+    assert [line for line in capsys.readouterr().out.splitlines() if "no effect" in line] == [
+        f"config: {there}optimizer.nvme_path and {there}optimizer.buffer_count have no effect here: the optimizer's "
+        f"state is not offloaded without {there}optimizer.device nvme",
+        f"config: {there}param.max_in_cpu has no effect here: the parameters are not offloaded without "
+        f"{there}param.device nvme"]
+
+
+def test_defaults_that_are_written_out_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sections of DeepSpeed's guide, whose switches are off."""
+    guide = {"device": "cpu", "nvme_path": None, "pin_memory": False, "buffer_count": 4, "fast_init": False}
+    for device in ("cpu", "none"):
+        initialized(offload_optimizer={**guide, "device": device, "pipeline_read": False, "pipeline_write": False},
+                    offload_param={"device": device, "nvme_path": None, "buffer_count": 5, "buffer_size": 1e8,
+                                   "max_in_cpu": 1e9, "pin_memory": False})
+    said = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert len(said) == 2 and all(line.endswith("the device is the host") for line in said)

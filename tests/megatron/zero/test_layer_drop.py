@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,16 +91,6 @@ def test_the_names_of_deepspeed_answer() -> None:
     assert off.pld_enabled() is False and off.pld_params() is False
     step(off)
     assert off.module.given == [{}]
-
-
-def test_a_resumed_engine_goes_on_at_its_theta(tmp_path: Path) -> None:
-    engine = made(Model(), enabled=True, theta=0.5, gamma=0.1)
-    step(engine, 3)
-    engine.save_checkpoint(tmp_path)
-    again = made(Model(), enabled=True, theta=0.5, gamma=0.1)
-    assert again.get_pld_theta() == 1.0
-    again.load_checkpoint(tmp_path)
-    assert again.get_pld_theta() == engine.get_pld_theta() != 1.0
 
 
 def test_a_model_that_does_not_take_it_is_refused_by_name() -> None:

@@ -210,8 +210,3 @@ def test_rank_0_alone_speaks_and_names_what_has_no_effect(tmp_path: Path) -> Non
     assert "zero_optimization.stage3_max_live_parameters 5 has no effect at stage 2" in first
     assert "2 ranks on this node compute on" in first
     assert len(first.splitlines()) == 4
-
-
-def test_auto_beside_a_number_is_resolved_and_printed(capsys: Any) -> None:
-    trained(0, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps=2)
-    assert 'train_micro_batch_size_per_gpu "auto": 2' in capsys.readouterr().out

@@ -28,7 +28,7 @@ from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, Model, first, gradient, samples_of
-from tests.megatron.zero.offload.test_ferry import homes
+from tests.megatron.zero.offload.test_equal import storages
 from tests.megatron.zero.offload.test_two_sides import REASONS
 from tests.megatron.zero.run import (Run, assemble, configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss,
                                      join_tensor_parallel, master_runs, state)
@@ -185,7 +185,7 @@ def _at_home(rank: int, world: int, folder: Path, stage: int, tp: int) -> list[s
     layout, found = Layout(world, tp, stage, 2), []
     with accelerator_side():
         wanted = _trained(rank, world, layout, {"bf16": True})
-        for name, home in homes(folder, stage, stage).items():
+        for name, home in storages(folder, stage, stage, True).items():
             with late_copy_streams():
                 if not alike(_trained(rank, world, layout, {"bf16": True, **home}), wanted):
                     found.append(name)

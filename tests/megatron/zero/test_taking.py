@@ -118,12 +118,3 @@ def test_weights_that_were_being_gathered_are_given_back(stage: int, tmp_path: P
     engine.step()
     with zero.GatheredParameters(list(engine.module.parameters())):
         pass
-
-
-def test_inside_of_two_no_sync_blocks_the_outer_one_goes_on() -> None:
-    engine = zero.initialize(model=Model(), config=config())[0]
-    with engine.no_sync():
-        with engine.no_sync():
-            pass
-        assert engine.inside_no_sync_ctxt
-    assert not engine.inside_no_sync_ctxt

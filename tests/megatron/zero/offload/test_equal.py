@@ -1,8 +1,10 @@
-"""Wherever the optimizer's state lives, training is the same, bit for bit: losses, norms, weights and states."""
+"""Wherever the optimizer's state is stored, training is the same, bit for bit: losses, norms, weights and states; on an
+accelerator also if copies between device and host are as late as allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
+from megatron.zero.offload.storage import DeviceStorage, HostStorage, StreamingHostStorage
 from mpu import groups
 from tests.distributed import run_ranks
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.swap_files import open_swap_files
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, kept, work
+from tests.wires import accelerator_side
 
-STEPS, ROWS, LENGTH, VOCABULARY = 20, 4, 8, 61
+ROWS, LENGTH, VOCABULARY = 4, 8, 61
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {}, "bf16": {"bf16": True},
@@ -46,14 +51,38 @@ def on_params(folder: Path, size: int) -> dict[str, Any]:
             "offload_param_buffer_size": size}
 
 
-def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
-    """Those to compare in a cell."""
-    found = {"cpu": {"offload_optimizer_device": "cpu"}, "nvme": {**everywhere(folder, stage), **WAYS[number % 4]},
-             "nvme, a share": {**everywhere(folder, stage), "offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}}
-    if stage == 3:
-        found |= {"params": on_params(folder, 3000 * (number % 4 + 1)), "both on cpu": {
-            "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}}
-    return found
+def storages(folder: Path, stage: int, number: int, on_accelerator: bool) -> dict[str, dict[str, Any]]:
+    """Settings to compare, by name; the name begins with the class of storage."""
+    everything = everywhere(folder, stage)
+    ratio = {"offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}
+    if not on_accelerator:
+        found = {"cpu": {"offload_optimizer_device": "cpu"}, "nvme": {**everything, **WAYS[number % 4]},
+                 "nvme, a part": {**everything, **ratio}}
+        return found if stage < 3 else {
+            **found, "params": on_params(folder, 3000 * (number % 4 + 1)),
+            "both on cpu": {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}}
+    host, device = ({"offload_optimizer_device": "cpu", "offload_update": side, "sub_group_size": 3072}
+                    for side in ("host", "device"))
+    found = {"host": host, "device": device, "nvme": everything, "host, a part": {**host, **ratio},
+             "device, a part": {**device, **ratio}, "nvme, a part": {**everything, **ratio}}
+    params = {"offload_param_device": "cpu"}
+    return found if stage < 3 else {
+        **found, "params": params, "host, a part, params": {**host, **ratio, **params},
+        "device, a part, params": {**device, **ratio, **params},
+        "host, params": {**host, **params}, "device, params": {**device, **params},
+        "host, params on nvme": {**host, **on_params(folder, 3000 * (number % 4 + 1))},
+        "device, params on nvme": {**device, **on_params(folder, 5000)}}
+
+
+CLASSES = {"host": HostStorage, "device": StreamingHostStorage, "nvme": NvmeStorage, "cpu": DeviceStorage,
+           "both on cpu": DeviceStorage, "params": DeviceStorage}
+
+
+@contextmanager
+def on_side(is_accelerator: bool) -> Iterator[None]:
+    """The device is an accelerator whose copies are late; or the host."""
+    with accelerator_side(is_accelerator), late_copy_streams() if is_accelerator else nullcontext():
+        yield
 
 
 def cells(world: int) -> Iterator[dict[str, Any]]:
@@ -98,49 +127,56 @@ def alike(one: Any, other: Any) -> bool:
     return one == other or one != one and other != other
 
 
-def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
-    """Cells in which a home changed something."""
-    found = []
-    for number, cell in [*enumerate(cells(world))][numbers]:
-        grid, rows = groups.build(cell["model_parallel_size"]), batches(STEPS)
-        expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
+def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], steps: int,
+                on_accelerator: bool) -> list[str]:
+    """Cells in which a storage changed something."""
+    wrong = []
+    for number, cell in [found for found in enumerate(cells(world)) if found[0] in numbers]:
+        grid, rows = groups.build(cell["model_parallel_size"]), batches(steps)
+        with accelerator_side(on_accelerator):
+            expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
         assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
-        for name, home in homes(folder, cell["zero_stage"], number).items():
-            engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-            assert isinstance(engine.engine_storage.optimizer, NvmeStorage) == name.startswith("nvme")
-            assert len({bucket.storage for bucket in engine.buckets}) == 1 + ("share" in name)
-            if not alike(outcome(engine, rows), expected):
-                found.append(f"{name}: {cell}")
-            engine.detach()
-    return found
+        for name, settings in storages(folder, cell["zero_stage"], number, on_accelerator).items():
+            with on_side(on_accelerator):
+                engine = gpt2_engine(configure_gpt2(**cell, **settings), grid)
+                assert type(engine.engine_storage.optimizer) is CLASSES[name.partition(",")[0]]
+                assert len({bucket.storage for bucket in engine.buckets}) == 1 + ("a part" in name)
+                if not alike(outcome(engine, rows), expected):
+                    wrong.append(f"{name}: {cell}")
+                engine.detach()
+    return wrong
 
 
+def check(folder: Path, world: int, *arguments: Any) -> None:
+    assert run_ranks(differences, world, folder, *arguments, timeout=900) == [[]] * world
+    assert not open_swap_files(folder), "something was left behind"
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_home_changes_no_bit(tmp_path: Path, world: int) -> None:
+def test_storage_changes_no_bit(tmp_path: Path, world: int, on_accelerator: bool) -> None:
     """Each stage and each precision once."""
-    check(tmp_path, world, slice(0, None, 4))
+    numbers, steps = ([0, 5, 7], 6) if on_accelerator else ([0, 4, 8], 20)
+    check(tmp_path, world, numbers, steps, on_accelerator)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_accelerator", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_no_home_changes_a_bit_in_any_cell(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, slice(None))
-
-
-def check(folder: Path, world: int, numbers: slice) -> None:
-    assert run_ranks(differences, world, folder, numbers, timeout=600) == [[]] * world
-    assert not open_swap_files(folder), "something was left behind"
+def test_storage_changes_no_bit_in_any_cell(tmp_path: Path, world: int, on_accelerator: bool) -> None:
+    check(tmp_path, world, range(9), 20, on_accelerator)
 
 
 def test_one_part_that_is_not_written_back_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     store, calls = NvmeShard.start_write, count()
 
-    def store_most(shelf: NvmeShard, *args: Any) -> None:
+    def store_most(shard: NvmeShard, *args: Any) -> None:
         if next(calls) != 100:
-            store(shelf, *args)
+            store(shard, *args)
 
     monkeypatch.setattr(NvmeShard, "start_write", store_most)
-    cell, rows, home = next(cells(1)), batches(STEPS), homes(tmp_path, 1, 0)["nvme"]
-    plain, marred = (outcome(gpt2_engine(configure_gpt2(**cell, **more), groups.build(1)), rows) for more in ({}, home))
+    cell, rows, settings = next(cells(1)), batches(20), storages(tmp_path, 1, 0, False)["nvme"]
+    plain, marred = (outcome(gpt2_engine(configure_gpt2(**cell, **more), groups.build(1)), rows)
+                     for more in ({}, settings))
     assert next(calls) > 120 and not alike(plain, marred)

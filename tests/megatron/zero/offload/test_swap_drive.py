@@ -229,12 +229,6 @@ def test_a_file_system_that_can_do_less_keeps_tiles_as_well(make_file: MakeFile,
         write_and_check(file, tile)
 
 
-def test_a_full_disk_is_known_when_the_file_is_made(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC))
-    with pytest.raises(StorageError, match=f"swap file state in .*: cannot make a file of 12 kB: .* free; .*{FLAG}"):
-        make_file(sizes=[PAGE_SIZE, 2 * PAGE_SIZE])
-
-
 def test_queued_requests_fail_when_the_file_is_closed(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make_file()
     gate, entered = threading.Event(), threading.Event()
@@ -262,21 +256,6 @@ def test_a_closed_file_is_gone_and_takes_no_request(make_file: MakeFile, tmp_pat
     for ask in (file.read, file.write):
         with pytest.raises(StorageError, match=f"{file.description} was closed before it could {ask.__name__} tile 0"):
             ask(0, page_aligned_bytes(SIZES[0], pinned=False))
-
-
-def test_a_file_that_is_dropped_during_a_write_is_gone_with_its_threads(tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, entered, former = threading.Event(), threading.Event(), set(threading.enumerate())
-    monkeypatch.setattr(os, "pwritev", delayed(os.pwritev, gate, entered))
-    file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", SIZES)
-    file.write(0, random_bytes(SIZES[0], 0))
-    assert entered.wait(20)
-    del file  # its thread has it for a moment longer
-    gate.set()
-    for thread in set(threading.enumerate()) - former:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert open_swap_files(tmp_path) == []
 
 
 def test_an_interrupted_write_is_an_error_until_the_next_one(make_file: MakeFile,
@@ -423,13 +402,6 @@ def test_the_probe_writes_and_reads_no_more_than_the_run_needs(tmp_path: Path, m
     set_free_space(monkeypatch, 40 * 8192)
     probe(tmp_path, 8192)
     assert offsets["pwritev"] == [0] and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("small_probe")
-def test_a_slow_drive_is_measured_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0.0, 0.1, 0.2, 9.0, 10.0, 20.0, 29.0, 30.0))
-    monkeypatch.setattr(swap_drive.time, "perf_counter", lambda: next(clock))
-    assert measure_rates(tmp_path, 4 << 20) == ((1 << 20) / 10, 3 * (1 << 20) / 10)
 
 
 @pytest.mark.usefixtures("small_probe")

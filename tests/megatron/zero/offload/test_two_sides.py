@@ -23,12 +23,11 @@ from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
 from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
 from megatron.zero.offload.copy_streams import GradOffloader
-from megatron.zero.offload.direct_io import page_aligned_zeros
 from mpu import groups
 from mpu.grads import row_norms
 from mpu.groups import SOLO
 from tests.distributed import run_ranks
-from tests.megatron.zero.offload.test_ferry import homes
+from tests.megatron.zero.offload.test_equal import storages
 from tests.megatron.zero.run import configure_gpt2
 from tests.two_sides import DEVICE, MixedSides, Sides, two_sides
 
@@ -53,9 +52,9 @@ def cases(folder: Path, world: int) -> Iterator[dict[str, Any]]:
     """Settings: stage x precision x home, each with one of the rules; half of two ranks are tensor parallel."""
     number = 0
     for stage, precision in product((1, 2, 3), PRECISIONS):
-        for home in homes(folder, stage, number).values():
+        for storage in storages(folder, stage, number, True).values():
             tp = 1 + number % 2 * (world - 1)
-            yield {"zero_stage": stage, **PRECISIONS[precision], **home, "optimizer": RULES[number % 4],
+            yield {"zero_stage": stage, **PRECISIONS[precision], **storage, "optimizer": RULES[number % 4],
                    "model_parallel_size": tp, "batch_size": 2, "vocab_size": 64,
                    "global_batch_size": 2 * (world // tp) * (1 + number // 4 % 2),
                    "checkpoint_activations": number % 3 == 1, "max_skipped_in_a_row": 3,
@@ -229,22 +228,11 @@ def sides() -> Iterator[Sides]:
         yield found
 
 
-def adam(on_host: int) -> None:
-    """Its kernel, with one of what it needs on the host, but for the weights themselves."""
-    where = [torch.device("cpu") if number == on_host else DEVICE for number in range(6)]
-    masters, grads, averages, squares = ([torch.ones(4, device=device)] for device in where[:4])
-    steps, scale = (torch.ones((), device=device) for device in where[4:])
-    torch._fused_adamw_(masters, grads, averages, squares, [], [steps], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0,
-                        eps=1e-8, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None)
-
-
 MIXED = {
     "a sum": lambda here, there: here + there,
     "a view, in place": lambda here, there: there.view(2, 2)[1, 1:].mul_(here[3:]),
     "a number of the device": lambda here, there: there * here.sum(),
     "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
-    "what the host allotted": lambda here, there: here + page_aligned_zeros(4, torch.float32, pinned=False),
-    "Adam's kernel": lambda here, there: adam(4),
     "a copy of the other stream": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_device.copy(
         there, here)}
 WAITS = {
@@ -272,7 +260,6 @@ def test_what_a_gpu_allows_is_neither(sides: Sides) -> None:
     here, there, streams = torch.ones(4, device=DEVICE), torch.ones(4), offload_plan.create_copy_streams(DEVICE)
     assert streams is not None
     with sides.watched() as waits:
-        adam(on_host=-1)
         streams.to_device.copy(here, there)
         streams.to_host.copy(there, here)
         for result in (here * there.sum(), torch.zeros_like(here), torch.zeros(3, device=here.device), here[:2].sum()):

@@ -1,7 +1,4 @@
-"""What else looks at the state, or changes it, where it is on NVMe: saves, loads, loans, the safe_ functions.
-
-Runs in one process are compared with the same run whose state is on the device.
-"""
+"""Offloaded state is saved, loaded, gathered and changed by hand as state on the device is."""
 
 from __future__ import annotations
 
@@ -13,19 +10,25 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megatron.config.tree import Config
+from megatron.config.tree import Config, build_config
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import StepScalars, UpdateSegment
+from megatron.plan.footprint import PlannedRun
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
+from megatron.zero.offload.chunk_sizes import OffloadRatio
+from megatron.zero.offload.storage import Location
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.offload.test_equal import alike, batches, everywhere, on_params, outcome, train
+from tests.late_copy_streams import late_copy_streams
+from tests.megatron.zero.offload.test_equal import (PRECISIONS, alike, batches, everywhere, on_nvme, on_params, on_side,
+                                                    outcome, storages, train)
 from tests.megatron.zero.run import configure_gpt2
+from tests.wires import accelerator_side
 
 Change = Callable[[Engine], None]
 
@@ -186,3 +189,111 @@ def test_a_drive_that_gets_no_weights_is_told_why(tmp_path: Path, threshold: int
     notes = [note for note in engine.notes if note.startswith(" note:")]
     assert len(notes) == (said is not None) and all(said in note for note in notes)
     engine.destroy()
+
+
+# ---- saves, loads and edits, on either side --------------------------------------------------------------------------
+
+CELLS = {"stage 2 fp32": {"zero_stage": 2, "batch_size": 2},
+         "stage 3 bf16": {"zero_stage": 3, "batch_size": 2, **PRECISIONS["bf16"]}}
+
+
+def engine_at(cell: dict[str, Any], home: dict[str, Any]) -> Engine:
+    return built(configure_gpt2(**cell, **home))
+
+
+def storages_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any]]:
+    return storages(folder, stage, 0, True) if side else {"nvme": everywhere(folder, stage)}
+
+
+def moved(rank: int, world: int, folder: Path, cell: dict[str, Any], side: bool) -> list[str]:
+    """A run that is saved and goes on in another home, through all of them."""
+    with on_side(side):
+        ways = [{}, *storages_of(folder / "drive", cell["zero_stage"], side).values(), {}]
+        ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive
+        rows = batches(2 + 2 * 9)
+        stayed = outcome(engine_at(cell, {}).core, rows)
+        losses: list[float] = []
+        for number, home in enumerate(ways):
+            engine = engine_at(cell, home)
+            if number:
+                engine.load_checkpoint(folder / str(number - 1))
+            if number + 1 == len(ways):
+                end = outcome(engine.core, rows[2 * number :])
+                return [] if alike([losses + end[0], *end[1:]], stayed) else ["it ends elsewhere"]
+            losses += train(engine.core, rows[2 * number : 2 * number + 2])
+            engine.save_checkpoint(folder / str(number))
+            engine.destroy()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_run_moves_through_all_homes(tmp_path: Path, cell: str, side: bool) -> None:
+    (tmp_path / "drive").mkdir()
+    assert run_ranks(moved, 2, tmp_path, CELLS[cell], side, timeout=300) == [[]] * 2
+
+
+def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any], side: bool) -> list[str]:
+    rows, ends = batches(5), {}
+    with on_side(side):
+        for name, home in {"stays": {}, **storages_of(folder, cell["zero_stage"], side)}.items():
+            engine = engine_at(cell, home)
+            train(engine.core, rows[:2])
+            change(engine)
+            ends[name] = outcome(engine.core, rows[2:])
+            engine.destroy()
+    return [name for name, end in ends.items() if not alike(end, ends["stays"])]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("change, cell, side", [
+    pytest.param(change, cell, side, marks=() if (place + other + side) % 2 else pytest.mark.slow)  # each change twice
+    for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)
+    for side in (False, True)])
+def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, cell: str, side: bool) -> None:
+    assert run_ranks(changed, 2, tmp_path, change, CELLS[cell], side, timeout=300) == [[]] * 2
+
+
+# ---- a part of the state ---------------------------------------------------------------------------------------------
+
+SIZES = [39_000, *[7_000] * 12]
+
+
+def test_whole_buckets_come_as_near_to_the_ratio_as_they_can() -> None:
+    for tenths in range(11):
+        ratio = OffloadRatio(tenths / 10)
+        offloaded = sum(size for size in SIZES if ratio.offloads_next(size))
+        assert abs(offloaded - tenths / 10 * sum(SIZES)) <= (7_000 / 2 if 0 < tenths < 10 else 0)
+    half = OffloadRatio(0.5)
+    assert [half.offloads_next(10) for _ in range(6)] == [True, False] * 3
+
+
+@pytest.mark.parametrize(("where", "line"), [
+    ("nvme", " offload: 0.55 of the optimizer's state leaves the device, by whole blocks (--offload-optimizer-ratio "
+             "0.5)"),
+    ("cpu", " note: --offload-optimizer-ratio 0.5 has no effect here: the optimizer's state is where the model is")])
+def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> None:
+    place = {"offload_optimizer_device": "cpu"} if where == "cpu" else on_nvme("optimizer", tmp_path)
+    engine = built(configured(None, **place, offload_optimizer_ratio=0.5))
+    assert line in engine.notes
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: str) -> None:
+    where = {"offload_optimizer_device": "cpu"} if home == "cpu" else on_nvme("optimizer", tmp_path)
+    config = build_config({"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
+                           "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "batch_size": 1,
+                           "zero_stage": stage,
+                           "stage3_param_persistence_threshold": 100, "offload_optimizer_ratio": ratio, **where})
+    grid = groups.build(1)
+    with accelerator_side(), late_copy_streams():
+        core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+        away = [bucket for bucket in core.buckets
+                if bucket.storage is core.engine_storage.optimizer and bucket.storage.location is not Location.DEVICE]
+        run = PlannedRun(config, 1, "cuda")
+        assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
+        assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
+        core.detach()

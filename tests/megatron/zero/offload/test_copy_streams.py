@@ -1,9 +1,9 @@
-"""On an accelerator: whatever is on the host, training is the same, bit for bit, however late copies are made."""
+"""Copies between device and host: each wait and each order counts."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -15,82 +15,15 @@ import torch
 
 from megatron.zero.offload import storage
 from megatron.zero.offload.copy_streams import GradOffloader, _CudaCopyEvent, _CudaCopyStream
-from megatron.zero.offload.storage import HostShard, HostStorage, StreamingHostStorage
-from megatron.zero.offload.nvme import NvmeStorage
+from megatron.zero.offload.storage import HostShard
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import LateCopyStream, late_copy_streams
-from tests.megatron.zero.offload.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
+from tests.megatron.zero.offload.test_equal import alike, batches, outcome, storages
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
-
-def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
-    few = {"sub_group_size": 3072}
-    host, device = ({"offload_optimizer_device": "cpu", "offload_update": side, **few} for side in ("host", "device"))
-    share = {"offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}
-    found = {"host": host, "device": device, "nvme": everywhere(folder, stage), "host, a share": {**host, **share},
-             "device, a share": {**device, **share}, "nvme, a share": {**everywhere(folder, stage), **share}}
-    if stage == 3:
-        params = {"offload_param_device": "cpu"}
-        found |= {"params": params, "host, a share, params": {**host, **share, **params},
-                  "device, a share, params": {**device, **share, **params},
-                  "host, params": {**host, **params}, "device, params": {**device, **params},
-                  "host, params on nvme": {**host, **on_params(folder, 3000 * (number % 4 + 1))},
-                  "device, params on nvme": {**device, **on_params(folder, 5000)}}
-    return found
-
-
-HOMES = {"host": HostStorage, "device": StreamingHostStorage, "nvme": NvmeStorage}
-
-
-def cells(world: int) -> Iterator[dict[str, Any]]:
-    for number, (stage, precision) in enumerate(product((1, 2, 3), PRECISIONS)):
-        tp, accumulation = 1 + number % 2 * (world - 1), 1 + number % 3 % 2
-        yield {"zero_stage": stage, **PRECISIONS[precision], "model_parallel_size": tp,
-               "checkpoint_activations": number % 2 == 1, "batch_size": ROWS // (world // tp) // accumulation,
-               "global_batch_size": ROWS}
-
-
-def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], steps: int) -> list[str]:
-    wrong = []
-    for number, cell in [found for found in enumerate(cells(world)) if found[0] in numbers]:
-        grid, rows = groups.build(cell["model_parallel_size"]), batches(steps)
-        with accelerator_side():
-            expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
-            assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
-            for name, home in homes(folder, cell["zero_stage"], number).items():
-                with late_copy_streams():
-                    engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-                    assert name == "params" or isinstance(engine.engine_storage.optimizer,
-                                                          HOMES[name.partition(",")[0]])
-                    if "share" in name:
-                        assert len({bucket.storage for bucket in engine.buckets}) == 2, name
-                    if not alike(outcome(engine, rows), expected):
-                        wrong.append(f"{name}: {cell}")
-                    engine.detach()
-    return wrong
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_home_beside_an_accelerator_changes_no_bit(tmp_path: Path, world: int) -> None:
-    """Each stage and each precision once."""
-    check(tmp_path, world, [0, 5, 7], steps=6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_nor_in_any_cell(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, range(9), steps=20)
-
-
-def check(folder: Path, world: int, numbers: Sequence[int], steps: int) -> None:
-    assert run_ranks(differences, world, folder, numbers, steps, timeout=900) == [[]] * world
-    assert not list(folder.iterdir()), "something was left behind"
-
-
-# -- every wait counts ---------------------------------------------------------------------------------------------
 
 MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.storage"]
 
@@ -114,8 +47,8 @@ def lives(folder: Path) -> list[Any]:
     for stage, rows in product(both, (1, 2)):
         cell = {"zero_stage": stage, "bf16": True, "batch_size": rows, "global_batch_size": 2}
         for name in both[stage]:
-            found.append(life(cell | homes(folder, stage, 0)[name]))
-    return [*found, life(cell | homes(folder, stage, 0)["host"] | {"delayed_param_update": True})]
+            found.append(life(cell | storages(folder, stage, 0, True)[name]))
+    return [*found, life(cell | storages(folder, stage, 0, True)["host"] | {"delayed_param_update": True})]
 
 
 def life(cell: dict[str, Any]) -> list[Any]:
@@ -153,8 +86,7 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
 
 ORDERS = {
     "a set comes before it has gone": lambda: patch.object(
-        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None),
-        create=True),
+        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None)),
     "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
     "a sum goes up before it came": lambda: patch.object(
         GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)
@@ -169,7 +101,7 @@ def test_no_order_can_be_left_out(what: str, tmp_path: Path) -> None:
 
 
 def gathered_too_soon(rank: int, world: int, folder: Path) -> str:
-    cell = {"zero_stage": 3, "batch_size": 1, "global_batch_size": 2, **homes(folder, 3, 0)["params"]}
+    cell = {"zero_stage": 3, "batch_size": 1, "global_batch_size": 2, **storages(folder, 3, 0, True)["params"]}
     with accelerator_side(), late_copy_streams(), patch.object(LateCopyStream, "collectives_after_copies",
                                                                lambda lane: nullcontext()):
         try:
