@@ -213,7 +213,7 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
         around = path_of[require_fsdp_state(member.root.module)]
         for bucket in member.unit.buckets:  # renamed for the larger model
             bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, buffer_pool)
-        member.unit = replace(member.unit, index=number, name=path)
+        member.unit = Unit(number, path, member.unit.module, member.unit.buckets)
     kept = {member.unit for member in inner if member.settings.is_kept_for_backward}
     kept |= {unit} if settings.is_kept_for_backward else set()
     units = [unit, *(member.unit for member in inner)]

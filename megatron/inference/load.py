@@ -160,7 +160,7 @@ class OpenedModel:
 
         def read(start: int, out: Tensor) -> None:
             self.read(kind, name, shape=shape, partition=partition, tp_rank=tp.rank, tp_size=tp.size,
-                              offset=start, out=out)
+                      offset=start, out=out)
 
         return read
 
