@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.storage import parse_error_text
 from megatron.errors import CheckpointError, ConfigError
 
 HF_CONFIG_FILE = "config.json"
@@ -35,10 +36,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: not JSON (nested too deeply)") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({parse_error_text(error)})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
     return value

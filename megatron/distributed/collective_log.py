@@ -153,11 +153,6 @@ class CollectiveLogSnapshot:
             return f"the gradients of {self.awaited_reduction[1]}", ""
         return self.entry_at(self.blocking_entry) or self.entry_at(self.entry_count - 1) or ("the beginning", "")
 
-    def uses_after(self, number: int) -> list[UnitUse] | None:
-        """The uses recorded after entry `number`; None if some of them were overwritten."""
-        is_complete = len(self.uses) < MAX_ENTRIES or self.uses[0][2] <= number
-        return [use for use in self.uses if use[2] > number] if is_complete else None
-
     def pack(self) -> list[Any]:
         """The log as a JSON value that holds each text once."""
         texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
@@ -214,10 +209,9 @@ def _diverging_uses(records: Sequence[CollectiveLogSnapshot], number: int) -> di
     first = min(record.first_number for record in records)
     barrier = max((place for place in range(first, number) for record in records if (
         record.entry_at(place) or FORGOTTEN_ENTRY)[0] in BARRIER_ENTRIES | {BACKWARD_END}), default=first - 1)
-    uses = [record.uses_after(barrier) for record in records]
-    if None in uses:
-        return {}
-    for together in zip_longest(*(known or [] for known in uses)):
+    if any(len(record.uses) == MAX_ENTRIES and record.uses[0][2] > barrier for record in records):
+        return {}  # some of these uses were overwritten
+    for together in zip_longest(*([use for use in record.uses if use[2] > barrier] for record in records)):
         known = [use for use in together if use is not None]
         if len({what for what, _, _ in known}) > 1:
             is_earlier = any(count <= number for _, _, count in known)

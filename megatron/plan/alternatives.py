@@ -2,7 +2,8 @@
 
 Every alternative is checked like a run that is started with these flags. `suggest_changes` lists single flag
 changes that save memory, the cheapest first; `cheapest_fit` picks the least slowdown that fits a card. Slowdowns
-are rough published percentages of a step: good enough to order choices, no forecast.
+are rough published percentages of a step: good enough to order choices, no forecast. `oom_hint` suggests changes to a
+run that is out of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from megatron.errors import ConfigError
 from megatron.plan.activations import Device
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import PhaseMemory, peak_memory
-
 
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
               StatePlacement("nvme", "nvme"))

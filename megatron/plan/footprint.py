@@ -27,7 +27,6 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2  # AdamW's moments per weight
 MUON_WIRE_BYTES = 2  # bytes per element of a matrix that is gathered for Muon
-MAX_TILE = 2**24  # largest tile of an optimizer step, in elements
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,9 @@ class PlannedRun:
     @property
     def tile_numel(self) -> int:
         """Elements of an optimizer step at a time."""
-        return min(MAX_TILE, align(self.config.zero.sub_group_size))
+        from megatron.optim.adam import MAX_TILE_NUMEL
+
+        return min(MAX_TILE_NUMEL, align(self.config.zero.sub_group_size))
 
     @property
     def nvme_bytes(self) -> int:

@@ -6,8 +6,9 @@ Memory is computed at each phase (init, loss, backward of each block, reduction,
     optimizer     fp32 masters (unless they are the parameters) and moments
     activations   tensors saved by autograd, and gradients of activations in flight (activations.py)
     buffers       gathered units, full gradients before reduction, collectives, chunks of logits
-The rules are those of the engine and the loss kernels; tests compare them with real allocations. Not included:
-allocator rounding, the CUDA context, library workspaces (`USABLE_FRACTION` leaves room for them).
+The rules are those of the engine and the loss kernels, whose block sizes are imported where they are used: the command
+line is checked without torch. Tests compare the results with real allocations. Not included: allocator rounding, the
+CUDA context, library workspaces (`USABLE_FRACTION` leaves room for them).
 """
 
 from __future__ import annotations
@@ -22,15 +23,7 @@ from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
 USABLE_FRACTION = 0.92
 """Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation."""
-# Sizes of the loops described here; a test compares them with the modules that have these loops.
-CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES = 104 << 20, 1 << 30  # logits at a time
-CPU_BLOCK_ROWS = 64  # rows of them in fp32 at a time
-CUDA_TILE_ROWS = 128  # chunks are multiples of these
-CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
-CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
-CPU_ADAM_BLOCK = 2**17  # 16-bit gradients that Adam widens at a time, a thread
 CPU_THREADS = 16  # of a rank, at most: the machine is not known here
-INIT_ELEMENTS_CPU, INIT_ELEMENTS_CUDA = 2**16, 2**25  # initial weights drawn at a time
 INIT_BYTES_PER_ELEMENT = 22  # bytes of an initial weight while it is drawn
 
 
@@ -110,7 +103,9 @@ def _init_phase(run: PlannedRun) -> PhaseMemory:
 
     def init_bytes(layout: FlatLayout, parameters: Iterable[Slot]) -> int:
         """Of a bucket while it is filled: first the full bucket, then its lasting part and scratch for drawing."""
-        at_a_time = INIT_ELEMENTS_CPU if run.device == "cpu" else INIT_ELEMENTS_CUDA
+        from mpu.weight_init import ACCELERATOR_BLOCK, CPU_BLOCK
+
+        at_a_time = CPU_BLOCK if run.device == "cpu" else ACCELERATOR_BLOCK
         scratch = INIT_BYTES_PER_ELEMENT * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
         return max(layout.numel * run.param_bytes, lasting_bytes(layout) + scratch)
 
@@ -134,27 +129,21 @@ def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
 
 def _logits_bytes(run: PlannedRun, fresh: bool) -> int:
     """Memory of linear_cross_entropy; `fresh`: it may write its weight gradient directly into the bucket."""
+    from mpu.cross_entropy import CPU_BLOCK_ROWS, CPU_CHUNK_BYTES, SLAB_COLUMNS, accelerator_rows_per_chunk
+
     tokens, columns, width = run.activations.tokens, run.vocab_columns, run.config.model.hidden_size
     on_cpu = run.device == "cpu"
-    rows = cuda_logit_rows(tokens, columns, run.param_bytes)
-    if on_cpu:
-        rows = min(max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.param_bytes)), tokens)
+    rows = min(tokens, max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.param_bytes))) if on_cpu else \
+        accelerator_rows_per_chunk(tokens, columns, run.param_bytes)
     block = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # a GPU kernel works in place
     held = rows * columns * run.param_bytes + 2 * tokens * FP32  # losses and their weights
     total = run.param_bytes if rows >= tokens else FP32
     in_place = fresh and (total == run.grad_bytes or not on_cpu and run.grad_bytes == FP32)
     if not in_place:
         held += columns * width * total
-    slab = min(CPU_SLAB_COLUMNS, columns) * width * run.param_bytes if on_cpu and run.param_bytes < FP32 else 0
+    slab = min(SLAB_COLUMNS, columns) * width * run.param_bytes if on_cpu and run.param_bytes < FP32 else 0
     rounded = 0 if fresh or total == run.param_bytes else columns * width * run.param_bytes
     return held + max(block, slab, rounded)
-
-
-def cuda_logit_rows(tokens: int, columns: int, element: int) -> int:
-    """Rows of a chunk of logits on a GPU: as few chunks as memory allows, about equal."""
-    most = max(1, CUDA_CHUNK_BYTES // (columns * element) // CUDA_TILE_ROWS) * CUDA_TILE_ROWS
-    chunks = max(1, -(-tokens // most))
-    return min(tokens, -(-tokens // chunks // CUDA_TILE_ROWS) * CUDA_TILE_ROWS)
 
 
 def _backward_phase(run: PlannedRun, block: int, first: bool, last: bool) -> PhaseMemory:
@@ -219,7 +208,9 @@ def _grad_shard_bytes(run: PlannedRun, layout: FlatLayout) -> int:
 
 def _sum_scratch_bytes(run: PlannedRun, layout: FlatLayout) -> int:
     """The accumulator of our own CPU reduction."""
-    return 0 if run.num_shards == 1 or run.device == "cuda" else min(CPU_SUM_BLOCK, layout.shard_numel) * FP32
+    from mpu.backends import SUM_BLOCK
+
+    return 0 if run.num_shards == 1 or run.device == "cuda" else min(SUM_BLOCK, layout.shard_numel) * FP32
 
 
 def _reduction_bytes(run: PlannedRun, layout: FlatLayout, first: bool) -> int:
@@ -264,6 +255,8 @@ def _num_gathered_blocks(run: PlannedRun, block: int) -> int:
 
 def _update_phase(run: PlannedRun) -> PhaseMemory:
     """Norm, Adam and the new weights, a tile at a time; the host's new weights are copied to the device."""
+    from megatron.optim.adam import CACHE_TILE_NUMEL
+
     layouts = run.root, run.persistent, run.block
     numel = max(layout.shard_numel for layout in layouts)
     waiting = _gradient_bytes(run, run.num_layers, False, True)[1] if _uses_grad_buffers(run) else 0
@@ -277,7 +270,7 @@ def _update_phase(run: PlannedRun) -> PhaseMemory:
     elif (on_device or run.device == "cpu") and run.grad_sum_bytes < FP32:
         tile = min(run.tile_numel, numel)  # widened to fp32; Adam reads 16 bits on a GPU, and widens blocks on a CPU
         if run.config.optim.optimizer in ("adam", "adamw"):
-            tile = 0 if run.device == "cuda" else min(tile, CPU_THREADS * CPU_ADAM_BLOCK)
+            tile = 0 if run.device == "cuda" else min(tile, CPU_THREADS * CACHE_TILE_NUMEL)
         buffers += tile * FP32
     if matrices := max(map(run.matrices_numel, layouts)):  # Muon
         # this rank's part of a bucket and the parts of all ranks; four copies of a matrix, and its square products

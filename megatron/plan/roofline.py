@@ -26,7 +26,6 @@ from megatron.errors import PeerError
 from megatron.launch.supervisor import die_with_parent
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.memory import CPU_BLOCK_ROWS
 from megatron.train.flops import peak_tflops
 
 
@@ -140,6 +139,8 @@ def _update(planned: PlannedRun, rates: MachineRates) -> float:
 
 def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
     """Seconds of data parallel and of tensor parallel collectives."""
+    from mpu.cross_entropy import CPU_BLOCK_ROWS
+
     acts, data_parallel, tensor_parallel = planned.activations, 0.0, 0.0
     if planned.dp > 1:  # each unit is reduced, and gathered from stage 1 on
         count = (planned.num_layers + 1) * (planned.accumulation if planned.policy.grads_are_sharded else 1)

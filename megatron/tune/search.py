@@ -57,8 +57,12 @@ def available_memory(requested: PlannedRun, gb: float | None) -> MemoryBudget:
     given = None if gb is None else gb * 2**30
     if requested.device == "cpu":
         return MemoryBudget(_host_bytes_per_rank(requested.ranks) if given is None else given)
-    return MemoryBudget((_free_gpu_bytes(requested.ranks) if given is None else given) * USABLE_FRACTION,
-                        _host_bytes_per_rank(requested.ranks))
+    if given is None:  # of the fullest of the GPUs that the ranks use, the first visible ones
+        try:
+            given = min(map(float, query_gpus("memory.free")[:requested.ranks])) * 2**20
+        except ValueError as error:
+            raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
+    return MemoryBudget(given * USABLE_FRACTION, _host_bytes_per_rank(requested.ranks))
 
 
 def _host_bytes_per_rank(ranks: int) -> float:
@@ -66,14 +70,6 @@ def _host_bytes_per_rank(ranks: int) -> float:
     if available is None:
         raise ConfigError("the memory of this machine is not known here: give --card-gb")
     return max(0.0, available / ranks - LIBRARY_BYTES)
-
-
-def _free_gpu_bytes(ranks: int) -> float:
-    """Of the fullest of the GPUs that the ranks use, the first visible ones."""
-    try:
-        return min(map(float, query_gpus("memory.free")[:ranks])) * 2**20
-    except ValueError as error:
-        raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
 
 
 def query_gpus(field: str) -> list[str]:

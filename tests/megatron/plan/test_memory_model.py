@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import megatron.plan.footprint
 import megatron.plan.memory
 import mpu.cross_entropy
 import mpu.weight_init
@@ -20,7 +19,7 @@ from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
 from megatron.optim.rule import StepScalars, UpdateSegment
-from megatron.plan.footprint import PlannedRun
+from megatron.plan.footprint import MOMENTS_PER_WEIGHT, PlannedRun
 from megatron.plan.memory import all_phases, peak_memory, step_phases
 from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
@@ -148,7 +147,6 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
 def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: dict[str, Any],
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpu.cross_entropy, "CPU_CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(megatron.plan.memory, "CPU_CHUNK_BYTES", 1 << 16)
     check(1, [{"bf16": True, "vocab_size": 3000, **values}])
 
 
@@ -196,21 +194,6 @@ def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> 
     assert saved_bytes(three) - saved_bytes(two) == PlannedRun(three, device="cpu").activations.block
 
 
-def test_the_sizes_of_loops_are_those_of_the_code() -> None:
-    memory, loss = megatron.plan.memory, mpu.cross_entropy
-    assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
-        loss.CPU_CHUNK_BYTES, loss.CPU_BLOCK_ROWS, loss.SLAB_COLUMNS)
-    for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
-        assert memory.cuda_logit_rows(tokens, columns, element) == loss.accelerator_rows_per_chunk(tokens, columns,
-                                                                                                   element)
-    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.backends.SUM_BLOCK
-    assert (memory.INIT_ELEMENTS_CPU, memory.INIT_ELEMENTS_CUDA) == (
-        mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
-    assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
-    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
-    assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
-
-
 def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
     """On a GPU its kernel reads them as they are (adam_kernel.py), on a CPU what fits the caches (adam.py)."""
     def buffers(device: Any, **values: Any) -> int:
@@ -226,6 +209,7 @@ def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
+    assert MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
     taken: list[int] = []
     empty = torch.empty
     count, narrow = 3 * 2 ** 17, torch.bfloat16
@@ -235,7 +219,7 @@ def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
             patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
         adam.AdamW().step_many([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
                                StepScalars.for_applied_step(1.0, 0, CPU))
-    assert taken == [min(count, threads * megatron.plan.memory.CPU_ADAM_BLOCK)]
+    assert taken == [min(count, threads * adam.CACHE_TILE_NUMEL)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
