@@ -224,15 +224,12 @@ def find_damage(path: str) -> CorruptStreamError | None:
     not have shown yet. Reads the whole file. None: no damage, or unknown."""
     if not is_compressed(path) or not os.path.isfile(path):  # a pipe cannot be read again
         return None
-    try:
-        with open_decompressed(path) as file:
-            while file.read1(OUTPUT_BYTES):
-                pass
-    except CorruptStreamError as damage:
-        return damage
-    except OSError:
-        pass  # an I/O error: report what was found before
-    return None
+    damage: CorruptStreamError | None = None
+    more = b"more"
+    with suppress(OSError), open_decompressed(path) as file:  # an I/O error: report what was found before
+        while more and not damage:
+            more, damage = read_until_damage(file, OUTPUT_BYTES)
+    return damage
 
 
 @contextmanager

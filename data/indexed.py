@@ -241,6 +241,7 @@ class IndexedCorpus:
         self.num_tokens = int(self._starts[-1])
         self.num_documents = header.boundaries - 1
         self.facts = read_corpus_facts(f"{self.prefix}.json")
+        self.tokenizer = self.facts.tokenizer if self.facts else None
         if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
         if self.facts and (found := corpus_identity(self._index, self._bin)) != (identity := self.facts.identity):

@@ -92,8 +92,8 @@ def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
 
 
 def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
-    """Path -> record of the shards that a folder stands for: a stage's, or one part of a split. Checks that they are
-    complete. None for any other folder."""
+    """Path -> record of the shards that a folder stands for: a stage's, or one part of a split. Raises unless each
+    exists with its size, and no unlisted shard does. None for any other folder."""
     shards = read_shard_records(folder)
     if shards is None:
         if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
@@ -104,22 +104,17 @@ def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
         if not shards:
             return None
     found = {str(folder / name): shard for name, shard in shards.items()}
-    check_shards_complete(folder, found)
-    return found
-
-
-def check_shards_complete(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
-    """Raise unless every shard exists with its size, and no unlisted shard does."""
-    for path, shard in shards.items():
+    for path, shard in found.items():
         size = os.path.getsize(path) if os.path.isfile(path) else None
         if size is None or shard.size not in (None, size):
             raise DataError(f"{path}: expected {shard.size} bytes ({STAGE_FILE}), found "
                             f"{'no file' if size is None else size}; remove the folder and run its command again")
-    for place in {folder, *(Path(path).parent for path in shards)}:
+    for place in {folder, *(Path(path).parent for path in found)}:
         for name in sorted(os.listdir(place)):
-            if SHARD_PATTERN.fullmatch(name) and str(place / name) not in shards:
+            if SHARD_PATTERN.fullmatch(name) and str(place / name) not in found:
                 raise DataError(f"{place / name}: is not one of the shards that {STAGE_FILE} lists; if it is yours, "
                                 "move it out of the folder of that stage; else remove it")
+    return found
 
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, run_command
-from data.indexed import IndexedCorpus, TokenizerFacts
+from data.indexed import IndexedCorpus
 from data.storage import DataError, check_outputs_are_not_inputs, crc32, make_folder
 from data.writer import CorpusWriter, corpus_files
 
@@ -24,12 +24,11 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
     for other in map(IndexedCorpus, prefixes[1:]):  # opens, and so checks, everything before anything is written
         if other.dtype != first.dtype:
             raise DataError(f"cannot merge {first.prefix} ({first.dtype.name}) and {other.prefix} ({other.dtype.name})")
-        if _tokenizer_of(other) != _tokenizer_of(first):
+        if other.tokenizer != first.tokenizer:
             raise DataError(f"cannot merge {first.prefix} and {other.prefix}: different tokenizers "
-                            f"({_tokenizer_of(first)} and {_tokenizer_of(other)})")
+                            f"({first.tokenizer} and {other.tokenizer})")
     make_folder(Path(out).parent)
-    documents = tokens = 0
-    with CorpusWriter(out, tokenizer=_tokenizer_of(first), dtype=first.dtype) as writer:
+    with CorpusWriter(out, tokenizer=first.tokenizer, dtype=first.dtype) as writer:
         del first
         for corpus in map(IndexedCorpus, prefixes):  # one at a time: each needs eight bytes per document
             crc = 0
@@ -40,12 +39,7 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
                 raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
                                 f"found {crc:08x}; make this corpus again")
             writer.add_sizes(corpus.sizes)
-            documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
-    return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
-
-
-def _tokenizer_of(corpus: IndexedCorpus) -> TokenizerFacts | None:
-    return corpus.facts.tokenizer if corpus.facts else None
+    return f"{os.fspath(out)}: {writer.documents} documents, {writer.tokens} tokens of {len(prefixes)} corpora"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

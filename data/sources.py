@@ -243,7 +243,7 @@ class _DatasetBuilder:
         if name not in self.open_corpora:
             with prefix_data_errors(flag):
                 corpus = IndexedCorpus(self.resolve_prefix(name))
-                made_by = corpus.facts and corpus.facts.tokenizer
+                made_by = corpus.tokenizer
                 if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
                     raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
                                     f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "

@@ -50,12 +50,13 @@ class Tokenizer(ABC):
         return TokenizerFacts(self.name, self.fingerprint, self.vocab_size, self.eod)
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text; lone surrogates are replaced, everything else is restored by `decode`."""
 
-    def encode_array(self, text: str) -> NDArray[np.uint32]:
-        """The ids as an array; overridden by kinds that need no list for it."""
-        return np.array(self.encode(text), np.uint32)
+    def encode(self, text: str) -> list[int]:
+        """The same as a list."""
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
         """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if they do not add up."""
@@ -112,10 +113,6 @@ class GPT2BPETokenizer(Tokenizer):
             raise DataError(f"--vocab-file {vocab_file}: ids must be distinct integers from 0")
         return ids
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.encode_array(text).tolist()
-        return ids
-
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         ranks = self._engine.encode_to_ranks(text)
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
@@ -143,9 +140,6 @@ class ByteLevelTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.fingerprint = tokenizer_fingerprint(self.name)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "replace"))
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
@@ -178,8 +172,8 @@ class CharacterLevelTokenizer(Tokenizer):
         self.eod, self.vocab_size = self._unknown + 1, self._unknown + 2
         self.fingerprint = tokenizer_fingerprint(self.name, "".join(self._characters).encode())
 
-    def encode(self, text: str) -> list[int]:
-        return [self._ids.get(character, self._unknown) for character in text]
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        return np.array([self._ids.get(character, self._unknown) for character in text], np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64]:
         return np.array([*(len(character.encode()) for character in self._characters), 0, 0])
@@ -223,15 +217,15 @@ class SentencePieceTokenizer(Tokenizer):
             self.encode(f"a{rest}") == self.encode("a") + self.encode(rest) for rest in (" b", "  b", " \n", " "))
         self.safe_split_characters = " " if is_safe else ""
 
-    def encode(self, text: str) -> list[int]:
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
         text = text.encode("utf-8", "replace").decode("utf-8")
         if self._space_symbol_ids is None or self.SPACE not in text:
-            return list(self._model.encode(text))
+            return np.array(self._model.encode(text), np.uint32)
         first, *rest = text.split(self.SPACE)
         ids = list(self._model.encode(first))
         for part in rest:
             ids += self._space_symbol_ids + self._model.encode(part)
-        return ids
+        return np.array(ids, np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
         """None for a lossy model: changes to the text are not in the ids."""
