@@ -133,7 +133,7 @@ QUESTIONS: dict[str, Callable[[Engine], object]] = {
     "applied steps": lambda engine: engine.applied_steps,
     "steps of the optimizer": lambda engine: engine.core.counters.optimizer_steps,
     "an overflow": lambda engine: engine.optimizer.overflow,
-    "a printed line": lambda engine: list(engine.monitor._console_lines(engine, None)),
+    "a printed line": lambda engine: list(engine.monitor._console_lines(engine, 0.0)),
 }
 
 
