@@ -14,7 +14,7 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.eigenvalue import HessianEigensolver
+from megatron.zero.eigenvalue import BlockVectors
 from tests.distributed import run_ranks
 
 BLOCKS = 3
@@ -149,8 +149,8 @@ def test_they_are_alike_in_every_precision() -> None:
 
 def found_with_other_numbers(rank: int, world: int) -> tuple[list[float], list[int]]:
     """As if sums over ranks were not the same bits on each."""
-    dot = HessianEigensolver._dot
-    HessianEigensolver._dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
+    dot = BlockVectors.dot
+    BlockVectors.dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
     engine = made(eigenvalue={"tol": 1e-2})
     seen = looked_for(engine)
     step(engine)

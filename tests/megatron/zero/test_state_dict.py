@@ -130,31 +130,6 @@ def test_what_one_rank_does_in_a_loan_ends_it_on_all(stage: int, spoil: str) -> 
         assert mine == theirs and sentence in mine[0]
 
 
-def spoiled(rank: int, world: int, stage: int, where: str, folder: str) -> list[str]:
-    """A write by hand on one rank alone, which only that rank can see."""
-    engine, errors = made(stage, 1, bf16=True), []
-    train(engine)
-    if rank == 0:
-        with torch.no_grad():
-            engine.module.one.weight.copy_(torch.ones(7, 5))
-    x = torch.ones(2, 5, dtype=torch.bfloat16)
-    try:
-        if where == "step":
-            engine.backward(engine(x))
-            engine.step()
-        else:
-            engine.save_checkpoint(folder)
-    except ConfigError as error:
-        errors.append(str(error))
-    return errors
-
-
-@pytest.mark.parametrize(("stage", "where"), [(0, "step"), (0, "save"), (1, "step"), (1, "save"), (2, "step")])
-def test_what_only_one_rank_sees_is_refused_on_every_rank(tmp_path: Any, stage: int, where: str) -> None:
-    mine, theirs = run_ranks(spoiled, 2, stage, where, str(tmp_path))
-    assert mine == theirs and "one.weight was written to in place" in mine[0]
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_computed_of_lent_parameters_has_gradients_where_they_stay(stage: int) -> None:
     engine = made(stage, 1)

@@ -4,6 +4,7 @@ copy but where that is the point."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -222,12 +223,6 @@ def test_a_hidden_copy_of_a_step_is_seen(tmp_path: Path) -> None:
     assert found.endswith("copy_ from host to device")
 
 
-@pytest.fixture
-def sides() -> Iterator[Sides]:
-    with two_sides() as found:
-        yield found
-
-
 MIXED = {
     "a sum": lambda here, there: here + there,
     "a view, in place": lambda here, there: there.view(2, 2)[1, 1:].mul_(here[3:]),
@@ -241,28 +236,16 @@ WAITS = {
     "tensor": lambda here, there: torch.tensor([1.0], device=DEVICE),
     "many at once": lambda here, there: torch._foreach_copy_([here], [there]),
     "a mask": lambda here, there: here[here > 0]}
+ALLOWED = {
+    "a number of the host": lambda here, there: here * there.sum(),
+    "a copy to the device": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_device.copy(here, there),
+    "a copy to the host": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_host.copy(there, here)}
 
 
-@pytest.mark.parametrize("how", MIXED)
-def test_what_mixes_is_an_error(sides: Sides, how: str) -> None:
-    with pytest.raises(MixedSides):
-        MIXED[how](torch.ones(4, device=DEVICE), torch.ones(4))
-
-
-@pytest.mark.parametrize("how", WAITS)
-def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
-    with sides.watched() as waits:
-        WAITS[how](torch.ones(4, device=DEVICE), torch.ones(4))
-    assert len(waits) == 1
-
-
-def test_what_a_gpu_allows_is_neither(sides: Sides) -> None:
-    here, there, streams = torch.ones(4, device=DEVICE), torch.ones(4), offload_plan.create_copy_streams(DEVICE)
-    assert streams is not None
-    with sides.watched() as waits:
-        streams.to_device.copy(here, there)
-        streams.to_host.copy(there, here)
-        for result in (here * there.sum(), torch.zeros_like(here), torch.zeros(3, device=here.device), here[:2].sum()):
-            assert sides.of(result) == "device" and result.device == DEVICE
-        assert sides.of(there + 1) == "host"
-    assert waits == []
+@pytest.mark.parametrize("operations, blocking, mixes", [(MIXED, 0, True), (WAITS, 1, False), (ALLOWED, 0, False)])
+def test_mixed_sides_are_errors_and_waits_are_counted(operations: dict[str, Any], blocking: int, mixes: bool) -> None:
+    with two_sides() as sides:
+        for name, operation in operations.items():
+            with sides.watched() as waits, pytest.raises(MixedSides) if mixes else nullcontext():
+                operation(torch.ones(4, device=DEVICE), torch.ones(4))
+            assert len(waits) == blocking, name

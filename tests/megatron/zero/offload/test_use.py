@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -84,27 +83,6 @@ def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None
     everything = 12 * sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
     assert used.wait_seconds > 0 and used.read_bytes > 0 and used.written_bytes > everything, "weights go there, too"
     engine.destroy()
-
-
-KEPT: list[Engine] = []
-
-
-def train_and_return(folder: Path) -> None:
-    engine = built(configured(folder, zero_stage=3))
-    train(engine.core, batches(2))
-    KEPT.append(engine)  # nothing ends with the function
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
-def test_a_child_that_returns_without_destroy_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str],
-                                                             how: Literal["spawn", "forkserver"]) -> None:
-    child = multiprocessing.get_context(how).Process(target=train_and_return, args=(tmp_path,))
-    child.start()
-    child.join(100)
-    assert child.exitcode == 0
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr().err == ""
 
 
 RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3}
