@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 
 from megatron.distributed.exit_codes import prepare_streams, run, run_command, write_error
 from megatron.distributed.signals import exit_on_stop_signal
@@ -56,15 +57,12 @@ report = _command_of("megatron.report.cli")
 tune = _command_of("megatron.tune.cli")
 
 
-@_command
-def preprocess() -> int:
-    from data.cli import run_command
-    from data.preprocess import main
-    run_command(main)
+def _data_command(module: str) -> Callable[[], int]:
+    def start() -> int:
+        from data.cli import run_command
+        run_command(import_module(module).main)
+    return _command(start)
 
 
-@_command
-def webtext() -> int:
-    from data.cli import run_command
-    from data.webtext.__main__ import main
-    run_command(main)
+preprocess = _data_command("data.preprocess")
+webtext = _data_command("data.webtext.__main__")

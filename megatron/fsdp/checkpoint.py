@@ -45,15 +45,15 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
                     tag: str | int | None = None, *, scheduler: Any = None,
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
     """Save everything a resumed run needs; returns the tag, `global_step<N>` unless given. Collective."""
-    module, root = _prepare(model, "save_checkpoint()")
+    root = _prepare(model, "save_checkpoint()")
     folder, numbers = Path(save_dir), scalar_states(optimizer, root.trained)
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
     name = tag_of_iteration(steps) if tag is None else str(tag)
     all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
     on_rank_0(lambda: check_save_root_is_writable(folder, "save_dir"), root.dp)
     kinds = sharded_kinds(optimizer, root.trained)
-    with buffers_in_own_dtype(module):
-        buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
+    with buffers_in_own_dtype(root.module):
+        buffers = {bare: buffer.detach().cpu() for bare, buffer in root.module.named_buffers()}
     # the scalar state of each parameter, unless all share one step count
     scalars = {tuple(sorted(values.items())) for values in numbers.values()}
     has_one_step_count = (len(scalars) == 1 and {name for name, _ in next(iter(scalars))} == {"step"}
@@ -67,7 +67,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": buffers,
-        "tied": tied_tensor_names(module, root.buckets),
+        "tied": tied_tensor_names(root.module, root.buckets),
         "loop": {},
         "client_state": dict(client_state or {})}
     save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds),
@@ -81,7 +81,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
                     tag: str | int | None = None, *, scheduler: Any = None) -> dict[str, Any]:
     """Load the checkpoint `tag`, or the one named by `latest`, into the model and, if given, the optimizer and
     scheduler; returns its client_state. Collective."""
-    module, root = _prepare(model, "load_checkpoint()")
+    root = _prepare(model, "load_checkpoint()")
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
     all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
     all_succeed_or_raise(lambda: _check_compatible(found, root, optimizer), root.dp)
@@ -89,7 +89,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
                                   for bucket in root.buckets], root.dp)
     root.apply_master_edits()
     root.lineage = Lineage(found.manifest.commit_record)
-    for name, buffer in module.named_buffers():
+    for name, buffer in root.module.named_buffers():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])
     if optimizer is not None:
@@ -106,13 +106,13 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     return state
 
 
-def _prepare(model: nn.Module, what: str) -> tuple[nn.Module, FSDPRoot]:
+def _prepare(model: nn.Module, what: str) -> FSDPRoot:
     module = unwrap(model)
     root = require_fsdp_state(module).root
     if root.module is not module:
         raise ConfigError(f"{what} is for the outermost sharded module")
     prepare_all_ranks(module, what)
-    return module, root
+    return root
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ from megatron.fsdp.root import clip_grad_norm_
 from megatron.fsdp.sharded_tensor import ShardedParam, local_tensor, location_of
 from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
                                     resolve_group, shard_module, sharded_modules)
-from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, named_tensors,
-                                      prepare_all_ranks, summon_full_params, temporarily_replaced)
+from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, prepare_all_ranks,
+                                      summon_full_params, temporarily_replaced)
 from megatron.recompute import Recomputation
 from megatron.zero.partitioned_param import full_shape
 
@@ -212,12 +212,12 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     # ---- this rank's flat segments, without a collective ------------------------------------------------------------
 
-    def _split_tensors(self, what: str) -> OrderedDict[str, Any]:
-        """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
+    def _split_tensors(self, what: str) -> dict[str, Any]:
+        """Parameters and buffers themselves, by name. Raises ConfigError if parameters are gathered."""
         require_fsdp_state(self.module).root.check_idle(what)
-        return named_tensors(self.module)
+        return self.module.state_dict(keep_vars=True)
 
-    def local_state_dict(self) -> OrderedDict[str, Any]:
+    def local_state_dict(self) -> dict[str, Any]:
         """This rank's segments, and full buffers."""
         with buffers_in_own_dtype(self.module):
             state = self._split_tensors("local_state_dict()")

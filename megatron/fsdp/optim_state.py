@@ -23,7 +23,7 @@ from megatron.fsdp.sharded_tensor import (ShardedParam, gather_shards, local_par
                                           segment_like)
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (broadcast_nested, buckets_of, buffers_in_own_dtype, full_state_dict,
-                                      load_from_rank0, named_tensors, prepare_all_ranks)
+                                      load_from_rank0, prepare_all_ranks)
 from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import broadcast_json
@@ -151,7 +151,7 @@ def get_model_state_dict(model: nn.Module, *, options: Options = None) -> OptimS
         return full_state_dict(module, device="cpu" if options.cpu_offload else None,
                                everywhere=not options.cpu_offload, frozen=not options.ignore_frozen_params)
     with buffers_in_own_dtype(module):
-        state = named_tensors(module)
+        state = module.state_dict(keep_vars=True)
     for name, tensor in [*state.items()]:
         if options.ignore_frozen_params and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             del state[name]

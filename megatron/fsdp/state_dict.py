@@ -26,11 +26,6 @@ FULL_STATE_DICT_CALL = "a full state dict"
 _EXTRA_STATE = "_extra_state"
 
 
-def named_tensors(module: nn.Module) -> OrderedDict[str, Any]:
-    """Parameters and buffers themselves (not copies), by state dict name."""
-    return module.state_dict(keep_vars=True)  # type: ignore[return-value]  # torch's is an OrderedDict
-
-
 def buckets_of(module: nn.Module) -> list[FlatBucket]:
     return [bucket for member in sharded_modules(module).values() for bucket in member.unit.buckets]
 

@@ -23,7 +23,7 @@ from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
 from megatron.train.batches import MicroBatchSampler
-from megatron.train.compile import compile_model, set_matmul_precision
+from megatron.train.compile import compile_model, matmul_precision
 from megatron.train.input_checks import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
@@ -124,7 +124,7 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
     """The engine on `device`, with the flags' learning rate schedule. Applies torch.compile to the model as configured.
     """
-    set_matmul_precision(config, device)
+    torch.set_float32_matmul_precision(matmul_precision(config, device))
     compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]

@@ -110,10 +110,6 @@ def matmul_precision(config: Config, device: torch.device) -> str:
     return config.precision.matmul_precision or ("high" if device.type == "cuda" else "highest")
 
 
-def set_matmul_precision(config: Config, device: torch.device) -> None:
-    torch.set_float32_matmul_precision(matmul_precision(config, device))
-
-
 def arithmetic_precision(config: Config, device: torch.device) -> str:
     """Arithmetic of most matrix products: 16-bit, TF32 or fp32. It decides the device's peak FLOP/s."""
     if config.precision.name != "fp32" or matmul_precision(config, device) == "medium":

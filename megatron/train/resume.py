@@ -53,7 +53,6 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         self._deleter = BackgroundDeleter()
-        self._loaded_folder: Path | None = None
         with ExitStack() as lock:
             if self.config.save.save is not None:
                 root = Path(self.config.save.save)
@@ -83,15 +82,14 @@ class RunCheckpoints:
     def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
         """The state this run starts from. `data_fingerprint` identifies the data it reads."""
         self._data_fingerprint = data_fingerprint
-        folder, (root, tag) = self.config.save.load, self._source
-        if folder is None or root is None:
-            if folder is not None:
-                self.notes.append(f" starting from scratch: {folder}, both --save and --load, holds no checkpoint "
-                                  f"yet{dangling(Path(folder))}")
-            return self._start_fresh(engine)
-        self._loaded_folder = Path(root)
-        with explain_load_errors(folder):
-            return self._resume_from(engine, root, tag)
+        root, tag = self._source
+        if root is None:
+            state = self._start_fresh(engine)
+        else:
+            with explain_load_errors(self.config.save.load):
+                state = self._resume_from(engine, root, tag)
+        self._note_later_tags(state)
+        return state
 
     def _resume_from(self, engine: Engine, root: str, tag: str | None) -> TrainState:
         section = self.config.save
@@ -118,7 +116,7 @@ class RunCheckpoints:
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {checkpoint.tag} from {section.load}")
         if section.finetune:
-            return self._note_later_tags(state)
+            return state
         self.notes += _resharding_note(engine, checkpoint, self.config.precision.name)
         rule = checkpoint.shared_state["engine"].get("rule", {}) if optimizer else {}
         self.notes += method_change_notes(checkpoint.config, self.config, rule)
@@ -127,7 +125,7 @@ class RunCheckpoints:
         if data_fingerprint != self._data_fingerprint:
             self.notes.append(
                 f" warning: {_other_samples(checkpoint.config, self.config)}; the data position carries over")
-        return self._note_later_tags(state)
+        return state
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
         """Raise (or note, with --finetune) if the tokenizer differs: ids then mean different text, even if the sizes
@@ -141,9 +139,8 @@ class RunCheckpoints:
                                   "and its files, or --finetune")
         self.notes.append(f" warning: the weights were {difference}: they know nothing of its ids")
 
-    def _note_later_tags(self, state: TrainState) -> TrainState:
-        """Return `state`; note tags in --save of later steps, from a branch that this run leaves or from another run.
-        """
+    def _note_later_tags(self, state: TrainState) -> None:
+        """Note tags in --save of later steps, from a branch that this run leaves or from another run."""
         root = self.config.save.save
 
         def saved_iterations() -> dict[str, int]:
@@ -158,16 +155,18 @@ class RunCheckpoints:
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
                               f"{state.iteration} where this run starts: a save of the same name replaces it; "
                               "after the first save `latest`, and so a resume, is of this run")
-        return state
 
     def _start_fresh(self, engine: Engine) -> TrainState:
         """Step 0: weights from --load-hf if given, else the initial ones."""
-        source = self.config.save.load_hf
+        folder, source = self.config.save.load, self.config.save.load_hf
+        if folder is not None:
+            self.notes.append(f" starting from scratch: {folder}, both --save and --load, holds no checkpoint "
+                              f"yet{dangling(Path(folder))}")
         if source is not None:
             load_external_weights(engine.core, all_succeed_or_raise(
                 lambda: _open_matching_huggingface(self.config, Path(source)), self.groups.world))
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
-        return self._note_later_tags(TrainState())
+        return TrainState()
 
     def _find_source(self) -> tuple[str | None, str | None]:
         """(folder, tag) to load. folder None: --load is the --save folder and still empty, as at the first start of a
@@ -210,11 +209,10 @@ class RunCheckpoints:
 
     def save_finished_run(self, engine: Engine, on_saved: OnSaved, state: TrainState) -> None:
         """Save a run that was already complete when loaded, if --save is not the --load folder."""
-        root = self.config.save.save
-        if root is None or self._loaded_folder is None:
+        root, own = self.config.save.save, self._source[0]
+        if root is None or own is None:
             return
-        own = self._loaded_folder
-        if not on_rank_0(lambda: Path(root).resolve() == own.resolve()
+        if not on_rank_0(lambda: Path(root).resolve() == Path(own).resolve()
                          or tag_of_iteration(state.iteration) in tag_names(Path(root)), self.groups.world):
             self._save(engine, on_saved, state)
             engine.finish_save()

@@ -83,15 +83,8 @@ def test_the_line_says_what_was_chosen(complete: None) -> None:
         "backward runs)")
 
 
-def test_the_precision_of_products_is_set() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        compile.set_matmul_precision(config(), CUDA)
-        assert torch.get_float32_matmul_precision() == "high"
-        compile.set_matmul_precision(config(), CPU)
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_the_precision_of_products_goes_by_the_device() -> None:
+    assert (compile.matmul_precision(config(), CUDA), compile.matmul_precision(config(), CPU)) == ("high", "highest")
 
 
 def test_mfu_is_taken_against_the_peak_of_the_arithmetic() -> None:
