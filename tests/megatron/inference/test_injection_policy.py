@@ -128,12 +128,10 @@ TOKENS = torch.arange(12).view(2, 6)
 X = torch.ones(1, 3, WIDTH)
 GOOD: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Any], Any, tuple[Any, ...]]] = {
     "DeepSpeed's form": (Model, {Layer: ROWS}, None, (TOKENS,)),
-    "one name for both": (Model, {Layer: "out"}, None, (TOKENS,)),
     "a class by its name": (Model, {"Layer": list(ROWS)}, None, (TOKENS,)),
     "two classes": (Model, {SelfAttention: "out", Layer: Cut(column=("wide", "gate"), row=("mlp.out",))}, None,
                     (TOKENS,)),
     "ours": (Model, {Layer: Cut(column=COLUMNS, row=ROWS, divide=NUMBERS)}, None, (TOKENS,)),
-    "attention alone": (Model, {Layer: Cut(column=COLUMNS[:3], row=ROWS[:1], divide=NUMBERS)}, None, (TOKENS,)),
     "fused": (FusedModel, {Layer: Cut(column=COLUMNS[3:], row=ROWS, fused={"attention.qkv": 3}, divide=NUMBERS)}, None,
               (TOKENS,)),
     "another width": (Scaled, {Scaled: Cut(column=COLUMNS[:3], row=("out",), divide=("num_heads", "whole_width"))},
@@ -163,16 +161,12 @@ def test_a_module_computes_what_it_did(world: int) -> None:
             whole = make().eval()
             (expected,) = iter_tensors(whole(*inputs))
             torch.testing.assert_close(output, expected.detach(), **CLOSE, msg=name)
-            least = 1 if world == 1 else 1.15 if name == "attention alone" else 1.5
-            assert held <= sum(parameter.numel() for parameter in whole.parameters()) / least, name
+            assert held <= sum(parameter.numel() for parameter in whole.parameters()) / (1 if world == 1 else 1.5), name
 
 
 BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Any] | None, str]] = {
     "a row layer is left out": (Model, {Layer: "attention.out"}, "the model fails"),
-    "the other one": (Model, {Layer: "mlp.out"}, "the model fails"),
-    "a column layer is called a row": (Model, {Layer: (*ROWS, "wide")}, "the model fails"),
     "a square column layer is called a row": (Model, {Layer: (*ROWS, "key")}, "the model fails"),
-    "fused, in DeepSpeed's form": (FusedModel, {Layer: ROWS}, "the model fails"),
     "fused, and not said so": (FusedModel, {Layer: Cut(column=("qkv", "wide", "gate"), row=ROWS, divide=NUMBERS)},
                                "the output of layers.0.attention.out differs"),
     "fused otherwise": (FusedModel, {Layer: Cut(column=COLUMNS[3:], row=ROWS, fused={"attention.qkv": 2},
@@ -180,16 +174,13 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Any] | None, str]] = 
                         "layers.0.attention.out differs from the whole model's by"),
     "heads are not divided": (Model, {Layer: Cut(column=COLUMNS, row=ROWS, divide=NUMBERS[1:])},
                               "the output of layers.0.attention.out differs"),
-    "no number is divided": (Model, {Layer: Cut(column=COLUMNS, row=ROWS)}, "the model fails"),
     "an output layer": (Model, {Model: Cut(column=("head",))}, "its outputs have other shapes"),
-    "a gate that stays whole": (Model, {Layer: Cut(column=("wide",), row=("mlp.out",))}, "the model fails"),
     "a misspelt name": (Model, {Layer: ("attention.oot", "mlp.out")}, "no attention.oot: did you mean attention.out"),
     "a misspelt class": (Model, {"Leyer": ROWS}, "the model has no Leyer; did you mean Layer?"),
     "a norm": (Model, {Layer: (*ROWS, "norm")}, "norm of Layer is a LayerNorm, which cannot be cut as a row layer"),
     "a number that is none": (Model, {Layer: Cut(column=COLUMNS, row=ROWS, divide=("attention.heads",))},
                               "has no number attention.heads to divide"),
     "no names": (Model, {Layer: ()}, "Layer: () is not supported; give the names of its row-parallel layers"),
-    "DeepSpeed's policy classes": (Model, {Layer: nn.Module}, "is not supported; give the names"),
     "no class": (Model, {3: ROWS}, "3 is no class of layers"),
     "odd parts": (Model, {Layer: Cut(fused={"attention.query": 5}, row=ROWS)}, "are not 5 equal parts"),
     "no policy": (Model, None, "how a Model is cut over 2 ranks is not known: give injection_policy"),

@@ -17,7 +17,7 @@ from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
 from megatron.checkpoint.cli import main as checkpoint
 from megatron.checkpoint.convert.importers import open_huggingface
-from megatron.errors import CheckpointError, ConfigError, TrainerError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate.cli import main as evaluate
 from megatron.inference import init_inference
 from megatron.inference.cli import main as generate
@@ -140,18 +140,12 @@ def test_another_model_is_refused_by_every_program(model: Callable[[], nn.Module
     assert len(said) == 2 and all(re.search(words, line) for line in said)
 
 
-def test_a_tokenizer_that_nobody_recorded_is_asked_for_and_another_one_is_refused(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, records in (("silent", False), ("said", True)):
-        run_ranks(trained, 1, tmp_path / name, 0, "fp32", 1, records)
+def test_a_tokenizer_that_nobody_recorded_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(trained, 1, tmp_path / "run", 0, "fp32", 1, False)
     with pytest.raises(ConfigError, match=r"257 tokens, fewer than the 50257 of GPT2BPE.*give .*--tokenizer-type"):
-        generate(["--load", str(tmp_path / "silent"), "x"])
-    assert objects("--load", tmp_path / "silent", "x", *BYTES, "--max-new-tokens", 1)
-    (tmp_path / "abc.txt").write_text("abc")
-    with pytest.raises(TrainerError, match="was trained with ByteLevelTokenizer .*and this is CharacterLevelTokenizer"):
-        generate(["--load", str(tmp_path / "said"), "x", "--tokenizer-type", "CharacterLevelTokenizer", "--vocab-file",
-                  str(tmp_path / "abc.txt")])
-    assert checkpoint(["convert", str(tmp_path / "silent"), "--output", str(tmp_path / "hf")]) == 0
+        generate(["--load", str(tmp_path / "run"), "x"])
+    assert objects("--load", tmp_path / "run", "x", *BYTES, "--max-new-tokens", 1)
+    assert checkpoint(["convert", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]) == 0
     assert "note: no tokenizer files" in capsys.readouterr().out
 
 
