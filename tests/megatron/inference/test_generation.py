@@ -166,7 +166,7 @@ def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
         assert [text.tokens for text in again] == [text.tokens for text in fine]
 
 
-# ---- recorded steps -------------------------------------------------------------------------------------------------
+# ---- recorded steps -----------------------------------------------------------------------------------------------
 
 def record(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """What a graph does: the operations once before, none while recording, and the results always in one place."""

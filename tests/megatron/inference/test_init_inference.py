@@ -104,7 +104,7 @@ def test_an_engine_that_trains_is_not_taken() -> None:
     engine.destroy()
 
 
-# ---- the engine -----------------------------------------------------------------------------------------------------
+# ---- the engine ---------------------------------------------------------------------------------------------------
 
 def test_the_engine_is_the_module_to_who_asks() -> None:
     engine = init_inference(theirs())
