@@ -240,8 +240,6 @@ class GenerationResponse(Response):
         except HttpError as error:  # the last event then, without [DONE]
             await send_event(error_body(scope["path"], error), more=False)
             return
-        for part in self._asked.final_chunks(self._pending.sequences):
-            await send_event(part)
         await send_event("[DONE]", more=False)
 
 
