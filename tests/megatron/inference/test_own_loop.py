@@ -20,7 +20,6 @@ from megatron import zero
 from megatron.checkpoint.cli import main as checkpoint
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.errors import CheckpointError, ConfigError
-from megatron.evaluate.cli import main as evaluate
 from megatron.inference import init_inference
 from megatron.inference.cli import main as generate
 from megatron.inference.decoder import Decoder
@@ -131,23 +130,13 @@ class OtherWithShape(Other):
 @pytest.mark.parametrize(("model", "words"), [
     (Other, "does not record the shape of its model: expected a GPT2"),
     (OtherWithShape, "holds no weight 'wte.weight'|not those of this program's GPT-2|not of this program's GPT-2")])
-def test_another_model_is_refused_by_every_program(model: Callable[[], nn.Module], words: str, tmp_path: Path,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    run_ranks(trained, 1, run, 0, "fp32", 1, True, model)
-    (tmp_path / "line.txt").write_text(LINE)
-    programs: list[tuple[Callable[[list[str]], Any], list[str]]] = [
-        (generate, ["--load", str(run), "x"]),
-        (evaluate, ["--load", str(run), "--task", "perplexity", "--data", str(tmp_path / "line.txt")])]
-    for program, argv in programs:
-        with pytest.raises(CheckpointError, match=words):
-            program(argv)
+def test_another_model_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(trained, 1, tmp_path, 0, "fp32", 1, True, model)
     with pytest.raises(CheckpointError, match=words):
-        init_inference(checkpoint=str(run))
-    for more in ([], ["--dtype", "int8"]):
-        assert checkpoint(["convert", str(run), "--output", str(tmp_path / "out"), *more]) == 4
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 2 and all(re.search(words, line) for line in said)
+        generate(["--load", str(tmp_path), "x"])
+    assert checkpoint(["convert", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "int8"]) == 4
+    assert re.search(f"error: .*({words})", capsys.readouterr().err)
 
 
 def test_a_tokenizer_that_nobody_recorded_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
