@@ -36,8 +36,8 @@ from megatron.inference.int8 import Int8, activation_dtype, allocate_levels
 from megatron.inference.model_args import TOKENIZER_FLAGS, ModelSource
 from megatron.model.gpt2 import GPT2
 from megatron.zero.layout import Segment, Slot
-from megatron.zero.moq import (MatrixRounding, QuantGroupStats, QuantizedMatrix, block_of, is_matrix, noise_key,
-                               row_blocks_of, saved_bit_progress)
+from megatron.zero.moq import (MatrixRounding, QuantGroupStats, QuantizedMatrix, block_of, noise_key, row_blocks_of,
+                               saved_bit_progress)
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
 from mpu.collectives import all_reduce_into, broadcast_into
@@ -69,16 +69,13 @@ class MoQWeights:
         self._checkpoint, self._config, self._schedule, self._dtype = checkpoint, config, config.schedule, dtype
         self._seed = checkpoint.config["train"]["seed"]
         self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
-        self._names: list[str] | None = saved.get("rounded")
-        """Names of the quantized matrices; None (written by an older version): all matrices."""
+        self._names: list[str] = saved["rounded"]
+        """Of the quantized matrices."""
         self._rounding = cache(self._compute_rounding)
 
     def has_int8_levels(self, name: str) -> bool:
         """Whether the grid of a matrix fits int8 and is not blended with unquantized values."""
-        return self._is_rounded(name) and self._rounding(name).blend == 0 and self._rounding(name).grid.fits_int8
-
-    def _is_rounded(self, name: str) -> bool:
-        return is_matrix(self._checkpoint.shape(WEIGHT, name)) if self._names is None else name in self._names
+        return name in self._names and self._rounding(name).blend == 0 and self._rounding(name).grid.fits_int8
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: Tensor) -> None:
@@ -92,7 +89,7 @@ class MoQWeights:
         numbers = torch.empty(len(out)) if kind == INT8_KIND else out
         self._checkpoint.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
                               offset=offset, out=numbers)
-        if self._is_rounded(name):
+        if name in self._names:
             rounded, matrix = self._rounding(name), self._matrix(name, shape, partition, tp)
             for strip in row_blocks_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
                 place = strip.view_in(numbers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from data.cli import StrictArgumentParser
@@ -109,15 +110,12 @@ def add_megatron_flags(parser: argparse.ArgumentParser, switches: Sequence[str] 
     for name in (*IGNORED_SWITCHES, *switches):
         add(name, action="append_const", const=name, dest="meaningless")
     for name in (*IGNORED_OPTIONS, *values):
-        add(name, action=_IgnoredOption, dest="meaningless")
+        add(name, action="append", type=partial(_flag_itself, name), dest="meaningless")
 
 
-class _IgnoredOption(argparse.Action):
-    """A flag whose value is ignored."""
-
-    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object,
-                 flag: str | None = None) -> None:
-        args.meaningless = [*(args.meaningless or ()), flag]
+def _flag_itself(flag: str, value: str) -> str:
+    """In place of its value, an ignored flag has its name."""
+    return flag
 
 
 def translate_megatron_flags(args: argparse.Namespace) -> None:

@@ -165,11 +165,7 @@ class ApiRequest:
         raise NotImplementedError
 
     def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """Of a streamed answer: the new text since the last call."""
-        raise NotImplementedError
-
-    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        """Of a streamed answer: what follows the text."""
+        """Of a streamed answer: the new text since the last call, and what follows the text once all have ended."""
         raise NotImplementedError
 
 

@@ -240,8 +240,6 @@ class GenerationResponse(Response):
         except HttpError as error:  # the last event then, without [DONE]
             await send_event(error_body(scope["path"], error), more=False)
             return
-        for part in self._asked.final_chunks(self._pending.sequences):
-            await send_event(part)
         await send_event("[DONE]", more=False)
 
 
@@ -345,17 +343,16 @@ def build_executor(loaded: LoadedModel, rows: int) -> StepExecutor:
     return StepExecutor(generator, loaded.model, loaded.tokenizer.vocab_size)
 
 
-def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str,
-               key: str | None, allowed_hosts: Iterable[str], limits: ServerLimits, log: Callable[[str], None],
-               on_ready: Callable[[], None], stop_requested: Callable[[], bool]) -> None:
+def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, listener: socket.socket, auth: AuthPolicy,
+               limits: ServerLimits, log: Callable[[str], None], on_ready: Callable[[], None],
+               stop_requested: Callable[[], bool]) -> None:
     """Runs rank 0 until `stop_requested`. `on_ready` is called once the server listens."""
     executor, metrics = build_executor(loaded, rows), ServerMetrics()
     queue = RequestQueue(rows, limits.max_waiting, metrics)
     shape, tokenizer = loaded.model.config, loaded.tokenizer
     eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
     model = ServedModel(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
-    server = HttpServer(ServeApp(model, queue, AuthPolicy(host, key, allowed_hosts), metrics, log), listener, limits,
-                        queue)
+    server = HttpServer(ServeApp(model, queue, auth, metrics, log), listener, limits, queue)
     timeout_error = HttpError(503, f"{STOPPING_MESSAGE}, and this was not done in time", code="stopping")
     server.start()
     try:

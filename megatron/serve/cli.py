@@ -20,7 +20,7 @@ from megatron.distributed.signals import StopListener, write_stderr
 from megatron.errors import ConfigError
 from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
 from megatron.serve import admission
-from megatron.serve.admission import is_loopback
+from megatron.serve.admission import AuthPolicy, is_loopback
 
 MODULE = "python -m megatron.serve"
 API_KEY_VARIABLE = "GPT2_SERVE_API_KEY"
@@ -123,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if key is None and not is_loopback(args.host):
                 _log_to_stderr(f"listening on {args.host} without a key: everyone who reaches this machine can use "
                                "the model; --api-key-file asks for one")
-            run_server(loaded, groups, rows=args.batch_size, name=name, listener=listener, host=args.host, key=key,
-                       allowed_hosts=args.allowed_host, limits=server_limits,
+            run_server(loaded, groups, rows=args.batch_size, name=name, listener=listener,
+                       auth=AuthPolicy(args.host, key, args.allowed_host), limits=server_limits,
                        log=(lambda line: None) if args.quiet else _log_to_stderr,
                        on_ready=lambda: print(f"listening on {url}", flush=True),
                        stop_requested=lambda: bool(stop))

@@ -57,11 +57,11 @@ class OpenAICompletion(ApiRequest):
     def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
         choices = [self._choice(place, text) for place, text in enumerate(sequences)
                    if place not in self._sent or not self._sent[place].is_finished]
-        return [{**self._frame(), "choices": [choice]} for choice in choices
-                if choice["text"] or choice["finish_reason"] is not None]
-
-    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
-        return [{**self._frame(), "choices": [], "usage": self._usage(sequences)}] if self.with_usage else []
+        chunks = [{**self._frame(), "choices": [choice]} for choice in choices
+                  if choice["text"] or choice["finish_reason"] is not None]
+        if self.with_usage and all(text.finish_reason is not None for text in sequences):
+            chunks.append({**self._frame(), "choices": [], "usage": self._usage(sequences)})
+        return chunks
 
     def _frame(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model.name,

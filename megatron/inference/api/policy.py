@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import nn
 
@@ -84,11 +84,10 @@ def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}"
             raise ConfigError(f"injection_policy: the model has no {name}; {hint}")
         for path, layer in layers.items():
-            matches = _match_layer(layer, cut, not isinstance(value, Cut), name)
-            used |= matches.used_names
-            for place in matches.tp_layers:
+            tp_layers, numbers = _match_layer(layer, cut, not isinstance(value, Cut), name, used)
+            for place in tp_layers:
                 places.setdefault(_join_path(path, place.path), place)
-            attributes += [_join_path(path, attribute) for attribute in matches.attributes]
+            attributes += [_join_path(path, number) for number in numbers]
         # a name has to be in one of the layers: T5's encoder lacks what its decoder has
         for wrong in (one for one in (*cut.column, *cut.fused, *cut.row) if one not in used):
             paths = [path for layer in layers.values() for path, _ in layer.named_modules()]
@@ -101,20 +100,13 @@ def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
                   tuple(dict.fromkeys(attributes)), tuple(map(_class_name, policy)))
 
 
-class _LayerMatches(NamedTuple):
-    """Paths are relative to the layer."""
-
-    tp_layers: list[TPLayer]
-    attributes: list[str]
-    used_names: set[str]
-    """Names of the policy that the layer has."""
-
-
-def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: str) -> _LayerMatches:
-    """With `infers_columns` all linear layers that are not named are column-parallel, and attributes are divided by
-    their names."""
+def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: str,
+                 used: set[str]) -> tuple[list[TPLayer], list[str]]:
+    """The layer's TP layers and attributes, by paths in it; adds the names of the policy that it has to `used`. With
+    `infers_columns` all linear layers that are not named are column-parallel, and attributes are divided by their
+    names."""
     modules = dict(layer.named_modules(remove_duplicate=False))
-    places, attributes, used = dict[str, TPLayer](), list[str](), set[str]()
+    places, attributes = dict[str, TPLayer](), list[str]()
 
     def paths_of(name: str) -> list[str]:
         return [path for path in modules if f".{path}".endswith(f".{name}") and path]
@@ -144,7 +136,7 @@ def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: s
     for owner, made in widths.items():
         attributes += [_join_path(owner, name) for name, value in vars(modules[owner]).items() if type(value) is int
                        and (name in HEAD_COUNT_NAMES or name in WIDTH_NAMES and value in made)]
-    return _LayerMatches([places[path] for path in modules if path in places], attributes, used)
+    return [places[path] for path in modules if path in places], attributes
 
 
 def _is_per_head_table(module: nn.Module, owner: nn.Module) -> bool:

@@ -12,15 +12,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.storage import DataError
-from megatron.checkpoint.int8_weights import quantise_matrix
 from megatron.errors import NumericsError
 from megatron.evaluate import scoring
 from megatron.evaluate.scoring import (Scorer, ScoringRequest, TargetScore, TokenWindow, combine_target_stats,
                                        local_target_stats, overlapping_windows, rolling_windows, window_requests)
-from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO, Groups
@@ -234,32 +232,21 @@ def pieces() -> list[ScoringRequest]:
     return [ScoringRequest(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
 
 
-def quantise(model: GPT2) -> None:
-    """The token table, by the maxima of whole rows: it is cut between rows."""
-    weight = model.wte.weight.detach()
-    levels, scale = quantise_matrix(lambda start, out: out.copy_(weight.view(-1)[start:start + len(out)]), weight.shape,
-                                    "wte.weight")
-    model.wte.weight = nn.Parameter(Int8(levels, scale), requires_grad=False)
-
-
-def scored(rank: int, world: int, int8: bool) -> tuple[list[float], dict[str, int]]:
+def scored(rank: int, world: int) -> tuple[list[float], dict[str, int]]:
     """Padding's rows of the table are as wrong as can be."""
     groups = mpu_groups.build(world)
     model = GPT2(SHAPE, groups.tp)
     with torch.no_grad():
         model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
-    if int8:
-        quantise(model)
     with patch.object(scoring, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
         scores = Scorer(model, groups, 5)(pieces())
     return [score.logprob for score in scores], dict(counted.by_name)
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_ask_each_other_once_a_batch(world: int, int8: bool) -> None:
-    alone, _ = scored(0, 1, int8)
-    for found, counted in run_ranks(scored, world, int8):
+def test_ranks_ask_each_other_once_a_batch(world: int) -> None:
+    alone, _ = scored(0, 1)
+    for found, counted in run_ranks(scored, world):
         assert found == pytest.approx(alone, abs=2e-5 * LENGTH)  # fp32 products of 48 numbers, a token at a time
         gathers = {name: count for name, count in counted.items() if "gather" in name and name != "gather"}
         # a word before the first batch says that all have the same data: its length, and itself

@@ -5,24 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
-from megatron.inference import decoder as decoders, generation, load
+from megatron.inference import decoder as decoders, generation
 from megatron.inference.decoder import CudaGraphRunner, Decoder
 from megatron.inference.generation import GeneratedSequence, Generator, texts_of
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
-from mpu import groups
-from tests.distributed import run_ranks
-from tests.megatron.helpers import train
-from tests.megatron.live_bytes import LiveBytes
 
 SHAPE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, max_position_embeddings=24, vocab_size=61,
                     init_method_std=0.3, attention_dropout=0.2, hidden_dropout=0.2)
@@ -172,60 +166,7 @@ def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
         assert [text.tokens for text in again] == [text.tokens for text in fine]
 
 
-# ---- from checkpoints, at any tensor parallel size ----------------------------------------------------------------
-
-FLAGS = ("--num-layers 3 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 24 --vocab-size 300 "
-         "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 3 --eval-interval 0 --lr 0.02 "
-         "--lr-warmup-fraction 0 --global-batch-size 4 --batch-size 1")
-
-
-def trained(rank: int, world: int, tp: int, folder: Path) -> None:
-    train([*FLAGS.split(), "--model-parallel-size", tp, "--save", folder, "--zero-stage", 2])
-
-
-def texts(rank: int, world: int, folders: Sequence[Path], dtype: str = "fp32") -> list[list[list[int]]]:
-    grid, found = groups.build(world), []
-    for folder in folders:
-        model = load.build_model(load.open_run_checkpoint(str(folder), grid), grid, load.DTYPES[dtype],
-                                 torch.device("cpu"))
-        for rows in (1, 8):
-            generator = Generator(Decoder(model, rows), vocabulary=257, eod=256)
-            found.append([text.tokens for text in texts_of(generator, PROMPTS, 9, GREEDY, 1)])
-    return found
-
-
-def check_sizes(folder: Path, sizes: Sequence[int]) -> None:
-    folders = [folder / f"tp{tp}" for tp in sizes]
-    for tp, one in zip(sizes, folders, strict=True):
-        run_ranks(trained, max(2, tp), tp, one)
-    for one in folders:  # each was trained from the same weights, with last bits of its own
-        expected = texts(0, 1, [one])
-        assert expected[0] == expected[1] and any(max(tokens, default=0) > 0 for tokens in expected[0])
-        for tp in sizes[1:]:
-            for found in run_ranks(texts, tp, [one]):
-                assert found == expected
-
-
-def test_any_tensor_parallel_size_gives_the_same_text(tmp_path: Path) -> None:
-    check_sizes(tmp_path, [1, 2])
-
-
-TILED = "--memory-centric-tiled-linear --tile-factor 2 --zero-stage 3 --hidden-size 512".split()
-
-
-@pytest.mark.parametrize(("dtype", "more"), [("fp32", []), ("bf16", []), ("bf16", TILED)])
-def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dtype: str, more: list[str]) -> None:
-    """Besides the files, which are mapped: some blocks."""
-    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000, *more])
-    grid = groups.build(1)
-    with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
-        model = load.build_model(load.open_run_checkpoint(str(tmp_path), grid), grid, load.DTYPES[dtype],
-                                 torch.device("cpu"))
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    assert held <= live.peak < 1.01 * held + 3 * 4 * load.READ_ELEMENTS, (live.peak, held, live.largest)
-
-
-# ---- recorded steps -------------------------------------------------------------------------------------------------
+# ---- recorded steps -----------------------------------------------------------------------------------------------
 
 def record(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """What a graph does: the operations once before, none while recording, and the results always in one place."""

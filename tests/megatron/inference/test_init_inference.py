@@ -70,22 +70,12 @@ def test_a_folder_of_transformers_fills_our_model_or_theirs(tmp_path: Path) -> N
             assert torch.equal(text, greedy(whole)) and torch.equal(their_text, greedy(whole))
 
 
-def test_a_model_of_another_shape_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    theirs().save_pretrained(tmp_path)
-    with pytest.raises(TrainerError, match="its num_layers is 3, and the given model's is 2"):
-        init_inference(ours(num_layers=2), checkpoint=str(tmp_path))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_in_the_precision_that_is_asked_for(dtype: torch.dtype) -> None:
     for model in (ours(), theirs()):
         engine = init_inference(model, dtype=dtype)
         assert {parameter.dtype for parameter in engine.parameters()} == {dtype}
         assert engine.generate(PROMPTS, max_new_tokens=2).shape == (3, 6)
-    large = theirs()
-    large.transformer.h[0].mlp.c_fc.weight.data[0, 0] = 1e5
-    with pytest.raises(TrainerError, match=r"c_fc.weight is not finite in float16"):
-        init_inference(large, dtype="fp16")
 
 
 def in_given_groups(rank: int, world: int) -> tuple[list[torch.Tensor], str]:
@@ -114,7 +104,7 @@ def test_an_engine_that_trains_is_not_taken() -> None:
     engine.destroy()
 
 
-# ---- the engine -----------------------------------------------------------------------------------------------------
+# ---- the engine ---------------------------------------------------------------------------------------------------
 
 def test_the_engine_is_the_module_to_who_asks() -> None:
     engine = init_inference(theirs())

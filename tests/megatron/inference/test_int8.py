@@ -219,29 +219,6 @@ def test_perplexity_is_that_of_the_weights_they_were_made_of(folder: Path, activ
     assert abs(found / expected - 1) < 0.005
 
 
-@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
-def test_a_text_over_a_cache_is_the_text_of_the_whole_at_any_batch(folder: Path, activations: torch.dtype) -> None:
-    model = load(folder, groups.build(1), activations)
-    decoder = Decoder(model, 2)
-    decoder.prefill([0, 1], [[5, 6, 7, 8], [1]])
-    found = decoder.decode_step([9, 2])
-    for logits, ids in zip(found, [[5, 6, 7, 8, 9], [1, 2]], strict=True):
-        with torch.no_grad():
-            expected = model(torch.tensor([ids]))[0]
-        # bf16 rounds each of some ten results that lead to a logit of about this size
-        close = 1e-5 if activations == torch.float32 else 10 * 2**-8 * float(expected.abs().max())
-        torch.testing.assert_close(logits, expected, atol=close, rtol=0)
-
-
-def test_matrices_lie_side_by_side(folder: Path) -> None:
-    """From multiples of a line of the cache on, in one area, and none reaches into the next."""
-    found = [matrix.levels for matrix in matrices(load(folder, groups.build(1))).values()]
-    assert len({levels.untyped_storage().data_ptr() for levels in found}) == 1
-    for one, following in zip(found, found[1:]):
-        assert one.data_ptr() % 64 == 0
-        assert 0 <= following.data_ptr() - one.data_ptr() - one.nbytes < 64
-
-
 def test_no_step_makes_numbers_of_a_whole_matrix(folder: Path) -> None:
     for activations in (torch.float32, torch.bfloat16):
         decoder = Decoder(load(folder, groups.build(1), activations), 3)
@@ -258,18 +235,25 @@ def resident(model: nn.Module, activations: int) -> int:
                activations * parameter.numel() for name, parameter in model.named_parameters())
 
 
-def loaded(rank: int, world: int, folder: Path) -> tuple[int, int, int]:
-    """(bytes held, expected, at the peak of loading)"""
+def loaded(rank: int, world: int, folder: Path, dtype: str) -> tuple[int, int, int]:
+    """(bytes held, expected, at the peak of loading). The files are mapped."""
     grid = groups.build(world)
     with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
-        model = load(folder, grid, torch.bfloat16)
-    return sum(parameter.nbytes for parameter in model.parameters()), resident(model, 2), live.peak
+        model = loading.build_model(loading.open_run_checkpoint(str(folder), grid), grid, loading.DTYPES[dtype], CPU,
+                                    torch.bfloat16)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    return held, resident(model, 2) if dtype == "int8" else held, live.peak
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_rank_holds_its_part_and_a_block_at_any_moment(tmp_path: Path, tp: int) -> None:
-    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 40_000])
-    for held, expected, peak in run_ranks(loaded, tp, tmp_path):
+TILED = "--memory-centric-tiled-linear --tile-factor 2 --zero-stage 3 --hidden-size 512".split()
+
+
+@pytest.mark.parametrize(("tp", "dtype", "more"), [(1, "int8", []), (2, "int8", []), (1, "fp32", []),
+                                                   (1, "bf16", TILED)])
+def test_a_rank_holds_its_part_and_some_blocks_at_any_moment(tmp_path: Path, tp: int, dtype: str,
+                                                             more: list[str]) -> None:
+    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 40_000, *more])
+    for held, expected, peak in run_ranks(loaded, tp, tmp_path, dtype):
         assert held == expected
         assert held <= peak < 1.01 * held + 3 * 4 * BLOCK_ELEMENTS, (held, peak)
 

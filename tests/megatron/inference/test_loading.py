@@ -21,7 +21,6 @@ from megatron.inference import load
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.checkpoint_io import gather_full_state_dict
-from megatron.zero.moq import MoQState
 from mpu import groups as mpu_groups, groups
 from mpu.groups import Groups
 from mpu.partition import join_local_slices, partition_of
@@ -166,17 +165,6 @@ def test_the_weights_are_those_at_work_at_any_tensor_parallel_size(run: str, tmp
                        [loaded(0, 1, str(tmp_path), torch.float32)], expected)
         for name, value in expected.items():
             assert found[name].to(value.dtype).equal(value), (name, tp)  # masters of vectors are loaded exact
-
-
-def test_where_a_checkpoint_does_not_say_which_all_matrices_are_rounded(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is of an older version."""
-    numbers = MoQState.state_dict
-    monkeypatch.setattr(MoQState, "state_dict",
-                        lambda self: {name: value for name, value in numbers(self).items() if name != "rounded"})
-    expected = trained(tmp_path, quantize_start_bits=8)
-    found = joined([loaded(0, 1, str(tmp_path), torch.float32)], expected)
-    assert all(found[name].equal(value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run not in ("asymmetric", "binary, but for what is frozen")])

@@ -1,13 +1,15 @@
-"""A GPT2 in a loop of a user's own, saved by the engine, leads to text, scores and the files of other programs."""
+"""A GPT2 in a loop of a user's own leads to text, scores and the files of other programs; text from an engine."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,17 +19,24 @@ from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
 from megatron.checkpoint.cli import main as checkpoint
 from megatron.checkpoint.convert.importers import open_huggingface
-from megatron.errors import CheckpointError, ConfigError, TrainerError
-from megatron.evaluate.cli import main as evaluate
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference import init_inference
 from megatron.inference.cli import main as generate
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator, texts_of
+from megatron.inference.live import EngineDecoder, engine_decoder, from_engine, has_unsharded_params
+from megatron.inference.request import Sampling
 from megatron.model import GPT2, ModelConfig
+from megatron.train import evaluation
+from megatron.train.loop import Trainer
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO
+from mpu.random import capture_rng
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.test_command import values
-from tests.megatron.helpers import train
-from tests.megatron.inference.test_command import objects
+from tests.megatron.helpers import TINY, lines, total_digest, train, train_all, write_corpus
+from tests.megatron.inference.test_command import objects, said
+from tests.megatron.recompute.test_recompute import same
 
 TOKENIZER = ByteLevelTokenizer()
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=32,
@@ -121,40 +130,92 @@ class OtherWithShape(Other):
 @pytest.mark.parametrize(("model", "words"), [
     (Other, "does not record the shape of its model: expected a GPT2"),
     (OtherWithShape, "holds no weight 'wte.weight'|not those of this program's GPT-2|not of this program's GPT-2")])
-def test_another_model_is_refused_by_every_program(model: Callable[[], nn.Module], words: str, tmp_path: Path,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    run_ranks(trained, 1, run, 0, "fp32", 1, True, model)
-    (tmp_path / "line.txt").write_text(LINE)
-    programs: list[tuple[Callable[[list[str]], Any], list[str]]] = [
-        (generate, ["--load", str(run), "x"]),
-        (evaluate, ["--load", str(run), "--task", "perplexity", "--data", str(tmp_path / "line.txt")])]
-    for program, argv in programs:
-        with pytest.raises(CheckpointError, match=words):
-            program(argv)
+def test_another_model_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(trained, 1, tmp_path, 0, "fp32", 1, True, model)
     with pytest.raises(CheckpointError, match=words):
-        init_inference(checkpoint=str(run))
-    for more in ([], ["--dtype", "int8"]):
-        assert checkpoint(["convert", str(run), "--output", str(tmp_path / "out"), *more]) == 4
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 2 and all(re.search(words, line) for line in said)
+        generate(["--load", str(tmp_path), "x"])
+    assert checkpoint(["convert", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "int8"]) == 4
+    assert re.search(f"error: .*({words})", capsys.readouterr().err)
 
 
-def test_a_tokenizer_that_nobody_recorded_is_asked_for_and_another_one_is_refused(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, records in (("silent", False), ("said", True)):
-        run_ranks(trained, 1, tmp_path / name, 0, "fp32", 1, records)
+def test_a_tokenizer_that_nobody_recorded_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(trained, 1, tmp_path / "run", 0, "fp32", 1, False)
     with pytest.raises(ConfigError, match=r"257 tokens, fewer than the 50257 of GPT2BPE.*give .*--tokenizer-type"):
-        generate(["--load", str(tmp_path / "silent"), "x"])
-    assert objects("--load", tmp_path / "silent", "x", *BYTES, "--max-new-tokens", 1)
-    (tmp_path / "abc.txt").write_text("abc")
-    with pytest.raises(TrainerError, match="was trained with ByteLevelTokenizer .*and this is CharacterLevelTokenizer"):
-        generate(["--load", str(tmp_path / "said"), "x", "--tokenizer-type", "CharacterLevelTokenizer", "--vocab-file",
-                  str(tmp_path / "abc.txt")])
-    assert checkpoint(["convert", str(tmp_path / "silent"), "--output", str(tmp_path / "hf")]) == 0
+        generate(["--load", str(tmp_path / "run"), "x"])
+    assert objects("--load", tmp_path / "run", "x", *BYTES, "--max-new-tokens", 1)
+    assert checkpoint(["convert", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]) == 0
     assert "note: no tokenizer files" in capsys.readouterr().out
 
 
 def test_a_model_without_a_vocabulary_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match=r"give ModelConfig\(vocab_size=tokenizer.vocab_size\)"):
         GPT2(ModelConfig())
+
+
+# ---- text from an engine is that of its checkpoint, and training does not notice ----------------------------------
+
+
+PROMPTS = [[1, 2, 3], [7]]
+CELLS = [(0, 1, []), (1, 1, ["--bf16"]), (2, 2, ["--fp16"]), (3, 1, []), (3, 2, ["--bf16"]),
+         (3, 1, ["--offload-param-device", "cpu", "--offload-optimizer-device", "cpu"]),
+         (3, 1, ["--memory-centric-tiled-linear", "--tile-factor", 2])]
+
+
+def flags_of(stage: int, tp: int, more: list[str]) -> list[object]:
+    return [*TINY, *more, "--zero-stage", stage, "--model-parallel-size", tp, "--lr", 1e-2, "--train-iters", 4]
+
+
+def looks(rank: int, world: int, flags: list[object], folder: Path, corpus: str) -> list[list[int]]:
+    """Texts of both readers after each step, of a run that is saved in `folder`, and of another that was not read."""
+    taken, found = Trainer.train_step, []
+
+    def looking(trainer: Trainer, *args: Any) -> Any:
+        report = taken(trainer, *args)
+        streams, engine = capture_rng(), trainer.engine
+        with from_engine(engine) as model:
+            assert not model.training and (model is engine.module) == has_unsharded_params(engine)
+            copied = texts(Decoder(model, 2))
+        with engine_decoder(engine, 2) as reader:
+            assert texts(reader) == copied
+        assert engine.training and same(streams, capture_rng())
+        found.extend(copied)
+        return report
+
+    common = [*flags, "--train-data", corpus, "--metrics-file"]
+    train([*common, folder / "alone.jsonl", "--save", folder / "alone"])
+    with patch.object(Trainer, "train_step", looking):
+        train([*common, folder / "read.jsonl", "--save", folder / "read"])
+    return found
+
+
+def texts(reader: Decoder | EngineDecoder) -> list[list[int]]:
+    generator = Generator(reader, vocabulary=257, eod=None, sliding_window=True)
+    return [text.tokens for text in texts_of(generator, PROMPTS, 20, Sampling(top_k=5), 3)]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("stage", "tp", "more"), CELLS)
+def test_training_goes_on_as_if_nobody_had_looked(stage: int, tp: int, more: list[str], tmp_path: Path) -> None:
+    ranks = run_ranks(looks, 2, flags_of(stage, tp, more), tmp_path, write_corpus(tmp_path / "corpus"), timeout=120)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 4 * len(PROMPTS)
+    assert ranks[0][:2] != ranks[0][-2:], "of the weights of that step"
+    assert lines(tmp_path / "read.jsonl") == lines(tmp_path / "alone.jsonl")
+    assert total_digest(tmp_path / "read") == total_digest(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (2, 2), (3, 1)])
+def test_the_sample_of_a_run_is_what_its_checkpoint_says(stage: int, tp: int, tmp_path: Path) -> None:
+    flags = [*flags_of(stage, tp, []), "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 20,
+             "--sample-tokens", 30, "--sample-prompt", "one", "--save", tmp_path / "s"]
+    printed = run_ranks(train_all, 2, [flags])[0][0].partition(" sample: ")[2].splitlines()[0]
+    text = said("--load", tmp_path / "s", "one", "--max-new-tokens", 30, "--past-the-end", "slide")[0]
+    assert ast.literal_eval(printed.partition(" (\\ufffd")[0]) == text.removesuffix("\n") and len(text) > 10
+    assert evaluation.printable(text.removesuffix("\n")) == printed
+
+
+def test_only_our_models_are_read() -> None:
+    engine, *_ = zero.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1,
+                                                                      "optimizer": {"type": "Adam"}})
+    with pytest.raises(ConfigError, match="GPT2 models, and this engine has a Linear"), from_engine(engine):
+        pass

@@ -41,6 +41,8 @@ def given(texts: Iterable[str]) -> list[Prompt]:
 def test_what_is_at_hand_is_taken_in_order_and_then_ends() -> None:
     prompts = PromptSource(given("01234"))
     assert [prompts.take(2, True) for _ in range(4)] == [given("01"), given("23"), given("4"), None]
+    # what comes at once is taken together, as many as there is room for, and so computed alike every time
+    assert StreamingPrompts(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
 
 
 def test_what_arrives_is_taken_as_it_comes() -> None:
@@ -53,11 +55,6 @@ def test_what_arrives_is_taken_as_it_comes() -> None:
     source.put("d")
     source.put(None)
     assert prompts.take(2, True) == given("d") and prompts.take(2, True) is None and prompts.take(2, False) is None
-
-
-def test_what_arrives_together_is_taken_together() -> None:
-    """As many as there is room for: so that texts which come at once are computed alike every time."""
-    assert StreamingPrompts(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
 
 
 def test_an_error_of_who_reads_them_is_that_of_who_takes_them() -> None:
@@ -166,16 +163,6 @@ def test_lines_of_a_former_session_come_back(folder: Path, tmp_path: Path) -> No
     (kept,) = tmp_path.rglob("*history")
     assert kept.read_text().splitlines() == ["first", "second", "first"]
     assert kept.stat().st_mode & 0o077 == 0, "nobody else's"
-
-
-def test_a_history_that_cannot_be_kept_is_no_error(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with session(folder, "--max-new-tokens", 1, state=tmp_path / "file") as person:
-        person.sees("> ")
-        person.types("x\n")
-        person.sees("> ")
-        person.presses("D")
-        assert person.ends()[0] == 0
 
 
 class Slow(io.StringIO):

@@ -1,7 +1,8 @@
-"""Models that the tests profile, and profiles of them."""
+"""Models that the tests profile, profiles of them, and the multiply-accumulates of a GPT-2 step by hand."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from megatron.config.tree import PRESETS, ModelConfig, build_config
 from megatron.model import GPT2
 from megatron.profiler.flop_recorder import FlopRecording
-from megatron.profiler.profile import ModelProfile, ModuleRow, build_profile, walk_rows
+from megatron.profiler.profile import Macs, ModelProfile, ModuleRow, build_profile, walk_rows
 from tests.megatron.helpers import tiny_model
 
 
@@ -50,3 +51,27 @@ def table(profile: ModelProfile) -> list[tuple[Any, ...]]:
 
 def row(profile: ModelProfile, path: str) -> ModuleRow:
     return next(found for _, found in walk_rows(profile.root) if found.path == path)
+
+
+# ---- by hand ------------------------------------------------------------------------------------------------------
+
+
+def step_macs(model: ModelConfig, batch: int, length: int, *, causal: bool, chunk: int | None = None,
+              padded: int | None = None) -> Macs:
+    """Forward and backward of `batch` sequences. `causal`: attention runs in a kernel that leaves out half of the
+    scores, and whose backward makes them again; otherwise it is written out in products. `chunk`: so many blocks are
+    recomputed at a time. `padded`: rows of the token table."""
+    h, ffn, layers, multiple = model.hidden_size, model.ffn_size, model.num_layers, model.make_vocab_size_divisible_by
+    tokens, rows = batch * length, padded or math.ceil(model.known_vocab_size / multiple) * multiple
+    last = tokens * ffn * h
+    matrices = tokens * (3 * h * h + h * h + h * ffn) + last
+    product = batch * h * (length * (length + 1) // 2 if causal else length * length)  # of q k^T, over all heads
+    block = matrices + 2 * product
+    # The loss makes logits, and the gradients of x and of the table, on the way forward; then a mean over the tokens.
+    forward = layers * block + 3 * tokens * h * rows + tokens
+    backward = layers * (2 * matrices + (5 if causal else 4) * product)
+    # What backward wants of a chunk is there before its last product, which is then not run again; but for a dropout
+    # behind it.
+    left_out = 0 if chunk is None or model.hidden_dropout else math.ceil(layers / chunk) * last
+    again = 0 if chunk is None else layers * block - left_out
+    return Macs(forward, backward, again)

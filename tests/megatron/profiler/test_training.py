@@ -22,7 +22,7 @@ from megatron.profiler.profile import Macs
 from megatron.zero.api.engine_features import ProfiledStep
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, tiny_model, train, train_all
-from tests.megatron.profiler.closed_form import step_macs
+from tests.megatron.profiler.models import step_macs
 
 RUN = [*TINY, *NO_DROPOUT, "--mock-data", "--batch-size", "2", "--global-batch-size", "4", "--train-iters", "4",
        "--vocab-size", "257"]

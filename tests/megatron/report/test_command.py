@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,24 +80,6 @@ def test_a_run_that_was_killed_and_resumed_twice_is_one_line(
     for events in ("saves", "evaluations"):
         assert [event["step"] for event in killed[events]] == [event["step"] for event in whole[events]]
     assert [save["step"] for save in killed["saves"]] == [10, 20, 30]
-
-
-@pytest.mark.slow
-def test_the_same_with_processes_that_are_killed(tmp_path: Path, cli: Cli) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "400", "--save", tmp_path,
-               "--load", tmp_path, "--save-interval", "20", "--metrics-file", metrics]
-    for least in (60, 160):
-        with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL) as run:
-            while run.poll() is None and not (metrics.exists() and f'"iteration": {least},' in metrics.read_text()):
-                time.sleep(0.01)
-            run.send_signal(signal.SIGKILL)
-        assert run.returncode == -signal.SIGKILL
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    code, told = cli(tmp_path, "--output", tmp_path / "r.html")
-    (run_,) = data_of(tmp_path / "r.html")["runs"]
-    assert code == 0 and run_["step"] == list(range(1, 401)), told
-    assert len(run_["resumes"]) == 2 and [one["step"] for one in run_["saves"]] == list(range(20, 401, 20))
 
 
 def test_a_file_without_a_line_and_one_that_is_being_written_make_a_page(tmp_path: Path, cli: Cli) -> None:

@@ -58,6 +58,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_line(seed: int) -> None:
         (event["iteration"], event["lm_loss"]) for event in events if "eval" in event]
     assert list(found.seconds) == [0.5 * number for number in found.steps]
     assert list(found.tokens) == [32 * number for number in found.steps]
+    assert not any("two runs" in note for note in notes_of(found))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -66,16 +67,9 @@ def test_a_file_that_does_not_say_where_it_starts_tells_the_same(seed: int) -> N
     records, _, _ = killed_run(seed)
     told, untold = history(*records), history(*(record for record in records if "config" not in record))
     assert untold.steps == told.steps and untold.columns["lm_loss"] == told.columns["lm_loss"]
+    assert not any("two runs" in note for note in notes_of(untold))
     assert [one.step for one in untold.resumes] == [one.step for one in told.resumes if one.discarded_steps
                                                     ], "where it goes on at the next step, there is nothing to see"
-
-
-def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
-    found = history(start(0), *map(step, range(1, 31)), evaluation(20, 3.0), evaluation(30, 2.0), save(20), save(30),
-                    start(20), *map(step, range(21, 26)))
-    assert found.last_step == 25 and found.num_missing == 0
-    assert [one.step for one in found.evaluations] == [*found.saves] == [20]
-    assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -91,13 +85,6 @@ def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
     told, *others = notes_of(found)
     assert all("no record" in note for note in others), "who of them began anew is not known"
     assert told.startswith(f"run: {found.num_out_of_order} step") and told.endswith("mix both")
-
-
-def test_a_resume_is_no_second_run() -> None:
-    for seed in range(10):
-        records, _, _ = killed_run(seed)
-        for written in (records, [record for record in records if "config" not in record]):
-            assert not any("two runs" in note for note in notes_of(history(*written)))
 
 
 def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
@@ -156,10 +143,7 @@ def test_a_last_line_that_was_cut_anywhere_is_told_and_left_out(cut: int, tmp_pa
     path = write(tmp_path / "m", CONFIG, step(1), step(2), end=json.dumps(step(3))[:cut])
     found, lines = read(path)
     assert found == [None, 1, 2] and lines.last_line_is_incomplete and not lines.num_damaged_lines
-
-
-def test_a_whole_last_line_needs_no_end(tmp_path: Path) -> None:
-    found, lines = read(write(tmp_path / "m", CONFIG, end=json.dumps(step(1))))
+    found, lines = read(write(tmp_path / "m", CONFIG, end=json.dumps(step(1))))  # a whole one needs no end
     assert found == [None, 1] and not lines.last_line_is_incomplete
 
 

@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 import subprocess
-import time
 from array import array
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,12 +120,9 @@ def test_charts_are_those_that_have_something_to_show() -> None:
     always = ["Loss", "Learning rate", "Gradient norm", "Tokens a second", "Peak memory"]
     assert titles(step(1)) == always and titles() == []
     assert titles(step(1, skipped=True, loss_scale=65536.0)) == [*always, "Skipped steps", "Loss scale"]
-    assert titles(step(1, drive_wait_ms=1.0, pld_theta=0.5)) == [*always, "Waiting for drives", "Layer dropping"]
-
-
-def test_skipped_steps_are_counted_up() -> None:
     run = chart_data([history(CONFIG, *(step(n, skipped=n in (2, 3)) for n in range(1, 6)))])["runs"][0]
-    assert run["curves"]["skipped"] == {"mean": [0, 1, 2, 2, 2]}
+    assert run["curves"]["skipped"] == {"mean": [0, 1, 2, 2, 2]}, "they are counted up"
+    assert titles(step(1, drive_wait_ms=1.0, pld_theta=0.5)) == [*always, "Waiting for drives", "Layer dropping"]
 
 
 def test_values_beyond_all_numbers_leave_a_gap_and_a_page() -> None:
@@ -159,20 +155,6 @@ def test_the_points_of_a_long_run_are_few_and_no_spike_is_lost(long_run: Path) -
     assert len(report_page([found], [])) < 400_000
 
 
-def test_a_long_run_costs_little_more_than_parsing_its_lines(long_run: Path) -> None:
-    """100,000 steps: on a core that parses their lines in 0.7 s, about 1.1 s with that, and 0.1 s for the page. Of this
-    thread's own seconds: others may have its core meanwhile."""
-    began = time.thread_time()
-    for line in long_run.read_bytes().splitlines():
-        json.loads(line)
-    parsed = time.thread_time()
-    found = RunHistory("long", MetricsFileReader(long_run))
-    read = time.thread_time()
-    report_page([found], [])
-    drawn = time.thread_time()
-    assert read - parsed < 3 * (parsed - began) and drawn - read < parsed - began
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_is_one_that_javascript_understands() -> None:
     script = Path(page_module.__file__).with_name("page.js")
@@ -180,21 +162,14 @@ def test_the_script_is_one_that_javascript_understands() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS - 1, 10**5])
-def test_buckets_cover_all_steps_and_are_no_more_than_a_page_can_show(count: int) -> None:
-    cuts = bucket_ends(count)
-    assert len(cuts) == min(count, MOST_POINTS)
-    sizes = [end - begin for begin, end in zip([0, *cuts], cuts, strict=False)]
-    assert sum(sizes) == count and (not sizes or max(sizes) - min(sizes) <= 1 and min(sizes) >= 1)
-
-
-@pytest.mark.parametrize("count", [1, 7, 999, 1001, 54_321])
+@pytest.mark.parametrize("count", [1, 7, MOST_POINTS - 1, MOST_POINTS + 1, 54_321])
 def test_every_bucket_has_the_mean_and_the_peaks_of_its_steps(count: int) -> None:
     draw = random.Random(count)
     values = array("d", (draw.choice([math.nan, math.inf]) if draw.random() < 0.01 else draw.gauss(0, 1)
                          for _ in range(count)))
     values[count // 2] = 1e6
     cuts = bucket_ends(count)
+    assert len(cuts) == min(count, MOST_POINTS) and cuts[-1] == count and bucket_ends(0) == []
     curve = downsample(values, cuts)
     for number, end in enumerate(cuts):
         part = [value for value in values[cuts[number - 1] if number else 0:end] if math.isfinite(value)]

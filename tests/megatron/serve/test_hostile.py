@@ -58,72 +58,42 @@ def chunks(body: bytes) -> bytes:
 
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-WIRE: list[tuple[int, bytes]] = [
-    # request lines
+WIRE: list[tuple[int, bytes]] = [  # some of what h11 refuses, and all that is ours
     *((400, line + b"\r\nHost: localhost\r\n\r\n") for line in (
-        b"", b" ", b"GET", b"GET /", b"GET / HTTP/1.1 x", b"GET  / HTTP/1.1", b" GET / HTTP/1.1", b"GET / HTTP/1.10",
-        b"GET / http/1.1", b"GET / HTTP/1.1\t", b"G\x00T / HTTP/1.1",
-        b"GET /\x00 HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET /a\tb HTTP/1.1",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\x00" * 50, b"\xff\xfe\xfd",
-        b"(GET) / HTTP/1.1",
-        b"GET / HTTP/1.1\rX: y", b"SSH-2.0-OpenSSH_9.2", b"{\"prompt\": 1}")),
+        b"", b"GET", b"GET  / HTTP/1.1", b"GET / http/1.1", b"GET /\x00 HTTP/1.1", b"GET /\xff HTTP/1.1",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\x00" * 50, b"GET / HTTP/1.1\rX: y", b"{\"prompt\": 1}")),
     *((404, line + b"\r\nHost: localhost\r\n\r\n") for line in (
         b"GET health HTTP/1.1", b"GET http://localhost/health HTTP/1.1", b"GET * HTTP/1.1",
         b"CONNECT localhost:80 HTTP/1.1", b"PRI * HTTP/2.0")),
-    # methods
-    *((405, method + b" /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n") for method in (
-        b"GET", b"HEAD", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"post", b"PROPFIND", b"A" * 100)),
     *((405, b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" % pair) for pair in (
-        (b"POST", b"/"), (b"POST", b"/health"), (b"DELETE", b"/metrics"), (b"POST", b"/v1/models"), (b"GET", b"/api"),
-        (b"DELETE", b"/api"), (b"OPTIONS", b"/api"))),
-    # paths
+        (b"GET", b"/v1/completions"), (b"PUT", b"/v1/completions"), (b"post", b"/v1/completions"),
+        (b"A" * 100, b"/v1/completions"), (b"POST", b"/"), (b"DELETE", b"/metrics"), (b"GET", b"/api"))),
     *((404, b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path) for path in (
-        b"/..", b"/../../etc/passwd", b"/%2e%2e/%2e%2e/etc/passwd", b"//", b"//health", b"/health/", b"/Health",
-        b"/./health", b"/health%00", b"/health;a", b"/page.html", b"/..%2fpage.html", b"/v1", b"/v1/", b"/v1//models",
-        b"/v1/models/", b"/v1/models/other", b"/" + b"a" * 5000, b"/%", b"/~root", b"/\\..\\..", b"/proc/self/environ",
-        b"/cgi-bin/x.sh", b"/.git/config", b"/health#x")),
+        b"/../../etc/passwd", b"/%2e%2e/%2e%2e/etc/passwd", b"//health", b"/health/", b"/Health", b"/health%00",
+        b"/page.html", b"/..%2fpage.html", b"/v1//models", b"/v1/models/", b"/v1/models/other", b"/" + b"a" * 5000)),
     # headers
     (400, b"GET /health HTTP/1.1\r\n\r\n"), (400, GET + b"Host: localhost\r\n\r\n"), (400, GET + b"no colon\r\n\r\n"),
-    (403, GET + b" folded: x\r\n\r\n"), (400, GET + b"A : b\r\n\r\n"),
-    (400, GET + b": b\r\n\r\n"), (400, GET + b"A\x00: b\r\n\r\n"), (400, GET + b"A: b\x00c\r\n\r\n"),
-    (400, GET + b"A: b\rc\r\n\r\n"), (403, b"GET /health HTTP/1.1\nHost: x\n\n"),
-    (400, GET + b"\xc3\xa9: b\r\n\r\n"), (400, GET + b"A\tb: c\r\n\r\n"),
-    (400, GET + b"A: " + b"b" * 200000), (400, GET + b"A: b\r\n" * 50000), (400, b"G" * 100000),
-    (400, b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\n\r\n"),
+    (403, GET + b" folded: x\r\n\r\n"), (400, GET + b"A: b\x00c\r\n\r\n"), (400, GET + b"A: " + b"b" * 200000),
+    (400, GET + b"A: b\r\n" * 50000), (400, b"G" * 100000), (400, b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\n\r\n"),
     *((403, b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") for host in (
         b"evil.example", b"localhost.evil.example", b"127.0.0.1.evil.example", b"", b"10.0.0.1", b"[::2]",
         b"localhost@evil.example", b"evil.example:5000", b"localhost:x", b"[", b"]", b"[]", b":", b"a:b:c", b"\xff",
         b"localhost, evil.example", b"0.0.0.0")),
-    # the length of a body
-    (400, post(length=b"")), (400, post(length=b"Content-Length: -1\r\n")),
-    (400, post(length=b"Content-Length: +9\r\n")), (400, post(length=b"Content-Length: 0x10\r\n")),
-    (400, post(length=b"Content-Length: 1e3\r\n")), (400, post(length=b"Content-Length: \r\n")),
-    (400, post(length=b"Content-Length: 10, 10\r\n")), (400, post(length=b"Content-Length: " + b"9" * 500 + b"\r\n")),
-    (400, post(length="Content-Length: \u0661\r\n".encode())), (400, post(length=b"Content-Length: 1 0\r\n")),
+    # the length of a body, and chunks
+    *((400, post(length=b"Content-Length: %b\r\n" % size)) for size in (
+        b"-1", b"0x10", b"", b"10, 10", b"9" * 500, "\u0661".encode())),
+    (400, post(length=b"")), (400, post(more=b"Content-Length: 1\r\n")),
     (413, post(length=b"Content-Length: 999999999999\r\n")), (413, post(length=b"Content-Length: 1048577\r\n")),
-    (400, post(more=b"Content-Length: 1\r\n")),
-    (400, post(length=b"Transfer-Encoding: gzip\r\n")),
-    (400, post(length=b"Transfer-Encoding: chunked, identity\r\n")),
-    (400, post(length=b"Transfer-Encoding: xchunked\r\n")),
-    (400, post(length=b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n")),
-    (400, post(length=b"Transfer-Encoding : chunked\r\n")), (400, post(length=b"Transfer-Encoding:\x0bchunked\r\n")),
+    (413, post(length=b"Content-Length: 99999999\r\n", more=b"Expect: 100-continue\r\n")),
+    (400, post(length=b"Transfer-Encoding: gzip\r\n")), (400, post(length=b"Transfer-Encoding : chunked\r\n")),
     (400, post(chunks(BODY), start=b"POST /v1/completions HTTP/1.0\r\n", length=b"Transfer-Encoding: chunked\r\n")),
-    # chunks
-    *((400, chunks(body)) for body in (
-        b"x\r\nab\r\n0\r\n\r\n", b"-1\r\na\r\n0\r\n\r\n", b"+1\r\na\r\n0\r\n\r\n", b"\r\n\r\n", b" 1\r\na\r\n0\r\n\r\n",
-        b"0x1\r\na\r\n0\r\n\r\n", b"1\r\nab\r\n0\r\n\r\n", b"2\r\n{}0\r\n\r\n")),
-    (408, post(more=b"Transfer-Encoding: chunked\r\n")),
-    *((408, chunks(body)) for body in (b"1\na\n0\n\n", b"123456789\r\n", b"2;a=b\r\n{}\r\n0\r\nx\n", b"fffffff\r\n",
-                                       b"1;" + b"a" * 20000 + b"\r\n")),
+    *((400, chunks(body)) for body in (b"x\r\nab\r\n0\r\n\r\n", b"-1\r\na\r\n0\r\n\r\n", b"1\r\nab\r\n0\r\n\r\n")),
+    *((408, chunks(body)) for body in (b"123456789\r\n", b"fffffff\r\n", b"1;" + b"a" * 20000 + b"\r\n")),
     (413, chunks(b"80000\r\n" + b"a" * 0x80000 + b"\r\n80001\r\n" + b"a" * 0x80001 + b"\r\n")),
     # kinds
     *((415, post(b"{}").replace(TYPE, kind)) for kind in (
-        b"", b"Content-Type: text/plain\r\n", b"Content-Type: application/x-www-form-urlencoded\r\n",
-        b"Content-Type: application/jsonx\r\n", b"Content-Type: multipart/form-data; boundary=x\r\n",
-        b"Content-Type: \xff\r\n", b"Content-Type: ;application/json\r\n")),
-    (415, post(more=b"Content-Encoding: gzip\r\n")),
-    (413, post(length=b"Content-Length: 99999999\r\n", more=b"Expect: 100-continue\r\n")),
-]
+        b"", b"Content-Type: text/plain\r\n", b"Content-Type: application/jsonx\r\n", b"Content-Type: \xff\r\n")),
+    (415, post(more=b"Content-Encoding: gzip\r\n"))]
 
 
 def status_of(answer: bytes) -> int:
@@ -132,7 +102,7 @@ def status_of(answer: bytes) -> int:
 
 
 def test_bytes_that_are_no_good_request_are_refused_and_the_next_one_is_answered(server: Server) -> None:
-    assert len(WIRE) >= 130
+    assert len(WIRE) >= 80
     for number, (expected, data) in enumerate(WIRE):
         began = time.monotonic()
         assert status_of(server.raw(data)) == expected, data[:200]
