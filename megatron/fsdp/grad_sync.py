@@ -119,9 +119,10 @@ class ParamGradViews:
 
     def free_cleared_grads(self) -> None:
         """Before a forward: if the user cleared all gradients, free their memory for activations."""
-        if self._views and all(parameter.grad is None for parameter in self._bucket.parameters):
-            self._views = {}
-            self._bucket.grads.discard()
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._views and all(parameter.grad is None for parameter in self._bucket.parameters):
+                self._views = {}
+                self._bucket.grads.discard()
 
     def take_user_grads(self) -> None:
         """Before a backward: accumulate onto what the user made of the gradients (edited, replaced or None)."""
@@ -154,9 +155,10 @@ class ParamGradViews:
         for index, one in enumerate(local_params(self._bucket)):
             if index not in reached:
                 continue
-            if grads.is_reduced:
-                view = make_segment(grads.shard[one.range], one.location)
-            else:
-                blank = torch.full((1,), torch.nan, dtype=one.parameter.dtype, device=one.parameter.device)
-                view = make_segment(blank.expand(local_tensor(one.parameter).shape), one.location, UnreducedGrad)
-            one.parameter.grad = self._views[index] = view
+            with torch._C.DisableTorchFunctionSubclass():
+                if grads.is_reduced:
+                    view = make_segment(grads.shard[one.range], one.location)
+                else:
+                    blank = torch.full((1,), torch.nan, dtype=one.parameter.dtype, device=one.parameter.device)
+                    view = make_segment(blank.expand(local_tensor(one.parameter).shape), one.location, UnreducedGrad)
+                one.parameter.grad = self._views[index] = view

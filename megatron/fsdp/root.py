@@ -366,7 +366,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
 def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iterator[Tensor]:
     """This rank's gradients of these parameters: the bucket's flat shard in one piece if the user replaced none."""
-    grads = [None if one.grad is None else local_tensor(one.grad) for one in parameters]
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [None if one.grad is None else local_tensor(one.grad) for one in parameters]
     if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced:
         address = bucket.grads.shard.untyped_storage().data_ptr()
         if all(one is not None and (not one.numel() or one.untyped_storage().data_ptr() == address) for one in grads):
