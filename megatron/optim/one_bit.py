@@ -127,7 +127,7 @@ class OneBitLamb(OneBitRule, Lamb):
     """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
     name = "OneBitLamb"
-    states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+    states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # type: ignore[assignment]  # one more than Lamb
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         names = tuple(segment.param_names)
