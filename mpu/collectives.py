@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu import backends
-from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, Op, start_all_gather
+from mpu.backends import (REDUCE_OPS, CollectiveBackend, CollectiveWork as CollectiveWork, GlooBackend, Op as Op,
+                          start_all_gather)
 from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -71,10 +72,6 @@ def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
     dist.broadcast(row, group.ranks[src], group=group.control_process_group)
     return json.loads(text or row.numpy().tobytes())
 
-
-__all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json",
-           "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
-           "all_reduce_scalars", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = CollectiveBackend(), GlooBackend()
 

@@ -32,8 +32,6 @@ from mpu.split import ParallelError, Partition, divide, split_range
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
                              strided_segments_of)
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
-
 InitMethod = Callable[[Tensor], Any] | CounterRNGInit
 """Fills a tensor in place, such as torch.nn.init.xavier_normal_; or describes counter-based values."""
 

@@ -53,7 +53,10 @@ class AdamW(UpdateRule):
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
-    needs_host_scalars = False
+
+    @property
+    def needs_host_scalars(self) -> bool:
+        return False
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         """Use the Triton kernel only if all ranks can: the two kernels round differently."""

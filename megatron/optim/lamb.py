@@ -23,7 +23,7 @@ from megatron.optim.rule import UpdateRule, UpdateSegment
 from mpu.grads import sum_of_squares
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lamb(UpdateRule):
     tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: the size of temporaries."""

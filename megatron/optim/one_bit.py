@@ -18,12 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
+from megatron.optim.adam import CACHE_TILE_NUMEL, AdamW
 from megatron.optim.lamb import Lamb, apply_updates, bias_corrections, denominator, iter_tiles, unscaled_update
-from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule, UpdateSegment
+from megatron.optim.rule import ParamGroup, UpdateRule, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
-from mpu.groups import Group
 
 STABLE_VARIANCE_RATIO = 0.96
 """Minimum ratio of the smaller to the larger of two successive sums of v."""
@@ -34,7 +33,7 @@ class OneBitRule(UpdateRule):
     """Base of rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first. Both are
     on the device. Nothing is sent for elements whose `exp_avg_sq` is 0, since they never had a gradient."""
 
-    freeze_step: int | None
+    freeze_step: int | None = None
     """Steps of the warm-up; None: until v is stable."""
     frozen_at: int | None = field(default=None, init=False)
     """Steps before v was frozen; None during the warm-up."""
@@ -91,30 +90,16 @@ class OneBitRule(UpdateRule):
 
 @final
 @dataclass
-class OneBitAdam(OneBitRule):
-    tile: int = MAX_TILE_NUMEL
-    bias_correction: bool = True
-
+class OneBitAdam(OneBitRule, AdamW):
     name = "OneBitAdam"
-    states = AdamW.states
-    elementwise = True
-
-    def __post_init__(self) -> None:
-        self._adam = AdamW(self.tile, bias_correction=self.bias_correction)
 
     @property
     def needs_host_scalars(self) -> bool:
         return self.frozen_at is not None
 
-    def bind_device(self, device: torch.device, world: Group) -> None:
-        self._adam.bind_device(device, world)
-
-    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
-        return self._adam.step_many(segments, hyper, scalars)
-
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         if self.frozen_at is None:
-            self._adam.step(segment, hyper, factor=factor, steps_taken=steps_taken)
+            super().step(segment, hyper, factor=factor, steps_taken=steps_taken)
             return
         m_correction, v_correction = 1.0, 1.0
         if self.bias_correction:
@@ -134,9 +119,7 @@ class OneBitAdam(OneBitRule):
 
 @final
 @dataclass
-class OneBitLamb(OneBitRule):
-    tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: the size of temporaries."""
+class OneBitLamb(OneBitRule, Lamb):
     _trust: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     """Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:
     [slots] in fp64, equal on all ranks that hold segments of them."""
@@ -144,11 +127,7 @@ class OneBitLamb(OneBitRule):
     """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
     name = "OneBitLamb"
-    states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
-    elementwise = False
-
-    def __post_init__(self) -> None:
-        self._lamb = Lamb(self.tile)
+    states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # type: ignore[assignment]  # one more than Lamb
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         names = tuple(segment.param_names)
@@ -158,7 +137,7 @@ class OneBitLamb(OneBitRule):
             self._trust[names] = known[:, 0], known[:, 1]
         average, last_factor = self._trust[names]
         if self.frozen_at is None:
-            ratios = self._lamb.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
+            ratios = self.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
             after = average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
             self._trust[names] = torch.where(ratios == 1, average, after), last_factor
             return

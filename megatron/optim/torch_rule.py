@@ -43,9 +43,9 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any
         return native[optim.optimizer](tile), hyper
     hyper.pop("freeze_step", None)  # passed from `optim` below
     if optim.optimizer == "onebit_lamb":
-        return OneBitLamb(optim.freeze_step, tile), hyper
+        return OneBitLamb(tile, freeze_step=optim.freeze_step), hyper
     if optim.optimizer == "onebit_adam":
-        return OneBitAdam(optim.freeze_step, tile, bias_correction=hyper.pop("bias_correction")), hyper
+        return OneBitAdam(tile, hyper.pop("bias_correction"), freeze_step=optim.freeze_step), hyper
     adam = optim.optimizer in ("adam", "adamw")
     decoupled = adam and optim.adam_w_mode
     if adam and not hyper.pop("bias_correction"):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mpu import weight_init
 from mpu.groups import Group
-from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
-from mpu.partition import join_local_slices
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.partition import join_local_slices, partition_of
 from mpu.split import Partition
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments, fill_normal_rows,
                              fill_uniform, rng_key, strided_segments_of)

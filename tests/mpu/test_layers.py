@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mpu import device
 from mpu.groups import SOLO, Group, build
 from mpu.layers import (WEIGHT_FIRST_ROWS, ColumnParallelLinear, ParallelEmbedding, RowParallelLinear,
-                        VocabParallelEmbedding, linear, partition_of)
-from mpu.partition import join_local_slices, local_slice
+                        VocabParallelEmbedding, linear)
+from mpu.partition import join_local_slices, local_slice, partition_of
 from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, run_ranks
 from tests.wires import accelerator_side

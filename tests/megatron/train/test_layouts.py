@@ -12,7 +12,7 @@ from megatron.model import GPT2
 from megatron.train.build import engine as make_engine, model as make_model, tokenizer, with_vocab_size
 from mpu.collectives import all_gather
 from mpu.groups import build
-from mpu.layers import partition_of
+from mpu.partition import partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
 
