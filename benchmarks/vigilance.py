@@ -248,12 +248,11 @@ def settings_child() -> int:
 @contextmanager
 def nameless() -> Iterator[None]:
     """Files do not say what they are of; nothing reads them."""
+    from megatron.checkpoint import writer
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.manifest import FileProvenance
 
     with mock.patch.object(Manifest, "digest", lambda self: "0" * 32), \
-            mock.patch.object(FileProvenance, "as_metadata", lambda self: {}), \
-            mock.patch.object(FileProvenance, "as_dict", lambda self: {}):
+            mock.patch.object(writer, "provenance_of", lambda manifest, rank: {}):
         yield
 
 
@@ -261,8 +260,8 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     import torch
     from checkpoint import TAG, clear, make_engine
 
+    from megatron.checkpoint import writer
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.manifest import FileProvenance
     from megatron.train.processor import keep_freed_memory
 
     keep_freed_memory()
@@ -291,7 +290,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     alone = []
     with ExitStack() as stack:
-        for owner, name in ((Manifest, "digest"), (FileProvenance, "as_metadata"), (FileProvenance, "as_dict")):
+        for owner, name in ((Manifest, "digest"), (writer, "provenance_of")):
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         for _ in range(3):
             spent = 0.0

@@ -27,7 +27,7 @@ import torch
 from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.checkpoint.writer import PendingSave, SaveReport
 from megatron.distributed import exit_codes
-from megatron.errors import ConfigError, PeerError, TrainerError
+from megatron.errors import ConfigError
 from mpu.groups import Group
 
 COPY_ALIGNMENT = 64
@@ -69,7 +69,6 @@ class AsyncSaver:
         self._save: tuple[PendingSave, Callable[[SaveReport], None]] | None = None
         self._job: Future[int] = Future()
         self._name = ""  # of the last save, for messages
-        self._deferred_error: TrainerError | None = None
 
     @property
     def has_pending_save(self) -> bool:
@@ -84,12 +83,7 @@ class AsyncSaver:
             self._pid == os.getpid()
 
     def start(self, save: PendingSave, on_complete: Callable[[SaveReport], None]) -> None:
-        """Begin to write `save`; `on_complete` is called when it is complete."""
-        assert not self.has_pending_save, "wait for the save under way first"
-        self._set_pending(save, on_complete)
-
-    def _set_pending(self, save: PendingSave, on_complete: Callable[[SaveReport], None]) -> None:
-        """Run the next phase of the save in a thread."""
+        """Run the next phase of `save` in a thread; `on_complete` is called when the save is complete."""
         self._job, self._save = _run_in_thread(save.run_phase), (save, on_complete)
         self._name = f"{save.manifest.tag} of {save.root}"
         _PENDING_SAVES.append(self)
@@ -114,31 +108,13 @@ class AsyncSaver:
     def poll(self, progress: Sequence[float]) -> None:
         """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
         sum over the ranks at an earlier time; a save that has advanced since is handled."""
-        self._raise_deferred_error()
         if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait_for_save(self) -> None:
         """Return when no save is under way."""
-        self._raise_deferred_error()
         while self.has_pending_save:
             self._advance()
-
-    def finish_for_other_engine(self) -> None:
-        """Complete the save on behalf of another engine. An error is deferred to this saver's next call, or to exit."""
-        try:
-            self.wait_for_save()
-        except PeerError:
-            raise
-        except TrainerError as error:
-            self._deferred_error = error
-            atexit.register(self._finish_at_exit)
-
-    def _raise_deferred_error(self) -> None:
-        if self._deferred_error is not None:
-            error, self._deferred_error = self._deferred_error, None
-            atexit.unregister(self._finish_at_exit)
-            raise error
 
     def _advance(self) -> None:
         """Wait for this rank's phase, agree with the other ranks, then start the next phase or end the save.
@@ -146,7 +122,7 @@ class AsyncSaver:
         self._before_collective("a save in the background")
         save, on_complete = self._take_pending()  # an error below leaves no save pending
         if save.finish_phase(self._job.result):
-            self._set_pending(save, on_complete)
+            self.start(save, on_complete)
         else:
             on_complete(save.report)
 
@@ -194,11 +170,11 @@ def pending_saves_in(root: Path) -> list[str]:
 
 
 def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
-    """Complete the pending saves of these owners. Collective."""
+    """Complete the pending saves of these owners, and raise the error of one that fails. Collective."""
     saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
     for owner in owners:
         if owner in saves:
-            saves[owner].finish_for_other_engine()
+            saves[owner].wait_for_save()
 
 
 def _run_in_thread(job: Callable[[], int]) -> Future[int]:

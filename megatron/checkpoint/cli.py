@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.storage import escape_to_one_line
-from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
-from megatron.checkpoint.manifest import LATEST, CommitRecord, Manifest
-from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, choose_tag, dangling, latest_file_warning,
-                                      latest_tag, parse_checkpoint_path, scan_tags, tag_names)
+from megatron.checkpoint.manifest import LATEST, Manifest
+from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, choose_tag, dangling, describe_format,
+                                      latest_file_warning, latest_tag, no_checkpoint_message, parse_checkpoint_path,
+                                      scan_tags, tag_names)
 from megatron.checkpoint.verify import check_sizes, verify_tag
 from megatron.config.cli_help import command_parser
 from megatron.config.run_config import refuse_checkpoint_key
@@ -39,7 +39,7 @@ def list_tags(root: Path, tag: str | None) -> None:
     uses."""
     latest = latest_tag(root)
     manifests = {name: manifest for name, manifest in scan_tags(root).items() if isinstance(manifest, Manifest)}
-    records = {name: manifest.commit_record for name, manifest in manifests.items()}
+    records = manifests
     if not manifests and describe_format(root):  # another program's checkpoint, not a damaged one
         raise CheckpointError(no_checkpoint_message(root))
     if tag is not None:
@@ -49,7 +49,7 @@ def list_tags(root: Path, tag: str | None) -> None:
     choice = choose_tag(root) if manifests or latest is not None else None
     used = records.get(choice.first) if choice is not None else None
     for name, manifest in manifests.items():
-        print(_tag_line(manifest) + _branch_text(manifest.commit_record, records, used)
+        print(_tag_line(manifest) + _branch_text(manifest, records, used)
               + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
     for name, error in damaged.items():
@@ -73,11 +73,10 @@ def list_tags(root: Path, tag: str | None) -> None:
 
 def _tag_line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return escape_to_one_line(
-        f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
+    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
 
 
-def _branch_text(record: CommitRecord, records: Mapping[str, CommitRecord], used: CommitRecord | None) -> str:
+def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:
     """The parent tag, and whether the tag is on another branch than `used`, which a load uses."""
     text = ""
     if record.history:
@@ -119,7 +118,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
         checkpoint = open_checkpoint(source, tag)
         _print_quantised_note(checkpoint)
         if options.dtype is None:
-            for path in export_huggingface(checkpoint, output, print_line=lambda line: print(f"note: {line}")):
+            for path in export_huggingface(checkpoint, output):
                 print(f"{path}: {path.stat().st_size} bytes")
             return
         report = quantise_checkpoint(checkpoint, output)

@@ -29,7 +29,7 @@ from data.storage import (LockFile, LockResult, StorageFault, fsync_directory, l
                           unlock_on_exit, write_json_atomic)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
                                           manifest_checksum, read_commit_number)
-from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, PrintLine, commit_records, committed_pending_tag,
+from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, commit_records, committed_pending_tag,
                                       format_file_names, latest_tag, link_target_outside, print_to_stderr, read_latest,
                                       read_tag_manifest, remove_link, tag_folder, unknown_files)
 from megatron.distributed.process_group import after_shutdown, is_stop_requested
@@ -88,31 +88,67 @@ FP32_SCRIPT = "zero_to_fp32.py"
 TRASH_PREFIX = ".trash-"
 POLL_SECONDS = 0.05
 
-DeleteFolder = Callable[[Path], object]
-"""Deletes a folder in the trash."""
 
-
-def discard_folder(folder: Path, delete: DeleteFolder) -> None:
-    """Rename the folder into the trash at once, so that it is never partially visible, then `delete` it."""
+def discard_folder(folder: Path) -> None:
+    """Rename the folder into the trash, so that it is never partially visible, then delete it in the background."""
     trash = folder.with_name(f"{TRASH_PREFIX}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, trash)
     fsync_directory(folder.parent)
-    delete(trash)
+    DELETER.delete(trash)
 
 
-def delete_folder(path: Path) -> OSError | None:
-    """Delete as much as possible; returns the error if something is left. Of a link, only the link is deleted."""
-    try:
-        if path.is_symlink() or path.is_file():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)  # deletes what it can, and tolerates concurrent deletions
-            shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        return error
-    return None
+@final
+class BackgroundDeleter:
+    """Deletes folders in threads. A save waits for them only if their space is needed, a successful program at its end;
+    a failed or stopped one leaves the rest to the next start."""
+
+    def __init__(self) -> None:
+        self._threads: dict[Path, threading.Thread] = {}
+
+    def delete(self, path: Path) -> None:
+        """Delete the folder in a thread. A second call meanwhile has no effect."""
+        for other, thread in list(self._threads.items()):  # a save into another folder may add one meanwhile
+            if not thread.is_alive():
+                self._threads.pop(other, None)
+        if not self._threads:
+            after_shutdown(self._finish_at_shutdown)
+        if path not in self._threads:
+            self._threads[path] = threading.Thread(target=self._delete, args=(path,), name="delete", daemon=True)
+            try:
+                self._threads[path].start()
+            except RuntimeError:  # no new threads during interpreter shutdown
+                self._delete(path)
+
+    @property
+    def is_deleting(self) -> bool:
+        return any(thread.is_alive() for thread in list(self._threads.values()))
+
+    def wait_for_deletions(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait until all folders are deleted, or `until()` is true."""
+        while self.is_deleting and not until():
+            time.sleep(POLL_SECONDS)
+
+    def _finish_at_shutdown(self) -> None:
+        with STATUS.in_activity("deletion of old checkpoints"):
+            self.wait_for_deletions(until=is_stop_requested)
+
+    def _delete(self, path: Path) -> None:
+        """Delete as much as possible. Of a link, only the link is deleted."""
+        try:
+            if path.is_symlink() or path.is_file():
+                path.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(path, ignore_errors=True)  # deletes what it can, and tolerates concurrent deletions
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            with suppress(OSError, ValueError):  # the output is closed
+                print_to_stderr(f"warning: {path}, an old checkpoint, cannot be deleted ({error.strerror or error}): "
+                                "the next save tries again")
+
+
+DELETER = BackgroundDeleter()
 
 
 @dataclass(frozen=True)
@@ -131,12 +167,10 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
     untouched = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
-    except StorageFault as error:  # it already names its file
-        raise StorageError(f"{flag}: {error}{untouched}") from error
-    except CheckpointError as error:
-        if not isinstance(error.__cause__, OSError):
+    except (StorageFault, CheckpointError) as error:  # they already name their file
+        if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
             raise
-        raise StorageError(f"{flag}: {error}{untouched}") from error  # the folder of the tags cannot be listed
+        raise StorageError(f"{flag}: {error}{untouched}") from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
@@ -198,8 +232,7 @@ def check_parent_folder(path: Path, flag: str) -> None:
 
 
 @contextmanager
-def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine = print_to_stderr, needed: int = 0,
-                        deleter: BackgroundDeleter | None = None) -> Iterator[Path]:
+def open_staging_folder(root: Path, tag: str, run_id: str, needed: int = 0) -> Iterator[Path]:
     """Yield an empty, locked staging folder for `tag`, after cleaning up interrupted saves. Raises StorageError unless
     `needed` bytes are free, so that no half checkpoint is written. Waits for background deletions only if their space
     is needed."""
@@ -209,11 +242,11 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
             if not root.is_dir():
                 root.mkdir(exist_ok=True)
                 fsync_directory(root.parent)
-            clean_up_save_root(root, print_line, delete_folder if deleter is None else deleter.delete)
+            clean_up_save_root(root)
             # Without the lock of the save root, so that others may save meanwhile.
-            if deleter is not None and deleter.is_deleting and _lacks_disk_space(root, needed):
-                print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
-                deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
+            if DELETER.is_deleting and _lacks_disk_space(root, needed):
+                print_to_stderr(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
+                DELETER.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
             if _lacks_disk_space(root, needed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with exclusive_access(root):
@@ -233,42 +266,41 @@ def _lacks_disk_space(root: Path, needed: int) -> bool:
     return isinstance(free, int) and free < needed
 
 
-def clean_up_save_root(root: Path, print_line: PrintLine = print_to_stderr,
-                       delete: DeleteFolder = delete_folder) -> None:
+def clean_up_save_root(root: Path) -> None:
     """Remove leftovers of killed saves, and restore a tag that was moved aside."""
     with exclusive_access(root):
         for name in sorted(os.listdir(root)):
             if name.startswith(ASIDE_PREFIX):
-                _finish_replacement(root, name.removeprefix(ASIDE_PREFIX), print_line, delete)
+                _finish_replacement(root, name.removeprefix(ASIDE_PREFIX))
             elif name == PENDING_LATEST:
                 if tag := committed_pending_tag(root):
-                    print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
+                    print_to_stderr(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
                     _write_latest(root, tag)
                 else:
                     (root / PENDING_LATEST).unlink(missing_ok=True)
             elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
-                print_line(f"removing {root / name}, left by an interrupted save")
-                discard_folder(root / name, delete)
+                print_to_stderr(f"removing {root / name}, left by an interrupted save")
+                discard_folder(root / name)
             elif name.startswith(TRASH_PREFIX):
-                delete(root / name)
+                DELETER.delete(root / name)
             elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
                 (root / name).unlink(missing_ok=True)
 
 
-def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: DeleteFolder) -> None:
+def _finish_replacement(root: Path, tag: str) -> None:
     """Complete an interrupted replacement of a tag: keep the new copy if it is valid, otherwise restore the old one."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
-        print_line(f"restoring {folder}, moved aside by an interrupted save")
+        print_to_stderr(f"restoring {folder}, moved aside by an interrupted save")
         os.rename(aside, folder)
         fsync_directory(root)
         return
     with suppress(CheckpointError):  # if the new copy is damaged, the old one stays aside
         read_tag_manifest(root, tag)
-        discard_folder(aside, delete)
+        discard_folder(aside)
 
 
-def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete: DeleteFolder = delete_folder) -> None:
+def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
     """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     with explain_disk_errors(folder, 0):
@@ -282,7 +314,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete:
                 pending = {"tag": tag, "seal": manifest_checksum(staging), "was": read_latest(root)}
                 write_json_atomic(remove_link(root / PENDING_LATEST), pending)
             if folder.exists() and aside.exists():
-                discard_folder(folder, delete)  # `clean_up_save_root` kept the aside copy because this one is damaged
+                discard_folder(folder)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
@@ -293,7 +325,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete:
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):
-            discard_folder(aside, delete)
+            discard_folder(aside)
 
 
 def _write_latest(root: Path, tag: str) -> None:
@@ -309,15 +341,13 @@ def last_commit_number(root: Path) -> int:
                 and link_target_outside(root / name, root) is None), default=0)
 
 
-def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: PrintLine = print_to_stderr,
-                    delete: DeleteFolder = delete_folder) -> list[str]:
+def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> list[str]:
     """Delete complete step tags that `keep` does not name, after the save `saved`; returns the deleted names.
 
     Kept are the newest `keep.last` of this save and its ancestors, and every tag committed after the oldest of these.
     Of earlier ones only tags of this run are deleted. Never deleted: the tag that `latest` names, tags with user-chosen
     names, tags of other runs, tags of later steps (of a branch this run has not reached), and links out of the root.
-    `print_line` gets a warning for unknown files in a deleted tag and, at the first save of a run, a note of other
-    runs' tags."""
+    Warns of unknown files in a deleted tag and, at the first save of a run, notes other runs' tags."""
     if keep.last is None:
         return []
     with explain_disk_errors(root, 0):
@@ -326,8 +356,8 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
         others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
         if others and len(ancestors) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            print_line(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and "
-                       "deletes the checkpoints of this run only")
+            print_to_stderr(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and "
+                            "deletes the checkpoints of this run only")
         if len(ancestors) < keep.last:
             return []
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
@@ -336,49 +366,7 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: Pri
                      and not (keep.every and record.iteration % keep.every == 0)]
         for tag in to_delete:
             if unknown := unknown_files(tag_folder(root, tag)):
-                print_line(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
-                           f"{format_file_names(unknown)}")
-            discard_folder(tag_folder(root, tag), delete)
+                print_to_stderr(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
+                                f"{format_file_names(unknown)}")
+            discard_folder(tag_folder(root, tag))
     return to_delete
-
-
-# ---- deletion in the background -------------------------------------------------------------------------------------
-
-@final
-class BackgroundDeleter:
-    """Deletes folders in threads. A save waits for them only if their space is needed, a successful program at its end;
-    a failed or stopped one leaves the rest to the next start."""
-
-    def __init__(self, print_line: PrintLine = print_to_stderr) -> None:
-        self._print_line = print_line
-        self._threads: dict[Path, threading.Thread] = {}
-        after_shutdown(self._finish_at_shutdown)
-
-    def delete(self, path: Path) -> None:
-        """Delete the folder in a thread. A second call meanwhile has no effect."""
-        self._threads = {other: thread for other, thread in self._threads.items() if thread.is_alive()}
-        if path not in self._threads:
-            self._threads[path] = threading.Thread(target=self._delete, args=(path,), name="delete", daemon=True)
-            try:
-                self._threads[path].start()
-            except RuntimeError:  # no new threads during interpreter shutdown
-                self._delete(path)
-
-    @property
-    def is_deleting(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads.values())
-
-    def wait_for_deletions(self, until: Callable[[], object] = lambda: False) -> None:
-        """Wait until all folders are deleted, or `until()` is true."""
-        while self.is_deleting and not until():
-            time.sleep(POLL_SECONDS)
-
-    def _finish_at_shutdown(self) -> None:
-        with STATUS.in_activity("deletion of old checkpoints"):
-            self.wait_for_deletions(until=is_stop_requested)
-
-    def _delete(self, path: Path) -> None:
-        if (error := delete_folder(path)) is not None:
-            with suppress(OSError, ValueError):  # the output is closed
-                self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted "
-                                 f"({error.strerror or error}): the next save tries again")

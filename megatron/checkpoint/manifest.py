@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.storage import crc32
-from megatron.checkpoint.file_formats import (CHECKSUM_FIELD, StrictRecord, checksum_ending, read_bytes, seal_record,
-                                              unseal_record)
+from megatron.checkpoint.file_formats import StrictRecord, read_bytes, seal_record, unseal_record
 from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
 
@@ -48,8 +47,9 @@ class CommitRecord:
     tag: str
     iteration: int
     run_id: str
-    branch: str
+    branch: str = ""
     commit: int = 0
+    """Commit number."""
     history: History = ()
 
     @property
@@ -73,18 +73,15 @@ class Lineage:
 
     def __init__(self, parent: CommitRecord | None = None) -> None:
         """`parent` is the checkpoint that was loaded; None at the start of a run."""
-        self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
+        self.branch = secrets.token_hex(8)
+        self.history: History = ()
         if parent is not None:
             self.set_parent(parent)
 
     def set_parent(self, parent: CommitRecord) -> None:
         """Let the next save continue from `parent`."""
-        earlier = (known for known in self.history if known.branch != parent.branch)
+        earlier = (known for known in parent.history if known.branch != parent.branch)
         self.history = *earlier, parent.as_ancestor
-
-    def next_commit_number(self, last: int) -> int:
-        """Number of the next commit into a root whose last commit has number `last`."""
-        return 1 + max([last, *(known.commit for known in self.history)])
 
 
 def parse_lineage(record: StrictRecord) -> tuple[str, History]:
@@ -105,9 +102,9 @@ def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
 FORMAT = 5
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_TAIL_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18}'
-                           rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
-_TAIL_BYTES = 250
+_END_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18}'
+                          rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"([0-9a-f]{8})"}\n\Z')
+_END_BYTES = 250
 """Bytes read from the end of a manifest."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
@@ -162,46 +159,25 @@ class TensorEntry:
         """Elements of the local tensor of one tensor-parallel rank."""
         return prod(self.sharding.local_shape)
 
-    def check_coverage(self, tp: int, shards: int, where: str) -> None:
-        """Raise unless the sharding is valid and the local tensor lies inside the flat buffer of `shards` shards."""
-        if not self.sharding.can_exist:
-            raise CheckpointError(f"{where}: no such cut: {self.sharding}")
-        if self.sharding.dim is not None and self.sharding.tp_size != tp:
-            raise CheckpointError(f"{where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
-        if self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
-            raise CheckpointError(f"{where}: {self.numel} elements from {self.dp_sharding.start} on are not in "
-                                  f"{shards} shards of {self.dp_sharding.shard_size}")
-
 
 def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
     """The key of a piece, as in `TensorPiece.key`."""
     return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
 
 
-@dataclass(frozen=True)
-class Manifest:
+@dataclass(frozen=True, kw_only=True)
+class Manifest(CommitRecord):
     """One checkpoint: its run, configuration, layout and tensors."""
 
-    run_id: str
-    tag: str
-    iteration: int
     layout: Mapping[str, Any]
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
     """Time of the commit in microseconds since 1970, for display only."""
-    branch: str = ""
-    commit: int = 0
-    """Commit number."""
-    history: History = ()
     save_id: str = ""
     """Written into each file of this save."""
     nbytes: int = 0
     """Size of all other files of the tag."""
-
-    @property
-    def commit_record(self) -> CommitRecord:
-        return CommitRecord(self.tag, self.iteration, self.run_id, self.branch, self.commit, self.history)
 
     @property
     def tp_dp_sizes(self) -> tuple[int, int]:
@@ -243,15 +219,22 @@ class Manifest:
         return seal_record(body)
 
     def check(self) -> None:
-        """Check across fields: tensors are named once and fully stored."""
+        """Check across fields: tensors are named once, and each local tensor lies inside the flat buffer of all shards.
+        """
         tp, shards = self.tp_dp_sizes
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
-            where = f"tag {self.tag}: {MANIFEST}: {tensor.label}"
+            where, cut, dp_cut = f"tag {self.tag}: {MANIFEST}: {tensor.label}", tensor.sharding, tensor.dp_sharding
             if (tensor.kind, tensor.name) in seen:
                 raise CheckpointError(f"{where} is listed twice")
             seen.add((tensor.kind, tensor.name))
-            tensor.check_coverage(tp, shards, where)
+            if not cut.can_exist:
+                raise CheckpointError(f"{where}: no such cut: {cut}")
+            if cut.dim is not None and cut.tp_size != tp:
+                raise CheckpointError(f"{where}: cut over {cut.tp_size} tensor-parallel ranks of {tp}")
+            if tensor.numel and dp_cut.start + tensor.numel > dp_cut.shard_size * shards:
+                raise CheckpointError(f"{where}: {tensor.numel} elements from {dp_cut.start} on are not in "
+                                      f"{shards} shards of {dp_cut.shard_size}")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -260,22 +243,22 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_checksum(folder: Path) -> str | None:
-    """The checksum at the end of the manifest in `folder`, which identifies a save; None without a manifest."""
-    return (None if (end := _read_tail(folder)) is None
-            else end[-len(checksum_ending(b"")):][len(CHECKSUM_FIELD):-3].decode("ascii", "replace"))
+    """The checksum at the end of the manifest in `folder`, which identifies a save; None without a whole manifest."""
+    end = _match_end(folder)
+    return end and end[2].decode()
 
 
 def read_commit_number(folder: Path) -> int:
     """The commit number, from the manifest's last bytes; 0 if there is none."""
-    found = _TAIL_PATTERN.search(_read_tail(folder) or b"")
-    return int(found[1]) if found else 0
+    end = _match_end(folder)
+    return int(end[1]) if end else 0
 
 
-def _read_tail(folder: Path) -> bytes | None:
+def _match_end(folder: Path) -> re.Match[bytes] | None:
     try:
         with open(folder / MANIFEST, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read(_TAIL_BYTES)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            return _END_PATTERN.search(file.read(_END_BYTES))
     except OSError:
         return None
 
@@ -304,16 +287,6 @@ def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
     return manifest
 
 
-def parse_file_entries(values: dict[str, object], where: str) -> dict[str, FileEntry]:
-    entries = {}
-    for name, value in values.items():
-        record = StrictRecord(value, f"{where}: files[{check_safe_name(name, f'{where}: file')}]")
-        entries[name] = FileEntry(record.take_count("size"), record.take_field("crc32", str))
-        record.fields.pop("sha256", None)  # signed tags of older versions have it
-        record.check_all_taken()
-    return entries
-
-
 def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
     record = StrictRecord(value, f"{where}: tensors[]")
     kind, name = record.take_field("kind", str), record.take_field("name", str)
@@ -336,36 +309,23 @@ RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)
 """Files that rank 0 writes in addition to its own."""
 
 
-@dataclass(frozen=True)
-class FileProvenance:
-    """The save and rank that wrote a file. `save_id` ends with the manifest's digest; run, tag and iteration are for
-    people."""
-
-    save_id: str
-    rank: int
-    run_id: str
-    tag: str
-    iteration: int
-
-    def as_metadata(self) -> dict[str, str]:
-        """As safetensors metadata, which holds strings."""
-        return {name: str(value) for name, value in asdict(self).items()}
+def provenance_of(manifest: Manifest, rank: int) -> dict[str, str | int]:
+    """What each file that `rank` writes says of itself. `save_id` ends with the manifest's digest; run, tag and
+    iteration are for people."""
+    return {"save_id": manifest.save_id, "rank": rank, "run_id": manifest.run_id, "tag": manifest.tag,
+            "iteration": manifest.iteration}
 
 
-def provenance_of(manifest: Manifest, rank: int) -> FileProvenance:
-    return FileProvenance(manifest.save_id, rank, manifest.run_id, manifest.tag, manifest.iteration)
-
-
-def check_provenance(stated: object, expected: FileProvenance, where: str) -> None:
-    """Raise unless `stated`, a file's provenance as dict or metadata, equals `expected`."""
+def check_provenance(stated: object, expected: Mapping[str, str | int], where: str) -> None:
+    """Raise unless `stated`, a file's provenance as JSON or as safetensors metadata (strings), equals `expected`."""
     if not isinstance(stated, Mapping):
         raise CheckpointError(f"{where}: does not say which checkpoint it is of")
-    for name, right in asdict(expected).items():
+    for name, right in expected.items():
         value = stated.get(name)
         if type(value) not in (str, type(right)) or str(value) != str(right):
             raise CheckpointError(
                 f"{where}: is of another checkpoint: {name} expected {right}, found {str(value):.80}")
-    if unknown := set(stated) - asdict(expected).keys():
+    if unknown := set(stated) - expected.keys():
         raise CheckpointError(f"{where}: unknown field {min(map(str, unknown))!r} in its origin")
 
 
@@ -373,7 +333,7 @@ def check_provenance(stated: object, expected: FileProvenance, where: str) -> No
 class RankManifest:
     """The files and state that one rank wrote."""
 
-    provenance: FileProvenance
+    provenance: Mapping[str, str | int]
     files: Mapping[str, FileEntry]
     """Without this file, which ends with its own checksum."""
     state: Any
@@ -387,7 +347,7 @@ class RankManifest:
 
     def to_bytes(self) -> bytes:
         files = {name: asdict(entry) for name, entry in self.files.items()}
-        content = {"format": FORMAT, "origin": asdict(self.provenance), "files": files, "state": self.state}
+        content = {"format": FORMAT, "origin": self.provenance, "files": files, "state": self.state}
         return seal_record(content if self.lineage is None else {**content, "lineage": self.lineage})
 
 
@@ -420,9 +380,14 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     lineage = record.take_field("lineage", dict) if rank == 0 else None
     if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
         raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
-    rank_manifest = RankManifest(provenance, parse_file_entries(record.take_field("files", dict), where),
-                                 record.fields.pop("state", None), lineage)
+    files: dict[str, FileEntry] = {}
+    for file, value in record.take_field("files", dict).items():
+        entry = StrictRecord(value, f"{where}: files[{check_safe_name(file, f'{where}: file')}]")
+        files[file] = FileEntry(entry.take_count("size"), entry.take_field("crc32", str))
+        entry.fields.pop("sha256", None)  # signed tags of older versions have it
+        entry.check_all_taken()
+        if file == name or rank_of_file(file) != rank:
+            raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")
+    rank_manifest = RankManifest(provenance, files, record.fields.pop("state", None), lineage)
     record.check_all_taken()
-    if unknown := [file for file in rank_manifest.files if file == name or rank_of_file(file) != rank]:
-        raise CheckpointError(f"{where}: lists {unknown[0]!r}, which rank {rank} does not write")
     return rank_manifest, FileEntry(len(data), f"{crc32(data):08x}")

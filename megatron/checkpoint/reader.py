@@ -30,8 +30,8 @@ from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, M
                                           read_rank_manifest)
 from megatron.checkpoint.reshard import TensorSegment, tp_sharding_of
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import (PrintLine, TagChoice, check_tag_exists, choose_tag, latest_file_warning,
-                                      print_to_stderr, read_tag_manifest, tag_folder, unknown_files_warning)
+from megatron.checkpoint.tags import (TagChoice, check_tag_exists, choose_tag, latest_file_warning, print_to_stderr,
+                                      read_tag_manifest, tag_folder, unknown_files_warning)
 from megatron.checkpoint.verify import parse_shared_state, unexpected_names, verify_share
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
@@ -41,46 +41,44 @@ from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    print_line: PrintLine = print_to_stderr, int8: bool = False) -> Checkpoint:
+                    int8: bool = False) -> Checkpoint:
     """Open `tag`, or the tag that `latest` names, after verifying every byte of it.
 
     Collective over `world`: the ranks share the verification, and all succeed or all raise the same error. With
-    `fallback` a damaged tag is replaced by its newest intact ancestor, and `print_line` gets the reason. `int8` accepts
+    `fallback` a damaged tag is replaced by its newest intact ancestor, and a warning says why. `int8` accepts
     int8 weights, which are otherwise refused."""
-    found = _open_or_fall_back(Path(root), tag, world, fallback, print_line)
+    folder = Path(root)
+
+    def choose() -> list[Any]:
+        choice = choose_tag(folder, tag if tag is None else check_tag_exists(folder, tag))
+        if tag is None and (warning := latest_file_warning(folder, choice.first)):
+            print_to_stderr(warning)
+        return [*astuple(choice)]
+
+    choice = TagChoice(*on_rank_0(choose, world))
+    names, advice = [choice.first], ""
+    if fallback and choice.fallbacks:
+        names += choice.fallbacks
+    elif fallback:
+        advice = f"; {choice.no_fallback_reason}"
+    elif choice.fallbacks and tag is None:
+        advice = "; --resume-fallback takes the newest good one that it continues from"
+    while True:
+        try:
+            found = _open_verified(folder, names.pop(0), world)
+            break
+        except CheckpointError as error:
+            if not names:
+                raise CheckpointError(f"{error}{advice}") from error
+            if world.rank == 0:
+                print_to_stderr(f"warning: {error}; falling back to an older tag, {names[0]}{choice.assumption}")
     if found.has(INT8_KIND) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool, print_line: PrintLine) -> Checkpoint:
-    def choose() -> list[Any]:
-        return [*astuple(choose_tag(root, tag if tag is None else check_tag_exists(root, tag)))]
-
-    choice = TagChoice(*on_rank_0(choose, world))
-    try:
-        if tag is None and world.rank == 0 and (warning := latest_file_warning(root, choice.first)):
-            print_line(warning)
-        return _open_verified(root, choice.first, world, print_line)
-    except CheckpointError as error:
-        last = error
-    if not fallback or not choice.fallbacks:
-        advice = (f"; {choice.no_fallback_reason}" if fallback else
-                  "; --resume-fallback takes the newest good one that it continues from"
-                  if choice.fallbacks and tag is None else "")
-        raise CheckpointError(f"{last}{advice}") from last
-    for name in choice.fallbacks:
-        if world.rank == 0:
-            print_line(f"warning: {last}; falling back to an older tag, {name}{choice.assumption}")
-        try:
-            return _open_verified(root, name, world, print_line)
-        except CheckpointError as error:
-            last = error
-    raise last
-
-
-def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) -> Checkpoint:
+def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
     """Verify a tag, each rank its share of the files, rank 0 also unexpected files. Collective."""
     def check() -> tuple[Manifest, int]:
         with explain_read_errors(f"tag {tag}: {root / tag}"):
@@ -96,7 +94,7 @@ def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) ->
                               "the ranks find different checkpoints")
     count = sum_over_ranks(checked, world)
     if others := all_succeed_or_raise(find_others, world):
-        print_line(unknown_files_warning(tag, others))
+        print_to_stderr(unknown_files_warning(tag, others))
     return Checkpoint(tag_folder(root, tag), manifest)
 
 

@@ -19,11 +19,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 from data.storage import escape_to_one_line
-from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
 from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
                                               unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
@@ -38,8 +36,6 @@ ASIDE_PREFIX = ".aside-"
 PENDING_LATEST = ".latest-pending"
 """What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
 another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
-
-PrintLine = Callable[[str], None]
 
 
 def print_to_stderr(line: str) -> None:
@@ -142,23 +138,20 @@ def scan_tags(root: Path, check: Callable[[Path, str], Manifest] = read_tag_mani
             except CheckpointError as error:
                 found[tag] = error
 
-    def step(tag: str) -> float:
-        """Of the name or the manifest; damaged tags of other names are last."""
-        manifest, number = found[tag], iteration_of_tag(tag)
-        return number if number is not None else manifest.iteration if isinstance(manifest, Manifest) else inf
+    steps = {tag: _step(tag, manifest) for tag, manifest in found.items()}
+    return {tag: found[tag] for tag in sorted(found, key=lambda tag: (steps[tag] is None, steps[tag] or 0, tag))}
 
-    return {tag: found[tag] for tag in sorted(found, key=lambda tag: (step(tag), tag))}
+
+def _step(tag: str, manifest: Manifest | CheckpointError) -> int | None:
+    """Of the name or the manifest; None for a damaged tag of another name."""
+    step = iteration_of_tag(tag)
+    return manifest.iteration if step is None and isinstance(manifest, Manifest) else step
 
 
 def iterations_by_tag(root: Path) -> dict[str, int]:
     """Tag -> iteration, by iteration: every folder named global_step<N>, and any other with a valid manifest."""
-    iterations: dict[str, int] = {}
-    for tag, manifest in scan_tags(root).items():
-        if (step := iteration_of_tag(tag)) is not None:
-            iterations[tag] = step
-        elif isinstance(manifest, Manifest):
-            iterations[tag] = manifest.iteration
-    return iterations
+    steps = {tag: _step(tag, manifest) for tag, manifest in scan_tags(root).items()}
+    return {tag: step for tag, step in steps.items() if step is not None}
 
 
 def tag_names(root: Path) -> list[str]:
@@ -171,15 +164,10 @@ def names_in(root: Path) -> str:
     return ", ".join(names if len(names) < 8 else [*names[:2], f"{len(names) - 5} more", *names[-3:]]) or "none"
 
 
-def complete_manifests(root: Path) -> list[Manifest]:
-    """The manifests of all complete tags by step."""
-    return [manifest for manifest in scan_tags(root).values() if isinstance(manifest, Manifest)]
-
-
-def commit_records(root: Path) -> list[CommitRecord]:
-    """Of all complete tags, in order of commit."""
-    records = [manifest.commit_record for manifest in complete_manifests(root)]
-    return sorted(records, key=lambda record: record.commit_order)
+def commit_records(root: Path) -> list[Manifest]:
+    """The manifests of all complete tags, in order of commit."""
+    complete = [manifest for manifest in scan_tags(root).values() if isinstance(manifest, Manifest)]
+    return sorted(complete, key=lambda record: record.commit_order)
 
 
 def has_no_checkpoint(root: Path) -> bool:
@@ -272,11 +260,12 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
     tags, first = scan_tags(root), requested or latest_tag(root)
     if not tags and first is None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
-    complete = [manifest.commit_record for manifest in tags.values() if isinstance(manifest, Manifest)]
-    good = {record.tag: record for record in sorted(complete, key=lambda record: record.commit_order, reverse=True)}
+    complete = [manifest for manifest in tags.values() if isinstance(manifest, Manifest)]
+    good: dict[str, CommitRecord] = {record.tag: record for record in sorted(
+        complete, key=lambda record: record.commit_order, reverse=True)}
     newest = next(iter(good.values()), None)
     if first is None:  # a damaged manifest has no commit number: use step and history
-        stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "", "")
+        stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "")
                   for tag in reversed(tags) if tag not in good]
         damaged = [record for record in stated if newest is None or record.iteration > newest.iteration
                    or record.descends_from(newest)]
@@ -337,3 +326,59 @@ def dangling(root: Path) -> str:
         return ""
     return f"; {root / LATEST} " + (f"names {content}, which is not there" if is_safe_name(content) else
                                     f"says {content!r:.60}, which is no name of a tag")
+
+
+# ---- checkpoints of other programs ----------------------------------------------------------------------------------
+
+CONVERT_COMMAND = "`python -m megatron.checkpoint convert"
+
+
+def no_checkpoint_message(root: Path) -> str:
+    """The error text for a folder without a checkpoint of ours."""
+    missing = "" if root.exists() else ": there is no such folder"
+    return f"no committed checkpoint under {root}{missing}{describe_format(root)}"
+
+
+def describe_format(path: Path) -> str:
+    """"; it is FORMAT: ADVICE", or "" for an unknown format."""
+    try:
+        sentence = _detect_deepspeed(path) or _detect_other_format(path)
+    except OSError:  # an unreadable folder is not recognised
+        return ""
+    return f"; it is {sentence}" if sentence else ""
+
+
+def _detect_deepspeed(path: Path) -> str | None:
+    latest = read_latest(path)
+    folders = [path, path / latest] if latest is not None and is_safe_name(latest) else [path]
+    patterns = "*mp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
+    tag_folder = next((folder for folder in folders if any(any(folder.glob(pattern)) for pattern in patterns)), None)
+    if tag_folder is None:
+        return None
+    root, tag = path.parent if tag_folder == path else path, tag_folder.resolve().name
+    return (f"a DeepSpeed checkpoint (tag {tag}): resume it with DeepSpeed, or take its weights with "
+            f"`python {root}/zero_to_fp32.py {root} OUT -t {tag}`, then {CONVERT_COMMAND} OUT --output NEW` "
+            "(docs/checkpoints.md)")
+
+
+def _detect_other_format(path: Path) -> str | None:
+    advice = f"{CONVERT_COMMAND} {path} --output NEW` makes a checkpoint of its weights, for `--load NEW --finetune`"
+    if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
+        return f"a Megatron-LM checkpoint: {advice}"
+    if (path / ".metadata").is_file():
+        return ("a checkpoint of torch.distributed.checkpoint (DCP): make one file of it with `python -m "
+                f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} OUT/pytorch_model.bin`, then "
+                f"{CONVERT_COMMAND} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT)")
+    weights = [name for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json",
+                                 "pytorch_model.bin.index.json") if (path / name).is_file()]
+    if weights and (path / "config.json").is_file():
+        return f"a Hugging Face folder: start from it with --load-hf {path}, or {advice}"
+    if weights:
+        return (f"a folder with {weights[0]}, but without the config.json that says which Hugging Face model it is: "
+                f"copy it there; of a Megatron GPT-2, {CONVERT_COMMAND} {path / weights[0]} --num-attention-heads N "
+                "--checkpoint-version V --output NEW`")
+    if (path / "ckpt.pt").is_file():
+        return f"a nanoGPT folder: {advice}"
+    if path.is_file() and path.suffix in (".pt", ".bin", ".pth"):
+        return f"a torch file: if nanoGPT wrote it, or it is a state dict of a Megatron GPT-2, {advice}"
+    return None

@@ -4,28 +4,25 @@ Reads only; no torch."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from data.storage import crc32_file
-from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, explain_read_errors,
-                                              parse_json, read_bytes, read_header)
-from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, FileEntry, FileProvenance, Manifest, check_provenance,
-                                          piece_key, provenance_of, rank_manifest_name, rank_of_file,
-                                          read_rank_manifest)
-from megatron.checkpoint.tags import (PrintLine, print_to_stderr, read_tag_manifest, tag_folder,
-                                      unknown_files_warning)
+from megatron.checkpoint.file_formats import (StrictRecord, TensorLocation, explain_read_errors, parse_json, read_bytes,
+                                              read_header)
+from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, FileEntry, Manifest, check_provenance, piece_key,
+                                          provenance_of, rank_manifest_name, rank_of_file, read_rank_manifest)
+from megatron.checkpoint.tags import print_to_stderr, read_tag_manifest, tag_folder, unknown_files_warning
 from megatron.errors import CheckpointError
 
 
-def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> dict[str, FileEntry]:
-    """Check every byte of the tag; returns its files without the manifest. `print_line` gets a warning of other
-    files."""
+def verify_tag(root: Path, tag: str) -> dict[str, FileEntry]:
+    """Check every byte of the tag, and warn of other files; returns its files without the manifest."""
     manifest = read_tag_manifest(root, tag)
     folder = tag_folder(root, tag)
     files = verify_share(folder, manifest)
     if others := unexpected_names(folder, manifest, len(files)):
-        print_line(unknown_files_warning(tag, others))
+        print_to_stderr(unknown_files_warning(tag, others))
     return files
 
 
@@ -44,8 +41,7 @@ def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int =
     found: dict[str, FileEntry] = {}
     for rank in range(share, manifest.world_size, shares):
         part, itself = read_rank_manifest(folder, manifest, rank)
-        verify_files(folder, part.files, manifest)
-        verify_pieces(folder, rank, part.tensor_files, manifest)
+        _verify_files(folder, rank, part.files, manifest)
         found |= {rank_manifest_name(rank): itself, **part.files}
     return found
 
@@ -63,50 +59,37 @@ def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
     return sorted(names - expected)
 
 
-def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    """Check the files of one rank; all sizes first, since they are cheap."""
+def _verify_files(folder: Path, rank: int, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
+    """Check the files of one rank: all sizes first, since they are cheap; then checksums and provenance; then that the
+    tensor files hold each piece of the manifest once, with its dtype and count, and no key twice."""
     for name, entry in files.items():
         _check_size(folder / name, entry.size, manifest)
+    stored: dict[str, TensorLocation] = {}
     for name, entry in files.items():
-        path, where = folder / name, f"tag {manifest.tag}: file {name}"
+        path, where, expected = folder / name, f"tag {manifest.tag}: file {name}", provenance_of(manifest, rank)
         with explain_read_errors(where):
             if (found := crc32_file(path)) != entry.crc32:
                 raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            rank = rank_of_file(name)
-            assert rank is not None, name
-            expected = provenance_of(manifest, rank)
             if path.suffix == ".safetensors":
-                check_provenance(read_file_header(path, where).metadata, expected, where)
+                with open(path, "rb") as file:
+                    header = read_header(file, where)
+                check_provenance(header.metadata, expected, where)
+                if twice := stored.keys() & header.tensors.keys():
+                    raise CheckpointError(f"{where}: {min(twice)!r:.80} is in another file of the rank as well")
+                stored |= header.tensors
             elif name != CONFIG_FILE:
                 parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
             elif parse_json(read_bytes(path, where), where) != manifest.config:
                 raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
-
-
-def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
-    """Check that the rank's tensor files hold each piece of the manifest once, with its dtype and count, and no key
-    twice."""
-    found: dict[str, TensorLocation] = {}
-    for name in names:
-        where = f"tag {manifest.tag}: file {name}"
-        for key, place in read_file_header(folder / name, where).tensors.items():
-            if key in found:
-                raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
-            found[key] = place
     for tensor in manifest.tensors:
         if (piece := manifest.piece_of_rank(tensor, rank)) is None:
             continue
-        key, expected = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (tensor.dtype, (piece[1],))
-        stored = found.get(key)
-        if stored is None or (stored.dtype, stored.shape) != expected:
-            actual = "nothing" if stored is None else f"{stored.dtype} {str(list(stored.shape)):.80}"
+        key, shape = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (piece[1],)
+        place = stored.get(key)
+        if place is None or (place.dtype, place.shape) != (tensor.dtype, shape):
+            actual = "nothing" if place is None else f"{place.dtype} {str(list(place.shape)):.80}"
             raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
-                                  f"{tensor.dtype:.20} {list(expected[1])}, found {actual}")
-
-
-def read_file_header(path: Path, where: str) -> SafetensorsHeader:
-    with explain_read_errors(where), open(path, "rb") as file:
-        return read_header(file, where)
+                                  f"{tensor.dtype:.20} {list(shape)}, found {actual}")
 
 
 def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
@@ -119,7 +102,7 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
 
 
-def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
+def parse_shared_state(value: object, expected: Mapping[str, str | int], where: str) -> object:
     """The state in `shared.json`, after checking its provenance."""
     record = StrictRecord(value, where)
     check_provenance(record.take_field("origin", dict), expected, where)

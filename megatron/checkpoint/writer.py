@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,15 +29,15 @@ from typing import Any, TypeVar
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.commit import (BackgroundDeleter, Keep, commit_tag, delete_folder, delete_old_tags,
-                                        exclusive_access, explain_disk_errors, last_commit_number, open_staging_folder)
+from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
+                                        last_commit_number, open_staging_folder)
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
                                           RankManifest, TensorEntry, lineage_to_json, provenance_of,
                                           rank_manifest_name, tensor_file_name)
 from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
-from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, read_tag_manifest, unknown_files
+from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, unknown_files
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
@@ -116,6 +116,7 @@ def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveRep
 class RankFiles:
     """What one rank writes; `rank_manifest` still without its files."""
 
+    rank: int
     rank_manifest: RankManifest
     tensors: list[FileTensor]
     texts: Mapping[str, bytes]
@@ -128,15 +129,15 @@ class RankFiles:
     def write(self, folder: Path) -> int:
         """Write the files, the rank manifest last; returns the bytes."""
         files: dict[str, FileEntry] = {}
-        provenance = self.rank_manifest.provenance
+        metadata = {name: str(value) for name, value in self.rank_manifest.provenance.items()}
         for index, batch in enumerate(split_files(self.tensors)):
-            name = tensor_file_name(provenance.rank, index)
+            name = tensor_file_name(self.rank, index)
             with explain_disk_errors(folder / name, self.nbytes):
-                files[name] = write_file(folder / name, batch, provenance.as_metadata())
+                files[name] = write_file(folder / name, batch, metadata)
         for name, text in self.texts.items():
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_blob(folder / name, text)
-        name, text = rank_manifest_name(provenance.rank), replace(self.rank_manifest, files=files).to_bytes()
+        name, text = rank_manifest_name(self.rank), replace(self.rank_manifest, files=files).to_bytes()
         with explain_disk_errors(folder / name, len(text)):
             write_blob(folder / name, text)
         return sum(entry.size for entry in files.values()) + len(text)
@@ -151,11 +152,11 @@ def collect_rank_files(manifest: Manifest, rank: int, pieces: Iterable[TensorPie
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
+        shared = {"origin": provenance, "state": encode_state(shared_state, "shared", items)}
         texts = {SHARED_STATE_FILE: _json_bytes(shared),
                  CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
     items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
-    return RankFiles(RankManifest(provenance, {}, own, lineage), items, texts)
+    return RankFiles(rank, RankManifest(provenance, {}, own, lineage), items, texts)
 
 
 class PendingSave:
@@ -168,8 +169,8 @@ class PendingSave:
     def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
                  run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-                 say: PrintLine = print_to_stderr, keep: Keep = Keep(), hold: Snapshot | None = None,
-                 latest: bool = True, trash: BackgroundDeleter | None = None, lineage: Lineage | None = None) -> None:
+                 keep: Keep = Keep(), hold: Snapshot | None = None, latest: bool = True,
+                 lineage: Lineage | None = None) -> None:
         """The checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
 
         `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full
@@ -177,18 +178,16 @@ class PendingSave:
         `shared_state` and `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout`
         holds at least "tp" and "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp *
         data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
-        With `latest` False the tag is loaded only by name. `trash` deletes folders in the background; None: before the
-        save ends. The save continues `lineage`; None starts a branch."""
+        With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
         self._begin, self.root, self.world = time.perf_counter(), Path(root), world
         self._written: int | None = None
-        self._say, self._keep, self._latest, self._lineage = say, keep, latest, lineage or Lineage()
-        self._delete = delete_folder if trash is None else trash.delete
+        self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         place = world.rank if place is None else place
         own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
         entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
                          key=lambda entry: (entry.kind, entry.name))
-        self.manifest = Manifest(run_id, tag, iteration, layout, config, tuple(entries), branch=self._lineage.branch,
-                                 history=self._lineage.history)
+        self.manifest = Manifest(tag, iteration, run_id, self._lineage.branch, history=self._lineage.history,
+                                 layout=layout, config=config, tensors=tuple(entries))
         self.manifest = replace(self.manifest, save_id=_agree_on_save_id(self.manifest, own, place, world))
 
         def collect() -> RankFiles:
@@ -200,8 +199,7 @@ class PendingSave:
         self._staging_lock = ExitStack()  # of rank 0
 
         def prepare() -> str:
-            return str(self._staging_lock.enter_context(
-                open_staging_folder(self.root, tag, run_id, say, needed, trash)))
+            return str(self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))
 
         self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(prepare), world))
 
@@ -251,17 +249,17 @@ class PendingSave:
         root, tag = self.root, self.manifest.tag
         with explain_disk_errors(root / tag, 0), exclusive_access(root):
             if replaced := _replacement_note(root, tag):
-                self._say(replaced)
+                print_to_stderr(replaced)
             assert self._written is not None
             now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
-            made = replace(self.manifest, nbytes=self._written, saved_at=now,
-                           commit=self._lineage.next_commit_number(last_commit_number(root)))
+            earlier = last_commit_number(root), *(known.commit for known in self.manifest.history)
+            made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier))
             data = made.to_bytes()
             with explain_disk_errors(self._staging / MANIFEST, len(data)):
                 write_blob(self._staging / MANIFEST, data)  # the last file written
-            commit_tag(self._staging, root, tag, self._latest, self._delete)
-            self._lineage.set_parent(made.commit_record)
-            delete_old_tags(root, self._keep, made.commit_record, self._say, self._delete)
+            commit_tag(self._staging, root, tag, self._latest)
+            self._lineage.set_parent(made)
+            delete_old_tags(root, self._keep, made)
             return len(data)
 
 

@@ -113,7 +113,6 @@ class TagReader:
             content = json.dumps({name: self.manifest[name] for name in stated}, separators=(",", ":"))
             is_own = self.manifest["save_id"].partition("-")[2] == sha256(content.encode()).hexdigest()[:32]
             require(is_own, path, "is of another checkpoint, or was changed")
-        self._verified: set[Path] = set()
         self._stored: dict[str, StoredTensor] = {}
         self._pieces: dict[str, list[tuple[int, int, StoredTensor]]] = defaultdict(list)
 
@@ -128,12 +127,8 @@ class TagReader:
                 raise InvalidArguments(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, "
                                        "which would show what is frozen; leave the flag out")
             for rank in range(layout["tp"] * layout["dp"]):
-                path = self.folder / f"rank{rank}.json"
-                part = read_sealed(path)
-                self._check_origin(path, part["origin"], rank)
-                self._verify_files(part["files"], rank)
+                self._verify_rank(rank)
             path = self.folder / "shared.json"
-            require(path in self._verified, path, "is listed nowhere")
             with explain_damage(path):
                 shared = json.loads(path.read_bytes())
                 self._check_origin(path, shared["origin"], 0)
@@ -150,16 +145,19 @@ class TagReader:
                     if saved in found]
             return sorted([*found.values(), *tied], key=lambda entry: (entry.saved_as, entry.name))
 
-    def _verify_files(self, files: dict[str, Any], rank: int) -> None:
-        """Check size and checksum of each file; if it holds tensors, also its origin, and add them."""
-        for name, entry in files.items():
+    def _verify_rank(self, rank: int) -> None:
+        """Check origin, size and checksum of each file of a rank; if it holds tensors, add them."""
+        list_path = self.folder / f"rank{rank}.json"
+        part = read_sealed(list_path)
+        self._check_origin(list_path, part["origin"], rank)
+        require(rank or "shared.json" in part["files"], list_path, "does not list shared.json")
+        for name, entry in part["files"].items():
             path, size, crc = self.folder / Path(name).name, 0, 0
             with explain_damage(path), open(path, "rb") as file:
                 while data := file.read(BLOCK):
                     size, crc = size + len(data), crc32(data, crc)
             require((size, f"{crc:08x}") == (entry["size"], entry["crc32"]), path, f"damaged: expected {entry['size']} "
                     f"bytes of crc32 {entry['crc32']}, found {size} of {crc:08x}")
-            self._verified.add(path)
             if path.suffix == ".safetensors":
                 origin, stored = read_header(path)
                 self._check_origin(path, origin, rank)

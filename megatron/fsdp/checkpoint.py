@@ -88,7 +88,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     all_succeed_or_raise(lambda: [_read_bucket(found, bucket, WEIGHT, bucket.master_state.view(WEIGHT))
                                   for bucket in root.buckets], root.dp)
     root.apply_master_edits()
-    root.lineage = Lineage(found.manifest.commit_record)
+    root.lineage = Lineage(found.manifest)
     for name, buffer in root.module.named_buffers():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])

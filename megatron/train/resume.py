@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from data.indexed import TokenizerFacts, tokenizer_facts_of_state
-from megatron.checkpoint.commit import (BackgroundDeleter, Keep, check_save_root_is_writable, clean_up_save_root,
-                                        explain_disk_errors, lock_save_root)
+from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, explain_disk_errors,
+                                        lock_save_root)
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
@@ -52,7 +52,6 @@ class RunCheckpoints:
     """Log lines: what was loaded, and what could not carry over."""
 
     def __post_init__(self) -> None:
-        self._deleter = BackgroundDeleter()
         with ExitStack() as lock:
             if self.config.save.save is not None:
                 root = Path(self.config.save.save)
@@ -61,7 +60,7 @@ class RunCheckpoints:
                     check_save_root_is_writable(root)
                     lock.enter_context(lock_save_root(root))
                     with explain_disk_errors(root, 0):  # after an interrupted save; slow deletions go on in background
-                        clean_up_save_root(root, delete=self._deleter.delete)
+                        clean_up_save_root(root)
 
                 on_rank_0(prepare_save_root, self.groups.world)
             with explain_load_errors(self.config.save.load):

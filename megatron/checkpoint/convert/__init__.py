@@ -1,4 +1,4 @@
-"""Checkpoints of other programs (Hugging Face, nanoGPT, Megatron-LM): detect, import, export.
+"""Checkpoints of other programs (Hugging Face, nanoGPT, Megatron-LM): import, export.
 
-Begin with external_checkpoint.py and importers.py; detect_format.py tells formats apart.
+Begin with external_checkpoint.py and importers.py; megatron/checkpoint/tags.py tells formats apart.
 """

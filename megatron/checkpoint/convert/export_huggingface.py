@@ -29,7 +29,6 @@ from megatron.checkpoint.commit import explain_disk_errors
 from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
 from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SAFETENSORS_FILE, SUPPORTED_GELU
 from megatron.checkpoint.reader import Checkpoint, read_logical, read_recorded_model
-from megatron.checkpoint.tags import PrintLine, print_to_stderr
 from megatron.checkpoint.zero_to_fp32 import OutputTensor, write_output
 from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS
 from megatron.config.tree import ModelConfig
@@ -38,10 +37,9 @@ from megatron.errors import CheckpointError, ConfigError
 SHARD_BYTES = 5 * 10**9
 
 
-def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES,
-                       print_line: PrintLine = print_to_stderr) -> list[Path]:
+def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write a folder that transformers loads, weights first and config.json last; returns the files. Holds one tensor
-    in memory at a time. `print_line` gets the reason if no tokenizer files are written."""
+    in memory at a time. Prints the reason if no tokenizer files are written."""
     recorded = read_recorded_model(checkpoint)
     model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
     if holds != parameter_shapes(model):
@@ -53,9 +51,9 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
     entries = [_output_tensor(checkpoint, name, shape) for name, shape in parameter_shapes(model).items()]
     tokenizer = build_tokenizer_files(recorded.data, model, recorded.tokenizer)
     if tokenizer.note is not None:
-        print_line(tokenizer.note)
+        print(f"note: {tokenizer.note}")
     elif not recorded.data["tokenizer_type"]:
-        print_line("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
+        print("note: GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
     with explain_disk_errors(output, sum(entry.nbytes for entry in entries), "--output"):
         make_folder(output)
         files = write_output(entries, output / SAFETENSORS_FILE, shard_bytes)

@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.checkpoint.convert.external_checkpoint import (ExternalCheckpoint, build_model_config, load_torch_file,
                                                              parameter_partitions, parameter_shapes)
 from megatron.checkpoint.manifest import check_safe_name
+from megatron.checkpoint.tags import describe_format
 from megatron.config.hf_config import HF_CONFIG_FILE, model_fields_of, read_hf_config, read_json_object
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, parameter_shapes
 from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
+from megatron.checkpoint.tags import describe_format
 from megatron.config.hf_config import HF_CONFIG_FILE, model_fields_of, read_json_object
 from megatron.config.schema import require
 from megatron.config.tree import ModelConfig

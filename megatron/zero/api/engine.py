@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
-from megatron.checkpoint.commit import BackgroundDeleter, Keep, check_save_root_is_writable
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
@@ -92,7 +92,6 @@ class Engine:
         self._unreported_step: StepReport | None = None
         self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostSnapshot(self.device)
-        self._deleter = BackgroundDeleter()
         self.notes: list[str] = []
         """For the user, printed once by `zero.initialize`."""
         self.rng_note: str | None = None
@@ -494,7 +493,7 @@ class Engine:
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
             config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
-            hold=self._host_copy.copy_tensors if in_background else None, trash=self._deleter)
+            hold=self._host_copy.copy_tensors if in_background else None)
         if in_background:
             self._background_save.start(save, on_complete)
         else:
@@ -550,7 +549,7 @@ class Engine:
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
         self.monitor.reset_loss()
         if options.counters:
-            self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest.commit_record)
+            self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
             loop_state = checkpoint.shared_state.get("loop", {})
             if (note := self._batch_sizes.restore(loop_state)) is not None:
                 self._print(f"warning: {note}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from data.storage import crc32
 from megatron.checkpoint import writer
 from megatron.checkpoint.file_formats import seal_record, unseal_record
 from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, TensorEntry
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
 from megatron.checkpoint.writer import TensorPiece
@@ -94,26 +96,26 @@ class ThreadWorld:
 
     def __init__(self, size: int) -> None:
         self.groups = [Group(rank, size, tuple(range(size))) for rank in range(size)]
-        self.slots: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self._slots: dict[int, Any] = {}
+        self._barrier = threading.Barrier(size, timeout=20)
 
-    def _exchange(self, value: Any, group: Group) -> list[Any]:
-        self.slots[group.rank] = value
-        self.barrier.wait()
-        values = list(self.slots)
-        self.barrier.wait()
+    def exchange(self, value: Any, group: Group) -> list[Any]:
+        self._slots[group.rank] = value
+        self._barrier.wait()
+        values = [self._slots[group.rank] for group in self.groups]
+        self._barrier.wait()
         return values
 
     def reduce_number(self, number: float, group: Group, op: str = "max") -> float:
-        return float({"min": min, "max": max, "sum": sum}[op](self._exchange(number, group)))
+        return float({"min": min, "max": max, "sum": sum}[op](self.exchange(number, group)))
 
     def broadcast_json(self, value: Any, group: Group, src: int = 0) -> Any:
         text = json.dumps(value) if group.rank == src else None
-        return json.loads(self._exchange(text, group)[src])
+        return json.loads(self.exchange(text, group)[src])
 
     def run(self, action: Callable[[Group], Any]) -> list[Any]:
         """What `action` returned or raised on each rank."""
-        results: list[Any] = [None] * len(self.groups)
+        results: dict[int, Any] = {}
 
         def work(group: Group) -> None:
             try:
@@ -127,7 +129,7 @@ class ThreadWorld:
                 thread.start()
             for thread in threads:
                 thread.join()
-        return results
+        return [results[group.rank] for group in self.groups]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -173,19 +175,36 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
     writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", (16,), None, 0, 1, 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
-                **{"say": lambda line: None, "lineage": Lineage(_parent(root, after, run)), **given})
+                **{"lineage": Lineage(_parent(root, after, run)), **given})
 
 
 def _parent(root: Path, after: str | None, run: str) -> CommitRecord | None:
     try:
-        record = read_tag_manifest(root, after or latest_tag(root) or "none").commit_record
+        record = read_tag_manifest(root, after or latest_tag(root) or "none")
     except CheckpointError:
         return None
     return record if after or record.run_id == run else None
 
 
+@contextmanager
+def printed() -> Iterator[list[str]]:
+    """The lines that go to standard error in the block."""
+    lines: list[str] = []
+    with redirect_stderr(StringIO()) as text:
+        yield lines
+    lines += text.getvalue().splitlines()
+
+
+def open_quietly(root: Path, tag: str | None = None) -> Checkpoint:
+    """Without a word."""
+    with printed() as lines:
+        found = open_checkpoint(root, tag)
+    assert lines == []
+    return found
+
+
 def saved(root: Path, tag: str) -> CommitRecord:
-    return read_tag_manifest(root, tag).commit_record
+    return read_tag_manifest(root, tag)
 
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------

@@ -41,6 +41,7 @@ from mpu import groups, weight_init
 from mpu.groups import Group
 from mpu.partition import partition_of
 from mpu.weight_init import initializer_of
+from tests.megatron.checkpoint.made import ThreadWorld
 from tests.megatron.counting import Calls, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
@@ -70,90 +71,67 @@ class Cost:
         return sum(self.calls.values())
 
 
-class Played:
+class Played(ThreadWorld):
     """Ranks 0 and N / 2 of N, as threads; collectives among them, and the costs of each."""
 
     def __init__(self, size: int, total: int | None = None) -> None:
         """`total`: what every sum over all ranks is; left out, all but rank 0 give what the played one gives."""
+        super().__init__(2)
+        self._barrier = threading.Barrier(2, timeout=300)
         self.size, self.total = size, total
         self.groups = [Group(rank, size, ()) for rank in (0, size // 2)]
         self.costs = {group.rank: Cost() for group in self.groups}
         self._of_thread = threading.local()
-        self._barrier = threading.Barrier(2, timeout=300)
-        self._slots: dict[int, Any] = {}
-
-    @property
-    def cost(self) -> Cost | None:
-        rank = getattr(self._of_thread, "rank", None)
-        return None if rank is None else self.costs[rank]
-
-    def _exchange(self, value: Any, group: Group) -> list[Any]:
-        self._slots[group.rank] = value
-        self._barrier.wait()
-        values = [self._slots[0], self._slots[self.size // 2]]
-        self._barrier.wait()
-        return values
 
     def reduce_number(self, number: float, group: Group, op: str = "max") -> float:
-        first, last = self._exchange(number, group)
+        first, last = self.exchange(number, group)
         self.costs[group.rank].told += 8
         if op == "sum":
             return float(first + last * (self.size - 1) if self.total is None else self.total)
         return float({"min": min, "max": max}[op](first, last))
 
     def least(self, numbers: Sequence[float], group: Group, op: str) -> list[float]:
-        first, last = self._exchange(numbers, group)
+        first, last = self.exchange(numbers, group)
         self.costs[group.rank].told += 8 * len(numbers)
         return [float(min(pair)) for pair in zip(first, last, strict=True)]
 
     def broadcast_json(self, value: Any, group: Group, src: int = 0) -> Any:
-        text = self._exchange(json.dumps(value), group)[0 if src == 0 else 1]
+        text = self.exchange(json.dumps(value), group)[0 if src == 0 else 1]
         self.costs[group.rank].told += len(text)
         return json.loads(text)
 
     def run(self, action: Callable[[Group], Any]) -> list[Any]:
         """The action on both ranks; what it gave."""
-        results: dict[int, Any] = {}
-
-        def work(group: Group) -> None:
-            self._of_thread.rank = group.rank
+        def timed(group: Group) -> Any:
+            self._of_thread.cost = self.costs[group.rank]
             begin = time.perf_counter()
-            try:
-                results[group.rank] = action(group)
-            except BaseException as error:
-                results[group.rank] = error
-                self._barrier.abort()
+            found = action(group)
             self.costs[group.rank].seconds = time.perf_counter() - begin
+            return found
 
-        with self._counted():
-            threads = [threading.Thread(target=work, args=(group,)) for group in self.groups]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for cost in self.costs.values():
-                cost.peak = tracemalloc.get_traced_memory()[1]
-        for result in results.values():
-            if isinstance(result, BaseException):
+        results = super().run(timed)
+        for result in results:
+            if isinstance(result, Exception):
                 raise result
-        return [results[group.rank] for group in self.groups]
+        return results
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, function in (("all_reduce_scalar", self.reduce_number), ("all_reduce_scalars", self.least),
-                                   ("broadcast_json", self.broadcast_json)):
-                stack.enter_context(mock.patch.object(consistency, name, function))
+    def installed(self) -> Iterator[None]:
+        """With the calls of the file system counted."""
+        with super().installed(), ExitStack() as stack:
+            stack.enter_context(mock.patch.object(consistency, "all_reduce_scalars", self.least))
             for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
                 stack.enter_context(mock.patch.object(owner, name, self._counting(name, getattr(owner, name))))
             stack.enter_context(mock.patch("io.open", builtins.open))
             tracemalloc.start()
             stack.callback(tracemalloc.stop)
             yield
+            for cost in self.costs.values():
+                cost.peak = tracemalloc.get_traced_memory()[1]
 
     def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any, **named: Any) -> Any:
-            if (cost := self.cost) is not None:
+            if (cost := getattr(self._of_thread, "cost", None)) is not None:
                 cost.calls[name] += 1
             return real(*given, **named)
         return counted
@@ -263,8 +241,7 @@ def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep(), li
         model = models[world.rank % TP]
         writer.save(root, f"global_step{step}", pieces=model.pieces(world.rank // TP), tensors=model.tensors(),
                     rank_state={"seed": world.rank}, shared_state={}, config={}, layout={"tp": TP, "dp": size // TP},
-                    world=world, run_id="scale", iteration=step, keep=keep, say=lambda line: None,
-                    lineage=lineage)
+                    world=world, run_id="scale", iteration=step, keep=keep, lineage=lineage)
 
     played.run(work)
     _write_the_others(root / f"global_step{step}", size)

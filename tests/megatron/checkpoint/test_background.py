@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +33,7 @@ from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
 from mpu.groups import SOLO, Groups
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.checkpoint.made import open_quietly, save_solo
 from tests.megatron.helpers import ROOT, TINY, lines, steps, total_digest, train, train_all, write_corpus
 from tests.megatron.zero.run import configure, engine_around
 from tests.wires import accelerator_side
@@ -45,7 +45,7 @@ def save_of(root: Path, step: int, data: torch.Tensor, copy: HostSnapshot, **sta
     content: dict[str, Any] = dict(rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1})
     piece = TensorPiece("w", "weight", tuple(data.shape), None, 0, 1, 0, data)
     return PendingSave(root, f"global_step{step}", pieces=[piece], world=SOLO, run_id="run", iteration=step,
-                       say=lambda line: None, hold=copy.copy_tensors, **{**content, **states})
+                       hold=copy.copy_tensors, **{**content, **states})
 
 
 @contextmanager
@@ -121,18 +121,17 @@ def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_
     elsewhere.abandon()
 
 
-def test_the_error_of_another_ones_save_is_told_there_and_not_here(tmp_path: Path) -> None:
+def test_the_error_of_another_ones_save_is_raised_by_the_save_that_completes_it(tmp_path: Path) -> None:
     earlier = AsyncSaver(SOLO, owner="earlier")
     with mock.patch.object(RankFiles, "write", side_effect=StorageError("No space left")):
         earlier.start(save_of(tmp_path, 9, torch.zeros(8), HostSnapshot(CPU)), pytest.fail)
         wait([earlier._job])
     engine = zero.initialize(model=nn.Linear(2, 2), config={
         "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
-    engine.save_checkpoint(tmp_path)
-    assert tag_names(tmp_path) == ["global_step0"]
     with pytest.raises(StorageError, match="No space left"):
-        earlier.poll(())
-    earlier.wait_for_save()
+        engine.save_checkpoint(tmp_path)
+    assert not earlier.has_pending_save and tag_names(tmp_path) == []
+    engine.save_checkpoint(tmp_path)
 
 
 def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
@@ -229,13 +228,6 @@ def test_the_copy_holds_any_mix_of_types_and_shapes_and_is_used_again(dtype: tor
 # ---- one after the other -----------------------------------------------------------------------------------------
 
 
-def test_between_saves_there_is_no_progress() -> None:
-    saver = AsyncSaver(SOLO)
-    assert saver.progress == ()
-    saver.poll(())
-    saver.poll((1.0, 1.0))  # of a save that has ended since
-
-
 @pytest.mark.parametrize("side", ["cpu", "accelerator"])
 def test_a_step_asks_nobody_about_the_save_under_way(side: str, tmp_path: Path) -> None:
     """How far the ranks are travels with the sums of a step, and is known when the step is."""
@@ -293,16 +285,6 @@ def test_every_tag_of_a_run_is_the_one_of_a_run_that_waits_for_its_saves(world: 
     assert sorted(os.listdir(tmp_path / "async")) == [".lock", *tags, "latest", "zero_to_fp32.py"]
 
 
-def test_a_run_interrupted_after_every_second_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus")
-    train(flags(tmp_path, "whole"))
-    for last in (2, 4, 6):
-        said = train(flags(tmp_path, "parts", "--async-save", "--exit-interval", 2))
-        assert said.index(f"saved global_step{last}") < said.find("leaving after") or last == 6
-    assert lines(tmp_path / "parts.jsonl") == lines(tmp_path / "whole.jsonl")
-    assert total_digest(tmp_path / "parts") == total_digest(tmp_path / "whole")
-
-
 def preempted(rank: int, world: int, argv: list[object]) -> str:
     """A run that is asked to stop in step 3, while the save of step 2 is under way."""
     step = Trainer.train_step
@@ -323,7 +305,7 @@ def test_preemption_completes_the_save_under_way_and_then_its_own(world: int, tm
     said = run_ranks(preempted, world, flags(tmp_path, "s", "--async-save"))[0]
     assert re.findall(r"(saved \w+|preempted at step 3)", said) == [
         "saved global_step2", "saved global_step3", "preempted at step 3"]
-    assert open_checkpoint(tmp_path / "s", print_line=pytest.fail).tag == "global_step3"
+    assert open_quietly(tmp_path / "s").tag == "global_step3"
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -391,7 +373,7 @@ def test_an_error_of_every_rank_completes_the_save_under_way(tmp_path: Path) -> 
         root = tmp_path / f"s{world}"
         said = run_ranks(broken_training, world, flags(tmp_path, root.name, "--async-save"), kind, None)
         assert {text.partition(" saved ")[0].strip() for text in said} == {kind.__name__}
-        assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step2"
+        assert open_quietly(root).tag == "global_step2"
 
 
 def test_an_error_of_one_rank_tells_that_the_save_under_way_is_lost_and_waits_for_nobody(tmp_path: Path) -> None:
@@ -409,78 +391,6 @@ def test_a_second_ctrl_c_waits_for_no_save_and_nothing_of_it_comes_later(tmp_pat
 
 
 # ---- deaths ------------------------------------------------------------------------------------------------------
-
-
-class Dead(BaseException):
-    """Stands for a signal that nobody can catch: nothing is done after it."""
-
-
-def dying(real: Callable[..., Any], calls: Iterator[int], last: int) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) >= last:
-            raise Dead
-        return real(*args, **kwargs)
-    return wrapped
-
-
-@pytest.mark.parametrize("step", [1, 2], ids=["same-tag", "next-tag"])
-def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_path: Path) -> None:
-    for last in range(200):
-        root, calls = tmp_path / str(last), iter(range(10**6))
-        save_solo(root, 1, seed=1)
-        saver = AsyncSaver(SOLO)
-        job_done = False
-        with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
-                                        for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
-                mock.patch.object(safetensors_io.ChecksummedWriter, "write",
-                                  dying(safetensors_io.ChecksummedWriter.write, calls, last)):
-            try:
-                saver.start(save_of(root, step, torch.full((16,), 5.0), HostSnapshot(CPU)), lambda report: None)
-                saver.wait_for_save()
-                job_done = True
-            except Dead:
-                pass
-        tags = tag_names(root)
-        assert tags[0] == "global_step1"
-        assert weight(root, int(tags[-1][11:]), 16)[0] in ((5.0,) if job_done else (1.0, 5.0))
-        save_solo(root, 3)
-        assert tag_names(root) == [*tags, "global_step3"]
-        assert not [name for name in os.listdir(root) if name.startswith(".")]
-        for tag in tag_names(root):
-            verify_tag(root, tag)
-        if job_done:
-            break
-    assert job_done and last > 10
-
-
-@pytest.mark.slow
-def test_a_killed_process_resumes_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
-    """SIGKILL at moments spread over a run that saves every step, while a thread writes nearly all the time."""
-    write_corpus(tmp_path / "corpus")
-    train(flags(tmp_path, "whole", "--save-interval", 1, "--train-iters", 40))
-    command = [sys.executable, "pretrain_gpt2.py",
-               *map(str, flags(tmp_path, "s", "--save-interval", 1, "--train-iters", 40, "--async-save"))]
-    killed = 0
-    for attempt in range(60):
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        seen = len(tag_names(tmp_path / "s"))
-        while process.poll() is None and len(tag_names(tmp_path / "s")) < seen + 3:
-            time.sleep(0.01)
-        time.sleep(0.003 * (attempt % 7))
-        if process.poll() is None:
-            process.kill()
-            killed += 1
-        _, complaint = process.communicate()
-        assert b"error:" not in complaint
-        for tag in tag_names(tmp_path / "s"):
-            verify_tag(tmp_path / "s", tag)
-        if process.returncode == 0:
-            break
-    assert killed >= 5 and process.returncode == 0
-    last = {step["iteration"]: step for step in steps(tmp_path / "s.jsonl")}
-    assert list(last.values()) == steps(tmp_path / "whole.jsonl")
-    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 
 
 # ---- the end of the program ----------------------------------------------------------------------------------------

@@ -1,30 +1,31 @@
-"""Which tag a load uses: what is named, else what `latest` names, else what was committed last; after any history."""
+"""Which tags there are, and which one a load uses: what is named, else what `latest` names, else what was committed
+last; after any history. Every damage is found and named."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron.checkpoint import zero_to_fp32
-from megatron.checkpoint.cli import main
-from megatron.checkpoint.commit import Keep, clean_up_save_root, delete_old_tags
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.commit import clean_up_save_root
+from megatron.checkpoint.manifest import MANIFEST, rank_of_file, read_commit_number
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import (PENDING_LATEST, commit_records, find_tag_of_step, latest_tag,
-                                      parse_checkpoint_path, tag_names)
+                                      parse_checkpoint_path, read_tag_manifest, tag_names)
+from megatron.checkpoint.verify import verify_share, verify_tag
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import load_candidates, save_solo, saved
+from tests.megatron.checkpoint.made import Grid, load_candidates, make_signed, printed, save_grid, save_solo
 
 
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
     """The tag that a resume takes, and what it says."""
-    lines: list[str] = []
-    tag = open_checkpoint(root, print_line=lines.append, **options).tag
+    with printed() as lines:
+        tag = open_checkpoint(root, **options).tag
     if not options and latest_tag(root) is not None:
         assert zero_to_fp32.open_tag(root).manifest["tag"] == tag, "the script beside the tags takes another"
     elif not options:
@@ -73,9 +74,8 @@ def test_a_latest_that_names_no_tag_is_told_also_where_no_other_can_be_loaded(tm
         save_solo(tmp_path, step)
     (tmp_path / "latest").write_text("global_step77\n")
     (tmp_path / "global_step9" / "rank0.safetensors").write_bytes(b"")
-    lines: list[str] = []
-    with pytest.raises(CheckpointError, match="tag global_step9: file rank0.safetensors"):
-        open_checkpoint(tmp_path, print_line=lines.append)
+    with printed() as lines, pytest.raises(CheckpointError, match="tag global_step9: file rank0.safetensors"):
+        open_checkpoint(tmp_path)
     assert lines == [f"warning: {tmp_path}/latest names global_step77, which is not there; {tmp_path} holds "
                      "global_step1, global_step2, 4 more, global_step7, global_step8, global_step9, and the tag saved "
                      "last is global_step9"]
@@ -132,8 +132,8 @@ def test_a_damaged_tag_that_was_asked_for_makes_way_for_its_ancestors_where_that
     assert (tag, note) == ("global_step8", None)
     with pytest.raises(CheckpointError, match="tag global_step8: [^;]*$"):
         open_checkpoint(tmp_path, tag)
-    lines: list[str] = []
-    assert open_checkpoint(tmp_path, tag, fallback=True, print_line=lines.append).tag == "global_step4"
+    with printed() as lines:
+        assert open_checkpoint(tmp_path, tag, fallback=True).tag == "global_step4"
     assert len(lines) == 1 and "tag global_step8: " in lines[0] and lines[0].endswith("older tag, global_step4")
     (tmp_path / "global_step4" / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match="tag global_step4: .*; no tag is there that it continues from"):
@@ -193,8 +193,8 @@ def test_a_tag_committed_before_the_kill_is_taken_also_when_it_replaces_one(step
     interrupted(tmp_path, step, seed=50)
     tag, lines = opened(tmp_path)
     assert tag == f"global_step{step}" and len(lines) == 1 and "interrupted" in lines[0]
-    said: list[str] = []
-    clean_up_save_root(tmp_path, said.append)
+    with printed() as said:
+        clean_up_save_root(tmp_path)
     assert (tmp_path / "latest").read_text() == f"global_step{step}\n" and not (tmp_path / PENDING_LATEST).exists()
     assert len(said) == 1 and opened(tmp_path) == (tag, [])
 
@@ -205,7 +205,7 @@ def test_a_latest_edited_after_the_kill_is_followed(tmp_path: Path) -> None:
     interrupted(tmp_path, 6)
     (tmp_path / "latest").write_text("global_step2\n")
     assert opened(tmp_path) == ("global_step2", [])
-    clean_up_save_root(tmp_path, pytest.fail)
+    clean_up_save_root(tmp_path)
     assert opened(tmp_path) == ("global_step2", [])
 
 
@@ -217,7 +217,7 @@ def test_a_kill_before_the_rename_changes_nothing(tmp_path: Path) -> None:
     with mock.patch("os.rename", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         save_solo(tmp_path, 6, seed=60)
     assert (tmp_path / PENDING_LATEST).exists() and opened(tmp_path) == ("global_step4", [])
-    clean_up_save_root(tmp_path, lambda line: None)
+    clean_up_save_root(tmp_path)
     assert not (tmp_path / PENDING_LATEST).exists() and opened(tmp_path) == ("global_step4", [])
 
 
@@ -231,28 +231,6 @@ def test_a_pending_file_that_is_none_is_ignored(content: bytes, tmp_path: Path) 
 
 
 # ---- what is kept, and what is replaced -----------------------------------------------------------------------------
-
-def test_prune_after_going_back_keeps_the_branch_in_use(tmp_path: Path) -> None:
-    """By step the abandoned 8 would push out 7, which the branch needs more."""
-    for step in (2, 4, 8):
-        save_solo(tmp_path, step)
-    for step, left in ((5, (4, 5, 8)), (7, (5, 7, 8)), (9, (7, 9))):  # back at 4
-        save_solo(tmp_path, step, after="global_step4" if step == 5 else None)
-        delete_old_tags(tmp_path, Keep(2), saved(tmp_path, f"global_step{step}"))
-        assert tag_names(tmp_path) == [f"global_step{step}" for step in left]
-
-
-def test_a_save_that_replaces_a_tag_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.checkpoint.writer import _replacement_note
-
-    assert _replacement_note(tmp_path, "global_step6") is None
-    save_solo(tmp_path, 6)
-    year = time.strftime("%Y")
-    assert f"replacing {tmp_path}/global_step6: an earlier save of {year}" in str(
-        _replacement_note(tmp_path, "global_step6"))
-    (tmp_path / "global_step6" / MANIFEST).write_bytes(b"")
-    assert "damaged" in str(_replacement_note(tmp_path, "global_step6"))
-
 
 # ---- what the user names --------------------------------------------------------------------------------------------
 
@@ -271,21 +249,93 @@ def test_a_folder_a_tag_of_it_and_a_folder_with_a_colon(tmp_path: Path, monkeypa
         assert parse_checkpoint_path(word) == (Path(word), None)
 
 
-def test_the_command_takes_a_tag_after_a_colon_and_list_marks_the_latest(tmp_path: Path,
-                                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    root = gone_back(tmp_path / "s")
-    assert main(["list", str(root)]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("  latest")] == \
-        ["global_step6"]
-    assert main(["verify", f"{root}:global_step8"]) == 0
-    assert capsys.readouterr().out.startswith("global_step8: ok")
-    assert main(["verify", f"{root}:global_step8", "--tag", "global_step4"]) == 2
-    assert main(["verify", f"{root}:global_step9"]) == 4
-    assert main(["digest", f"{root}:global_step9"]) == 4
-    assert "no tag global_step9 under" in capsys.readouterr().err
-    assert main(["verify", str(root)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3, "later tags of the abandoned branch are verified too"
-    os.unlink(root / "latest")
-    assert main(["list", str(root)]) == 0
-    assert "and the tag saved last is global_step6" in capsys.readouterr().err
-    assert latest_tag(root) is None
+# ---- which tags there are --------------------------------------------------------------------------------------------
+
+def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 99):
+        save_solo(tmp_path, step)
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (9, 10, 99, 100)]
+
+
+def test_a_tag_of_the_users_own_stands_by_its_iteration(tmp_path: Path) -> None:
+    for step, tag in ((5, None), (7, "best.v1"), (6, None)):
+        save_solo(tmp_path, step, tag=tag)
+    assert tag_names(tmp_path) == ["global_step5", "global_step6", "best.v1"]
+
+
+@pytest.mark.parametrize("root", ["absent", "empty", "file"])
+def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path, root: str) -> None:
+    (tmp_path / "empty" / "not_a_tag").mkdir(parents=True)
+    (tmp_path / "empty" / "global_step3").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"no committed checkpoint under {tmp_path / root}"):
+        open_checkpoint(tmp_path / root)
+
+
+@pytest.mark.parametrize("tag", ["../global_step1", "/etc", ".", "..", ".staging-global_step1-solo", "",
+                                 "global_step2"])
+def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="tag"):
+        open_checkpoint(tmp_path, tag)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    for step in (1, 2):
+        save_grid(root, Grid(2, 1), step=step)
+    return root
+
+
+def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(1, 2))
+    make_signed(tmp_path, "global_step1")
+    assert b',"hmac":"' in (tmp_path / "global_step1" / MANIFEST).read_bytes()
+    assert len(verify_tag(tmp_path, "global_step1")) == 6
+    assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
+    assert zero_to_fp32.open_tag(tmp_path, "global_step1").output_tensors()
+    assert read_commit_number(tmp_path / "global_step1") == 1
+
+
+@pytest.fixture
+def root(tmp_path: Path, pristine: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "root"))
+
+
+def test_a_missing_shard_is_named_with_its_rank(root: Path) -> None:
+    (root / "global_step2" / "rank1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"global_step2: shard file rank1.safetensors \(rank 1 of 2\) missing$"):
+        verify_tag(root, "global_step2")
+
+
+def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(root: Path, tmp_path: Path) -> None:
+    shard = root / "global_step2" / "rank1.safetensors"
+    for target in ("/etc/passwd", "/dev/zero", root / "global_step1" / shard.name, tmp_path):
+        shard.unlink()
+        shard.symlink_to(target)
+        if Path(target).is_file() and Path(target).read_bytes() == (root / "global_step1" / shard.name).read_bytes():
+            continue  # the same state in both tags
+        with pytest.raises(CheckpointError, match=f"tag global_step2: .*{shard.name}"):
+            open_checkpoint(root)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
+    unreadable = OSError(errno.EIO, os.strerror(errno.EIO), str(root))
+    with mock.patch.object(os, "listdir", side_effect=unreadable), \
+            pytest.raises(CheckpointError, match="cannot be read .Input/output error"):
+        tag_names(root)
+    with mock.patch.object(os, "listdir", side_effect=unreadable), \
+            pytest.raises(CheckpointError, match="cannot be read .Input/output error"):
+        open_checkpoint(root)
+
+
+def test_every_rank_looks_at_its_share_of_the_files_alone(tmp_path: Path) -> None:
+    """The ranks that load are fewer than, as many as, or more than those that saved."""
+    save_grid(tmp_path, Grid(2, 2))
+    manifest, folder = read_tag_manifest(tmp_path, "global_step1"), tmp_path / "global_step1"
+    for shares in (1, 2, 3, 4, 7):
+        found = [set(verify_share(folder, manifest, share, shares)) for share in range(shares)]
+        assert sum(map(len, found)) == len(set().union(*found)) == len(os.listdir(folder)) - 1
+        for share, files in enumerate(found):
+            assert {rank for rank in map(rank_of_file, files)} == set(range(4)[share::shares])

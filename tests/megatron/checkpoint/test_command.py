@@ -1,4 +1,5 @@
-"""python -m megatron.checkpoint: exit codes, one error line, torch only where needed, no code from files ever run."""
+"""python -m megatron.checkpoint: exit codes, one error line, torch only where needed, no code from files ever run; a
+checkpoint of another program is named as what it is, with the command that reads it, wherever it is given."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.checkpoint.cli import main
-from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid
+from megatron.checkpoint.tags import describe_format
+from megatron.errors import CheckpointError
+from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid, save_solo
+from tests.megatron.helpers import TINY, train
 
 TREE = Path(__file__).parents[3]
 
@@ -94,30 +98,11 @@ def test_list_and_verify_import_no_torch(root: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def truncated(folder: Path) -> None:
-    os.truncate(folder / "manifest.json", 100)
-
-
-def emptied(folder: Path) -> None:
-    os.truncate(folder / "manifest.json", 0)
-
-
-def missing(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def a_folder_instead(folder: Path) -> None:
-    missing(folder)
-    (folder / "manifest.json").mkdir()
-
-
-def moved_out(folder: Path) -> None:
-    folder.symlink_to(shutil.move(folder, folder.parent.parent / f"{folder.name} elsewhere"))
-
-
-def dangling(folder: Path) -> None:
-    moved_out(folder)
-    shutil.rmtree(folder.resolve())
+def moved_out(folder: Path) -> Path:
+    """Where it is now; a link is left."""
+    elsewhere = Path(shutil.move(folder, folder.parent.parent / f"{folder.name} elsewhere"))
+    folder.symlink_to(elsewhere)
+    return elsewhere
 
 
 def another_step(folder: Path) -> None:
@@ -125,45 +110,48 @@ def another_step(folder: Path) -> None:
     shutil.copytree(folder.parent / "global_step1", folder)
 
 
-UNREADABLE = {truncated: "damaged: its 100 bytes do not match", emptied: "damaged: its 0 bytes do not match",
-              missing: "manifest.json missing",
-              a_folder_instead: "manifest.json missing", moved_out: "outside the save root",
-              dangling: "outside the save root",
-              another_step: "manifest.json is of tag global_step1"}
+UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda folder: os.truncate(folder / "manifest.json", 100), "damaged: its 100 bytes do not match"),
+    "missing": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json missing"),
+    "a folder instead": (lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()),
+                         "manifest.json missing"),
+    "moved out": (moved_out, "outside the save root"),
+    "dangling": (lambda folder: shutil.rmtree(moved_out(folder)), "outside the save root"),
+    "another step": (another_step, "manifest.json is of tag global_step1")}
 
 
 @pytest.mark.parametrize("latest", ["global_step2", "global_step3", "best", None])
 @pytest.mark.parametrize("accident", UNREADABLE)
 def test_list_names_what_it_cannot_read_and_fails_where_a_load_would(
-        accident: Callable[[Path], None], latest: str | None, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        accident: str, latest: str | None, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_grid(root, Grid(2, 1), step=3)
     save_grid(root, Grid(2, 1), step=3, tag="best")
     (root / "latest").write_text(latest) if latest else (root / "latest").unlink()
     for tag in ("global_step2", "best"):
-        accident(root / tag)
-    if accident is dangling and latest != "global_step3":
+        UNREADABLE[accident][0](root / tag)
+    if accident == "dangling" and latest != "global_step3":
         latest = None  # as if there was no folder of that name
     # Without folder, manifest or a mark in `latest` nothing says that `best` is a tag.
-    is_tag = accident is not dangling and (accident is not missing or latest == "best")
+    is_tag = accident != "dangling" and (accident != "missing" or latest == "best")
     broken = ["global_step2", "best"] if is_tag else ["global_step2"]
     code = main(["list", str(root)])
     output = capsys.readouterr()
     assert [line.split()[0] for line in output.out.splitlines()] == ["global_step1", "global_step3"]
     warnings = [line for line in output.err.splitlines() if line.startswith("warning: tag ")]
     assert [line.split()[2].strip(":") for line in warnings] == broken
-    assert all(UNREADABLE[accident] in line for line in warnings)
+    assert all(UNREADABLE[accident][1] in line for line in warnings)
     marked = [line for line in [*output.out.splitlines(), *warnings] if line.endswith("  latest")]
     assert len(marked) == (latest is not None) and all(str(latest) in line for line in marked)
     rest = [line for line in output.err.splitlines() if line not in warnings]
     # What the part of rank 0 still states: `best` is the newest save, and what global_step2 continues.
-    states = accident in (truncated, emptied, a_folder_instead)
+    states = accident in ("truncated", "a folder instead")
     assert code == (4 if latest in broken or latest is None and states else 0)
     if latest in broken:
         assert len(rest) == 1 and rest[0].startswith(f"error: {root}/latest names {latest}, which cannot be read")
-        earlier = "global_step3" if latest == "best" or accident in (moved_out, another_step) else "global_step1"
+        earlier = "global_step3" if latest == "best" or accident in ("moved out", "another step") else "global_step1"
         assert f"name another tag ({root}:{earlier})" in rest[0]
     assert main(["verify", str(root)]) == 4
-    assert UNREADABLE[accident] in capsys.readouterr().err
+    assert UNREADABLE[accident][1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.json", "shared.json"])
@@ -203,10 +191,10 @@ def test_a_folder_of_a_tag_under_another_name_is_told(root: Path, capsys: pytest
 def test_the_newest_tag_that_cannot_be_read_is_not_called_complete(root: Path, capsys: pytest.CaptureFixture[str]
                                                                    ) -> None:
     (root / "latest").unlink()
-    truncated(root / "global_step2")
+    os.truncate(root / "global_step2" / "manifest.json", 100)
     assert main(["list", str(root)]) == 4
     assert f"error: {root}/latest names no tag, and the newest is global_step2, which" in capsys.readouterr().err
-    truncated(root / "global_step1")
+    os.truncate(root / "global_step1" / "manifest.json", 100)
     assert main(["list", str(root)]) == 4
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in told] == ["warning", "warning", "error"] and "no committed" in told[2]
@@ -230,3 +218,73 @@ def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, name: str, tmp_p
         for command in (["verify"], ["digest"], ["list"], ["merge", "--output", "out"]):
             assert main([command[0], str(root), *command[1:]]) == (0 if name == "latest" else 4)
     assert not (tmp_path / "canary").exists()
+
+
+# ---- checkpoints of other programs -----------------------------------------------------------------------------------
+
+def _touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+
+
+def deepspeed(root: Path, tag: str = "global_step5") -> None:
+    _touch(root, f"{tag}/mp_rank_00_model_states.pt", f"{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (root / "latest").write_text(tag)
+
+
+def deepspeed_bf16(root: Path) -> None:
+    _touch(root, "step_7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py")
+    (root / "latest").write_text("step_7\n")
+
+
+def megatron_lm(root: Path) -> None:
+    _touch(root, "iter_0000010/mp_rank_00/model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "deepspeed": (deepspeed, ("DeepSpeed", "tag global_step5", "zero_to_fp32.py", "checkpoint convert")),
+    "deepspeed, a tag of its own": (lambda root: deepspeed(root, "best"), ("DeepSpeed", "tag best")),
+    "deepspeed in bf16": (deepspeed_bf16, ("DeepSpeed", "tag step_7", "-t step_7")),
+    "megatron": (megatron_lm, ("Megatron-LM", "checkpoint convert", "--finetune")),
+    "megatron, an iteration": (lambda root: _touch(root, "mp_rank_00/model_optim_rng.pt"), ("Megatron-LM",)),
+    "hf": (lambda root: _touch(root, "config.json", "model.safetensors"), ("Hugging Face", "--load-hf", "convert")),
+    "hf without its configuration": (lambda root: _touch(root, "pytorch_model.bin"), ("config.json",)),
+    "nanogpt": (lambda root: _touch(root, "ckpt.pt"), ("nanoGPT", "checkpoint convert")),
+    "dcp": (lambda root: _touch(root, ".metadata", "__0_0.distcp"), ("torch.distributed.checkpoint", "dcp_to_torch")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_the_command_and_the_script_say_whose_it_is(kind: str, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    make, words = KINDS[kind]
+    make(tmp_path)
+    for command in (["list", str(tmp_path)], ["verify", str(tmp_path)], ["digest", str(tmp_path)]):
+        assert main(command) == 4
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and all(word in lines[0] for word in words), lines
+    with pytest.raises(CheckpointError) as caught:
+        train([*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_deepspeed_tag_that_is_named_is_recognised_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed(tmp_path)
+    for word in (f"{tmp_path}:global_step5", f"{tmp_path}/global_step5"):
+        assert main(["verify", word]) == 4
+        assert "it is a DeepSpeed checkpoint (tag global_step5)" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path), "--output", str(tmp_path / "out")]) == 4
+    assert "it is a DeepSpeed checkpoint" in capsys.readouterr().err
+
+
+def test_ours_and_nothing_are_not_taken_for_anothers(tmp_path: Path) -> None:
+    save_solo(tmp_path / "s", 1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile" / "latest").write_bytes(b"../../etc")
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "latest").write_bytes(b"x" * 5000)
+    for name in ("s", "empty", "absent", "hostile", "long"):
+        assert describe_format(tmp_path / name) == ""

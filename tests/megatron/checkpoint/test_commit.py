@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,14 +19,18 @@ from unittest import mock
 import pytest
 
 from megatron.checkpoint import commit, safetensors_io
+from megatron.checkpoint.async_save import AsyncSaver
 from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, delete_old_tags,
-                                        exclusive_access)
+                                        exclusive_access, lock_save_root)
+from megatron.checkpoint.manifest import Lineage
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import complete_manifests, tag_names
+from megatron.checkpoint.tags import commit_records, tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.errors import StorageError
-from tests.distributed import RankError, run_ranks
-from tests.megatron.checkpoint.made import save_solo, saved
+from megatron.checkpoint.writer import PendingSave
+from megatron.errors import ConfigError, StorageError
+from mpu.groups import SOLO
+from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import load_candidates, printed, save_solo, saved
 
 CALLS = ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir")
 
@@ -83,6 +88,21 @@ def check_next_save(root: Path) -> None:
     assert value(root, "global_step3") == 3 and (root / "latest").read_text() == "global_step3\n"
 
 
+def in_background(save: PendingSave) -> None:
+    """As --async-save completes it."""
+    saver = AsyncSaver(SOLO)
+    saver.start(save, lambda report: None)
+    saver.wait_for_save()
+
+
+@pytest.fixture(params=[PendingSave.finish, in_background], ids=["foreground", "background"])
+def saves(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How saves are completed."""
+    with mock.patch.object(PendingSave, "finish", request.param):
+        yield
+
+
+@pytest.mark.usefixtures("saves")
 def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> None:
     save_solo(tmp_path / "rehearsal", 1)
     committed = []
@@ -93,13 +113,14 @@ def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> 
             save_solo(root, 2)
         newest = tag_names(root)[-1]
         assert value(root, "global_step1") == 1 and value(root, newest) == float(newest[-1])
-        assert open_checkpoint(root, print_line=lambda line: None).tag == newest
+        assert open_checkpoint(root).tag == newest
         committed.append(newest == "global_step2")
         assert sum(name.startswith(".staging") for name in os.listdir(root)) <= 1
         check_next_save(root)
     assert committed == sorted(committed) and {True, False} == set(committed)  # once committed, for good
 
 
+@pytest.mark.usefixtures("saves")
 def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path) -> None:
     save_solo(tmp_path / "rehearsal", 1, seed=10)
     values, aside = [], 0
@@ -109,7 +130,7 @@ def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path
         with pytest.raises(Killed), dying_at(call, kill):
             save_solo(root, 1, seed=20)
         values.append(value(root, "global_step1"))
-        assert open_checkpoint(root, print_line=lambda line: None).tag == "global_step1"
+        assert open_checkpoint(root).tag == "global_step1"
         aside += not (root / "global_step1").exists()
         check_next_save(root)
         assert value(root, "global_step1") == values[-1]
@@ -135,29 +156,15 @@ def test_killed_while_tidying_up_nothing_is_lost(tmp_path: Path) -> None:
             shutil.rmtree(root)
 
 
-def save_and_die(rank: int, world_size: int, root: str, call: int) -> None:
-    with dying_at(call, lambda: os._exit(137)):
-        save_solo(Path(root), 2)
-
-
-@pytest.mark.parametrize("call", [1, 4, 8, 11])
-def test_a_process_that_really_dies_leaves_the_same(tmp_path: Path, call: int) -> None:
-    save_solo(tmp_path, 1)
-    with pytest.raises(RankError, match="exit code 137"):
-        run_ranks(save_and_die, 1, str(tmp_path), call, init=False)
-    assert value(tmp_path, "global_step1") == 1
-    check_next_save(tmp_path)
-
-
 def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
     left = tmp_path / ".staging-global_step2-dead"
     left.mkdir()
     (left / "rank0.safetensors").write_bytes(b"half")
-    lines: list[str] = []
-    commit.clean_up_save_root(tmp_path, lines.append)
+    with printed() as lines:
+        commit.clean_up_save_root(tmp_path)
     assert len(lines) == 1 and str(left) in lines[0] and not left.exists()
-    assert [manifest.tag for manifest in complete_manifests(tmp_path)] == ["global_step1"]
+    assert tag_names(tmp_path) == ["global_step1"]
 
 
 STAGE = """
@@ -211,22 +218,11 @@ def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
     save_solo(tmp_path, 1, seed=10)
     shutil.copytree(tmp_path / "global_step1", tmp_path / ".aside-global_step1")
     (tmp_path / "global_step1" / "manifest.json").write_bytes(b"")
-    commit.clean_up_save_root(tmp_path, lambda line: None)
+    commit.clean_up_save_root(tmp_path)
     assert (tmp_path / ".aside-global_step1").exists()
     save_solo(tmp_path, 1, seed=20)
     assert value(tmp_path, "global_step1") == 20
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest", "zero_to_fp32.py"]
-
-
-def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
-    save_solo(tmp_path, 1, tag="best")
-    for step in (9, 10, 11, 100):
-        save_solo(tmp_path, step)
-    newest = saved(tmp_path, "global_step100")
-    assert delete_old_tags(tmp_path, Keep(2), newest) == ["global_step9", "global_step10"]
-    assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest", "zero_to_fp32.py"]
-    assert delete_old_tags(tmp_path, Keep(2), newest) == []
-    assert delete_old_tags(tmp_path, Keep(), newest) == []
 
 
 def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
@@ -237,38 +233,18 @@ def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
-def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path: Path) -> None:
-    """They are another run's, or damaged and passed over: by number they would push out what was just saved."""
-    for step in (3, 4, 90, 100):
-        save_solo(tmp_path, step)
-    save_solo(tmp_path, 5, after="global_step4")
-    assert delete_old_tags(tmp_path, Keep(1), saved(tmp_path, "global_step5")) == ["global_step3", "global_step4"]
-    assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
-
-
 def test_keep_last_counts_and_deletes_the_tags_of_its_own_run_only(tmp_path: Path) -> None:
-    said: list[str] = []
     for step in (1, 2, 3, 50):
         save_solo(tmp_path, step, run="old")
-    for step in (4, 5, 6, 7):
-        save_solo(tmp_path, step, run="new", say=said.append, keep=Keep(2))
+    with printed() as said:
+        for step in (4, 5, 6, 7):
+            save_solo(tmp_path, step, run="new", keep=Keep(2))
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (1, 2, 3, 6, 7, 50)]
     assert said == [f"note: {tmp_path} holds global_step1, global_step2, global_step3 and 1 more of another run: "
                     "--keep-last counts and deletes the checkpoints of this run only"]
-    save_solo(tmp_path, 8, run="old", after="global_step3", say=said.append, keep=Keep(2))  # that run, resumed
-    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 7, 8, 50)] and len(said) == 1
-
-
-def test_links_are_swept_without_what_they_lead_to(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").write_text("kept")
-    save_solo(tmp_path / "root", 1)
-    for name in (".trash-a", ".staging-global_step2-x"):
-        (tmp_path / "root" / name).symlink_to(tmp_path / "kept")
-    (tmp_path / "root" / ".trash-b").write_text("")
-    commit.clean_up_save_root(tmp_path / "root", lambda line: None)
-    assert sorted(os.listdir(tmp_path / "root")) == ["global_step1", "latest", "zero_to_fp32.py"]
-    assert (tmp_path / "kept" / "file").read_text() == "kept"
+    with printed() as said:
+        save_solo(tmp_path, 8, run="old", after="global_step3", keep=Keep(2))  # that run, resumed
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 7, 8, 50)] and said == []
 
 
 def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
@@ -295,3 +271,117 @@ def test_what_a_kill_left_of_a_small_file_is_swept_by_the_next_save(name: str, t
     (tmp_path / f".{name}.123.abcd.tmp").touch()
     save_solo(tmp_path, 2)
     assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
+
+
+# ---- two jobs, one folder --------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from megatron.checkpoint.commit import lock_save_root
+with lock_save_root(sys.argv[1]):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_the_second_job_is_told_who_was_first(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError,
+                           match=f"--save {tmp_path}: locked by process {first.pid} on "), lock_save_root(tmp_path):
+            pass
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    with lock_save_root(tmp_path):
+        save_solo(tmp_path, 1)
+
+
+def test_the_lock_is_given_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        with lock_save_root(tmp_path):
+            pass
+    with pytest.raises(ZeroDivisionError), lock_save_root(tmp_path):
+        _ = 1 / 0
+    with lock_save_root(tmp_path):
+        pass
+
+
+def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> None:
+    with lock_save_root(tmp_path):
+        ours, theirs = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the test is over
+            os._exit(0)
+        os.close(ours)
+    try:
+        with lock_save_root(tmp_path):
+            pass
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_that_leaves_does_not_let_go_for_us(tmp_path: Path) -> None:
+    block = lock_save_root(tmp_path)
+    with block:
+        if (child := os.fork()) == 0:
+            block.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
+                              input=b"", capture_output=True)
+        assert b"held" not in told.stdout and f"locked by process {os.getpid()}".encode() in told.stderr
+
+
+def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("two years of work")
+    (tmp_path / ".lock").symlink_to("thesis")
+    with pytest.raises(StorageError, match="cannot write .*/.lock: Too many levels of symbolic links"), \
+            lock_save_root(tmp_path):
+        pass
+    assert (tmp_path / "thesis").read_text() == "two years of work"
+
+
+# ---- one folder, several names ---------------------------------------------------------------------------------------
+
+NAMES = ("s", "link", "s/../s", "beside/../s")
+
+
+def names_of(root: Path) -> list[Path]:
+    (root / "s").mkdir()
+    (root / "beside").mkdir()
+    (root / "link").symlink_to("s")
+    return [root / name for name in NAMES]
+
+
+def test_a_second_job_is_refused_under_every_name_of_the_folder(tmp_path: Path) -> None:
+    first, *others = names_of(tmp_path)
+    with lock_save_root(first):
+        for name in others:
+            with pytest.raises(ConfigError, match=f"locked by process {os.getpid()} on "), lock_save_root(name):
+                pass
+
+
+def save_many(rank: int, world: int, names: list[Path], count: int) -> None:
+    """A program with a loop of its own, beside others in the same folder; a branch of its own, two tags kept."""
+    lineage = Lineage()
+    for step in range(1, count + 1):
+        tag = "shared" if step % 3 == 0 else f"global_step{rank * 100 + step}"
+        save_solo(names[rank], rank * 100 + step, tag=tag, run=f"run{rank}", lineage=lineage, keep=Keep(2))
+    commit.DELETER.wait_for_deletions()
+
+
+@pytest.mark.parametrize("count", [7, pytest.param(60, marks=pytest.mark.slow)])
+def test_programs_that_save_into_one_folder_have_numbers_and_branches_of_their_own(count: int, tmp_path: Path) -> None:
+    run_ranks(save_many, 4 if count > 10 else 2, names_of(tmp_path), count, init=False, timeout=300)
+    found = commit_records(tmp_path / "s")
+    assert len({manifest.commit for manifest in found}) == len(found)
+    assert max(manifest.commit for manifest in found) == (4 if count > 10 else 2) * count, "no number was given twice"
+    for manifest in found:
+        verify_tag(tmp_path / "s", manifest.tag)
+        (tmp_path / "s" / "latest").write_text(manifest.tag)
+        owners = {other.run_id for other in found if other.tag in load_candidates(tmp_path / "s")}
+        assert owners == {manifest.run_id}
+    assert not [name for name in os.listdir(tmp_path / "s") if name.startswith((".staging", ".aside", ".trash"))]

@@ -49,12 +49,6 @@ def test_every_layout_gives_the_logical_tensors(grid: Grid, tmp_path: Path) -> N
     assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))
 
 
-def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_grid(tmp_path, Grid(2, 2))
-    monkeypatch.setattr(zero_to_fp32, "BLOCK", 7)
-    assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))
-
-
 def test_the_copy_beside_the_tags_needs_neither_this_program_nor_torch(tmp_path: Path) -> None:
     save_grid(tmp_path / "root", Grid(2, 2), step=7)
     (tmp_path / "no").mkdir()

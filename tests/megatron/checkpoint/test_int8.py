@@ -163,16 +163,3 @@ def test_a_hugging_face_folder_can_be_the_source(folder: Path, tmp_path: Path) -
                 found.read(kind, name, shape=tuple(out.shape), partition=None, tp_rank=0, tp_size=1, offset=0,
                            out=out.view(-1))
             assert torch.equal(one, other), (kind, name)
-
-
-@pytest.mark.parametrize(("typed", "words"), [
-    (["merge", "a", "--dtype", "int8", "--output", "b"], "--dtype belongs to convert"),
-    (["convert", "a", "--dtype", "int4", "--output", "b"], "invalid choice"),
-])
-def test_what_cannot_be_asked_for_is_refused(typed: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(typed) == 2 and words in capsys.readouterr().err
-
-
-def test_a_folder_with_checkpoints_is_not_written_into(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(folder / "a"), "--dtype", "int8", "--output", str(folder / "q")]) == 2
-    assert "holds checkpoints already" in capsys.readouterr().err

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.convert.export_huggingface import export_huggingface
-from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
 from megatron.checkpoint.convert.importers import open_external_checkpoint
 from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.config.tree import build_config
@@ -28,9 +27,7 @@ from megatron.model import GPT2
 from megatron.train import build
 from megatron.zero.api.checkpoint_io import load_external_weights
 from mpu.groups import build as build_groups
-from mpu.split import Partition
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import local
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, train_all, write_corpus
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -94,14 +91,6 @@ def weights(root: Path) -> list[str]:
 
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
-def test_the_list_of_parameters_is_that_of_the_model() -> None:
-    model = GPT2(tiny_model(num_layers=3, intermediate_size=48))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert shapes.pop("wte.weight")[0] >= VOCAB
-    expected = parameter_shapes(model.config)
-    assert expected.pop("wte.weight") == (VOCAB, HIDDEN) and shapes == expected
-
-
 @pytest.mark.parametrize(("tp", "world", "stage"), [
     (1, 1, 0), (2, 2, 0), (1, 2, 3), *(pytest.param(*layout, marks=pytest.mark.slow)
                                        for layout in ((2, 4, 2), (4, 4, 1)))])
@@ -110,24 +99,6 @@ def test_their_weights_give_their_logits_at_every_layout(tp: int, world: int, st
         # fp32 sums in another order; logits are of size 1.
         expected = hf_logits(hf)[:, [length - 1 for length in LENGTHS]]
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
-
-
-CUTS = {"wte.weight": Partition(0, size=VOCAB), "blocks.0.attn.qkv.weight": Partition(0, stride=3),
-        "blocks.1.attn.qkv.bias": Partition(0, stride=3), "blocks.1.mlp.proj.weight": Partition(-1),
-        "blocks.0.mlp.fc.bias": Partition(0), "ln_f.bias": None}
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_any_run_of_any_rank_is_what_plain_slicing_gives_and_padding_is_zero(tp: int, hf: Path) -> None:
-    found, generator = open_external_checkpoint(hf), torch.Generator().manual_seed(1)
-    for (name, partition), rank in itertools.product(CUTS.items(), range(tp)):
-        expected = local(found.tensor(name), partition, rank, tp)
-        for _ in range(20):
-            start, stop = sorted(torch.randint(expected.numel() + 1, (2,), generator=generator).tolist())
-            out = torch.full((stop - start,), 7.0)
-            found.read("weight", name, shape=tuple(expected.shape), partition=partition, tp_rank=rank, tp_size=tp,
-                       offset=start, out=out)
-            assert torch.equal(out, expected.flatten()[start:stop]), (name, rank, start, stop)
 
 
 def test_import_then_export_gives_their_files_back_bit_for_bit(hf: Path, tmp_path: Path) -> None:
@@ -243,20 +214,6 @@ def test_damaged_and_hostile_folders_are_exit_4_and_one_line(hf: Path, tmp_path:
     assert "not a plain name" in capsys.readouterr().err and not (tmp_path / "out" / "latest").exists()
 
 
-def test_gpt2s_own_vocabulary_goes_with_the_model(tmp_path: Path) -> None:
-    root, folder = tmp_path / "s", tmp_path / "hf"
-    train(["--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--max-position-embeddings", 16,
-           "--mock-data", "--train-iters", 1, "--batch-size", 1, "--sample-tokens", 0, "--log-interval", 0,
-           "--num-workers", 0, "--save", root])
-    assert main(["convert", str(root), "--output", str(folder)]) == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "The quick brown fox, naïve in 2019."
-    ours = build.tokenizer(build_config({}))
-    assert tokenizer.encode(text) == ours.encode(text) and tokenizer.eos_token_id == ours.eod == 50256
-    config = transformers.AutoConfig.from_pretrained(folder)
-    assert config.eos_token_id == 50256 and config.vocab_size == 50257
-
-
 def test_an_output_folder_that_holds_something_is_not_touched(hf: Path, tmp_path: Path) -> None:
     assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 0
     assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 2
@@ -285,14 +242,6 @@ def test_runs_from_the_folder_and_from_its_import_are_the_same_text_at_every_lay
         run_ranks(train_all, world, [[*common, "--load-hf", hf, "--model-parallel-size", tp, "--zero-stage", stage,
                                       "--metrics-file", name]])
         assert [record["lm_loss"] for record in steps(name)] == pytest.approx(first, abs=1e-5)
-
-
-def test_load_wins_over_load_hf_where_it_resumes(hf: Path, tmp_path: Path) -> None:
-    again = [*TINY, "--mock-data", "--load-hf", hf, "--save", tmp_path / "s", "--load", tmp_path / "s", "--train-iters",
-             2]
-    assert "initial weights" in train([*again, "--exit-interval", 1])
-    said = train(again)
-    assert "initial weights" not in said and "loaded weights and optimizer of global_step1" in said
 
 
 def test_what_does_not_fit_is_refused_with_every_difference_named(hf: Path, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from megatron.errors import CheckpointError
 CUT = TPSharding((4, 2), 0, 1, None, 2)
 
 
-MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 3}, {"a": [1, None, "x"]},
-                    (TensorEntry("weight", "w", "F32", CUT, DPSharding(3, 5)),), 1_800_000_000_000_000, "0d", 12,
-                    (Ancestor("0c", 9, "global_step5"),), "0123", 100)
+MANIFEST = Manifest("global_step7", 7, "run", "0d", 12, (Ancestor("0c", 9, "global_step5"),),
+                    layout={"tp": 2, "dp": 3}, config={"a": [1, None, "x"]},
+                    tensors=(TensorEntry("weight", "w", "F32", CUT, DPSharding(3, 5)),),
+                    saved_at=1_800_000_000_000_000, nbytes=100)
 MANIFEST = replace(MANIFEST, save_id=f"0123-{MANIFEST.digest()}")
 
 

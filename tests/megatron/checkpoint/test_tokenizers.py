@@ -12,7 +12,6 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from data.storage import UsageError  # noqa: E402
 from data.tokenizer import build, train_sentencepiece  # noqa: E402
 from megatron.checkpoint.cli import main  # noqa: E402
 from megatron.checkpoint.convert.export_huggingface import TokenizerFiles, build_tokenizer_files  # noqa: E402
@@ -126,17 +125,6 @@ def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path
     assert dict(made.files) == {"tokenizer.model": path.read_bytes()} and "sentencepiece package" in str(made.note)
 
 
-def test_an_exported_run_answers_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 1, "--save", tmp_path / "s"])
-    assert main(["convert", str(tmp_path / "s"), "--output", str(tmp_path / "hf")]) == 0
-    assert "tokenizer.json" in capsys.readouterr().out
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
-    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
-    ids = tokenizer("abc", return_tensors="pt")["input_ids"]
-    assert isinstance(tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0]), str)
-
-
 def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: Path) -> None:
     """Where the files say which of ours it is; else the line names both sizes, their owners and the remedy."""
     corpus = write_corpus(tmp_path / "corpus")
@@ -156,10 +144,3 @@ def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: 
     said = parse_args([str(word) for word in common]).data
     assert (said.tokenizer_type, said.tokenizer_path) == ("SentencePieceTokenizer",
                                                           str(tmp_path / "hf" / "tokenizer.model"))
-
-
-@pytest.mark.parametrize(("kind", "flag"), [("SentencePieceTokenizer", "--tokenizer-path"),
-                                            ("CharacterLevelTokenizer", "--vocab-file")])
-def test_a_tokenizer_without_its_file_is_an_error_of_usage(tmp_path: Path, kind: str, flag: str) -> None:
-    with pytest.raises(UsageError, match=f"{kind} needs {flag}"):
-        train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--tokenizer-type", kind])

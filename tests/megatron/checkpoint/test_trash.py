@@ -19,27 +19,33 @@ from unittest import mock
 import pytest
 import torch
 
-from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint import commit, writer
-from megatron.checkpoint.commit import (BackgroundDeleter, Keep, TRASH_PREFIX, clean_up_save_root, delete_folder)
+from megatron.checkpoint.commit import DELETER, TRASH_PREFIX, BackgroundDeleter, Keep, clean_up_save_root
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import TensorPiece
-from megatron.config.cli import parse_args
 from megatron.distributed import process_group
 from megatron.distributed.rank_status import STATUS
 from megatron.distributed.signals import StopListener
-from megatron.train.resume import RunCheckpoints
-from mpu.groups import SOLO, build
-from tests.distributed import run_ranks
+from mpu.groups import SOLO
+from tests.megatron.checkpoint.made import printed
 from tests.megatron.helpers import ROOT, TINY
 
 
-def save(root: Path, step: int, behind: BackgroundDeleter | None, tag: str | None = None, last: int = 1) -> None:
+IN_BACKGROUND = BackgroundDeleter.delete  # which conftest.py replaces
+
+
+@pytest.fixture(autouse=True)
+def in_background() -> Iterator[None]:
+    with mock.patch.object(BackgroundDeleter, "delete", IN_BACKGROUND):
+        yield
+        DELETER.wait_for_deletions()
+
+
+def save(root: Path, step: int, last: int = 1) -> None:
     piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
-    writer.save(root, tag or f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={},
-                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run", iteration=step, say=lambda line: None,
-                keep=Keep(last), trash=behind)
+    writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={},
+                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run", iteration=step, keep=Keep(last))
 
 
 def in_trash(root: Path) -> list[str]:
@@ -68,24 +74,22 @@ def in_thread(action: Callable[[], object]) -> threading.Thread:
 
 
 def test_a_save_does_not_wait_for_what_it_deletes(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    save(tmp_path, 1, behind)
+    save(tmp_path, 1)
     with slow_disk() as go:
         for step in (2, 3):
-            save(tmp_path, step, behind)
+            save(tmp_path, step)
             assert tag_names(tmp_path) == [f"global_step{step}"] and len(in_trash(tmp_path)) == step - 1
             verify_tag(tmp_path, f"global_step{step}")
         go.set()
-    behind.wait_for_deletions()
+    DELETER.wait_for_deletions()
     assert tag_names(tmp_path) == ["global_step3"] and in_trash(tmp_path) == []
 
 
 def test_a_save_waits_for_what_is_deleted_where_its_room_is_needed(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    save(tmp_path, 1, behind)
+    save(tmp_path, 1)
     with slow_disk() as go, mock.patch.object(commit, "_free_bytes", lambda path: 0 if in_trash(tmp_path) else 1 << 30):
-        save(tmp_path, 2, behind)
-        later = in_thread(lambda: save(tmp_path, 3, behind))
+        save(tmp_path, 2)
+        later = in_thread(lambda: save(tmp_path, 3))
         assert later.is_alive() and tag_names(tmp_path) == ["global_step2"]
         go.set()
         later.join(60)
@@ -96,42 +100,31 @@ def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path:
     """All ranks wait for both."""
     for name in (f"{TRASH_PREFIX}left", ".staging-global_step1-killed"):
         (tmp_path / name).mkdir()
-    behind, said = BackgroundDeleter(), list[str]()
     with slow_disk() as go:
-        clean_up_save_root(tmp_path, said.append, behind.delete)
-        assert len(in_trash(tmp_path)) == 2 and len(said) == 1
-        clean_up_save_root(tmp_path, said.append, behind.delete)
+        with printed() as lines:
+            clean_up_save_root(tmp_path)
+        assert len(in_trash(tmp_path)) == 2 and len(lines) == 1
+        clean_up_save_root(tmp_path)
         assert sum(thread.name == "delete" for thread in threading.enumerate()) == 2  # each once
         go.set()
-        behind.wait_for_deletions()
+        DELETER.wait_for_deletions()
     assert os.listdir(tmp_path) == []
     (tmp_path / f"{TRASH_PREFIX}left").mkdir()
     with slow_disk() as go:
-        save(tmp_path, 1, behind)
+        save(tmp_path, 1)
         assert len(in_trash(tmp_path)) == 1
         go.set()
-        behind.wait_for_deletions()
-    assert in_trash(tmp_path) == []
-
-
-def test_a_start_does_not_wait_for_what_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / f"{TRASH_PREFIX}left").mkdir()
-    config = parse_args([*TINY, "--mock-data", "--save", str(tmp_path)])
-    with slow_disk() as go:
-        with RunCheckpoints(config, build(), ByteLevelTokenizer().facts) as checkpoints:
-            assert len(in_trash(tmp_path)) == 1
-            go.set()
-            checkpoints._deleter.wait_for_deletions()
+        DELETER.wait_for_deletions()
     assert in_trash(tmp_path) == []
 
 
 @pytest.mark.parametrize("leave", [process_group.run_shutdown_callbacks, process_group.shutdown])
 def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
-    behind, events = BackgroundDeleter(), list[str]()
-    save(tmp_path, 1, behind)
+    events: list[str] = []
+    save(tmp_path, 1)
     with slow_disk() as go, mock.patch("torch.distributed.is_initialized", return_value=True), \
             mock.patch("torch.distributed.destroy_process_group", lambda: events.append("left")):
-        save(tmp_path, 2, behind)
+        save(tmp_path, 2)
         leaving = in_thread(leave)
         assert leaving.is_alive() and STATUS.snapshot.activity == "deletion of old checkpoints"
         assert events == (["left"] if leave is process_group.shutdown else [])
@@ -141,76 +134,42 @@ def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Call
 
 
 def test_a_program_that_was_asked_to_stop_does_not_wait(tmp_path: Path) -> None:
-    behind, stop = BackgroundDeleter(), StopListener()
-    save(tmp_path, 1, behind)
+    stop = StopListener()
+    save(tmp_path, 1)
     process_group.register_stop_check(stop.is_stop_pending)
     with slow_disk() as go:
-        save(tmp_path, 2, behind)
+        save(tmp_path, 2)
         leaving = in_thread(process_group.run_shutdown_callbacks)
         assert leaving.is_alive()
         stop.signal = signal.SIGTERM
         leaving.join(5)
         assert not leaving.is_alive() and len(in_trash(tmp_path)) == 1
         go.set()
-        behind.wait_for_deletions()
+        DELETER.wait_for_deletions()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
-def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, tmp_path: Path) -> None:
-    said: list[str] = []
-    behind = BackgroundDeleter(said.append)
-    save(tmp_path, 1, behind)
+def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, tmp_path: Path,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
     with mock.patch.object(os, "unlink", side_effect=OSError(number, os.strerror(number))), \
             mock.patch.object(os, "rmdir", side_effect=OSError(number, os.strerror(number))):
         folder = tmp_path / f"{TRASH_PREFIX}global_step1-0"
         os.rename(tmp_path / "global_step1", folder)
-        behind.delete(folder)
-        behind.wait_for_deletions()
-    assert said == [f"warning: {folder}, an old checkpoint, cannot be deleted ({os.strerror(number)}): the next save "
-                    "tries again"]
-    save(tmp_path, 2, behind)
-    behind.wait_for_deletions()
-    assert in_trash(tmp_path) == [] and len(said) == 1
+        DELETER.delete(folder)
+        DELETER.wait_for_deletions()
+    assert capsys.readouterr().err == (f"warning: {folder}, an old checkpoint, cannot be deleted "
+                                       f"({os.strerror(number)}): the next save tries again\n")
+    save(tmp_path, 2)
+    DELETER.wait_for_deletions()
+    assert in_trash(tmp_path) == [] and capsys.readouterr().err == ""
 
 
 def test_without_threads_it_is_deleted_at_once(tmp_path: Path) -> None:
-    behind = BackgroundDeleter()
-    save(tmp_path, 1, behind)
+    save(tmp_path, 1)
     with mock.patch.object(commit.threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
-        behind.delete((tmp_path / "global_step1").rename(tmp_path / f"{TRASH_PREFIX}1"))
+        DELETER.delete((tmp_path / "global_step1").rename(tmp_path / f"{TRASH_PREFIX}1"))
     assert in_trash(tmp_path) == []
-
-
-def test_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / f"{TRASH_PREFIX}link").symlink_to(tmp_path / "kept")
-    assert delete_folder(tmp_path / f"{TRASH_PREFIX}link") is None and os.listdir(tmp_path) == ["kept"]
-
-
-def ranks_save(rank: int, world: int, root: str) -> bool:
-    """Two saves, while what is deleted waits for their end; whether it did."""
-    behind, saved, in_time = BackgroundDeleter(), threading.Event(), []
-
-    def wait(*words: Any, really: Callable[..., None] = shutil.rmtree, **more: Any) -> None:
-        in_time.append(saved.wait(20))
-        really(*words, **more)
-
-    with mock.patch.object(commit.shutil, "rmtree", wait):
-        for step in (1, 2):
-            piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
-            writer.save(root, f"global_step{step}", pieces=[piece] if rank == 0 else [],
-                        tensors=[piece.to_tensor_entry()], rank_state={}, shared_state={}, config={},
-                        layout={"tp": 1, "dp": world}, world=build().world, run_id="run", iteration=step,
-                        keep=Keep(1), trash=behind)
-        saved.set()
-        process_group.run_shutdown_callbacks()
-        behind.wait_for_deletions()
-    return all(in_time) and bool(in_time) == (rank == 0)
-
-
-def test_no_rank_waits_for_a_deletion(tmp_path: Path) -> None:
-    assert run_ranks(ranks_save, 2, str(tmp_path), timeout=60) == [True, True]
-    assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 
 KILLED = """

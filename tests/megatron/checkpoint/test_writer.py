@@ -1,13 +1,19 @@
-"""A save that cannot be finished fails on every rank with the same line, and leaves what was there as it was."""
+"""A save that cannot be finished fails on every rank with the same line, and leaves what was there as it was; so does
+any error of one rank alone. test_kill.py has the faults of storage in whole runs."""
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,19 +22,26 @@ from unittest import mock
 import pytest
 import torch
 
+from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint import safetensors_io, writer
+from megatron.checkpoint.async_save import HostSnapshot
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.safetensors_io import SafetensorsReader
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import LazyData, TensorPiece
-from megatron.errors import CheckpointError, NumericsError, StorageError, TrainerError
-from mpu.groups import SOLO, Group, build
-from mpu.split import Partition
-from tests.distributed import run_ranks
+from megatron.distributed import exit_codes
+from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
+                             TrainerError, exit_code)
+from mpu import groups as mpu_groups
+from mpu.groups import SOLO, build
+from mpu.split import ParallelError, Partition
+from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint import made
-from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, save_grid, save_solo
+from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, open_quietly, save_grid, save_solo
+from tests.megatron.helpers import TINY, train, write_corpus
 
 
 class FullDisk:
@@ -56,7 +69,7 @@ def patched(disk: FullDisk) -> Any:
 def check_untouched(root: Path) -> None:
     assert sorted(os.listdir(root)) == ["global_step1", "latest", "zero_to_fp32.py"]
     verify_tag(root, "global_step1")
-    assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step1"
+    assert open_quietly(root).tag == "global_step1"
 
 
 @pytest.mark.parametrize("where", ["rank0", "rank1", "rank3.json", "shared.json", "manifest.json"])
@@ -107,8 +120,56 @@ def test_a_failing_call_of_the_commit_loses_nothing(tmp_path: Path, operation: s
         verify_tag(root, newest)
         left = [name for name in os.listdir(root) if name.startswith(".")]
         assert not left or (left, newest) == ([".latest-pending"], "global_step2")
-        assert open_checkpoint(root, print_line=lambda line: None).tag == newest
+        assert open_checkpoint(root).tag == newest
     assert call >= 1
+
+
+@contextmanager
+def failing_drive(call: str, where: str, number: int) -> Iterator[None]:
+    """Calls of the system on a path in which `where` is found fail."""
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(first: Any, *rest: Any, **more: Any) -> Any:
+            is_open = isinstance(first, int)
+            path = os.readlink(f"/proc/self/fd/{first}") if is_open else os.fsdecode(first)
+            if re.search(where, path):
+                raise OSError(number, os.strerror(number), None if is_open else path)
+            return real(first, *rest, **more)
+        return wrapped
+
+    with ExitStack() as stack:
+        for owner in (builtins, io) if call == "open" else (os,):
+            stack.enter_context(mock.patch.object(owner, call, failing(getattr(owner, call))))
+        yield
+
+
+STAGED = r"\.staging-global_step2[^/]*"
+
+
+@pytest.mark.parametrize(("call", "where", "number", "named"), [
+    ("write", f"{STAGED}/rank0.safetensors$", errno.ENOSPC, "rank0.safetensors"),
+    ("fsync", f"{STAGED}/rank0.safetensors$", errno.EIO, "rank0.safetensors"),
+    ("open", f"{STAGED}/rank0.json$", errno.EDQUOT, "rank0.json"),
+    ("write", f"{STAGED}/manifest.json$", errno.ENOSPC, "manifest.json"),
+    ("fsync", f"{STAGED}$", errno.EIO, "global_step2"), ("mkdir", f"{STAGED}$", errno.EROFS, "global_step2"),
+    ("rename", f"{STAGED}$", errno.EIO, "global_step2"), ("listdir", "/root$", errno.EIO, "{}"),
+    ("replace", r"/\.latest\.\d[^/]*$", errno.EIO, "{}/latest"), ("open", r"/\.latest\.\d", errno.EROFS, "{}/latest"),
+    ("fsync", r"\.latest-pending\.[^/]*$", errno.EDQUOT, "{}/.latest-pending"),
+    ("fsync", r"/\.zero_to_fp32\.py\.", errno.ENOSPC, "{}/zero_to_fp32.py"),
+])
+def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: str, where: str, number: int, named: str,
+                                                                        tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save_solo(root, 1)
+    (root / "zero_to_fp32.py").write_text("of an earlier version")
+    with failing_drive(call, where, number), pytest.raises(StorageError) as caught:
+        save_solo(root, 2)
+    said = str(caught.value)
+    assert said.startswith("--save: ") and named.format(root) in said and "\n" not in said
+    assert os.strerror(number) in said
+    verify_tag(root, "global_step1")
+    newest = tag_names(root)[-1]
+    verify_tag(root, newest)
+    assert open_checkpoint(root).tag == newest
 
 
 def save_on_rank(rank: int, world_size: int, root: str, full: int) -> str:
@@ -172,14 +233,6 @@ def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: o
     check_untouched(tmp_path)
 
 
-def test_states_come_back_equal(tmp_path: Path) -> None:
-    state = {"a": [1, (2.5, None)], "b": {"text": "é\n", "on": True}, "big": 1 << 100, "t": torch.arange(3)}
-    save_one(tmp_path, torch.zeros(4), shared_state=state)
-    found = open_checkpoint(tmp_path).shared_state
-    assert torch.equal(found.pop("t"), state["t"])
-    assert found == {"a": [1, (2.5, None)], "b": {"text": "é\n", "on": True}, "big": 1 << 100}
-
-
 def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
     fetched: list[int] = []
     save_one(tmp_path, LazyData(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
@@ -215,6 +268,17 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
     # In between, at the first save of a folder: zero_to_fp32.py. Then what `latest` will say, and only then the tag.
     assert [re.sub(r"\.\d+\..*tmp", "", line) for line in log[9:13]] == \
         ["/new/..latest-pending", "/new", "rename global_step2", "/new"]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_files_have_the_rights_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        save_solo(tmp_path, 1)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert modes == {0o666 & ~mask}
 
 
 def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
@@ -256,6 +320,110 @@ def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
     assert not tag_names(tmp_path)
 
 
-def test_a_group_of_one_needs_no_process_group(tmp_path: Path) -> None:
-    save_one(tmp_path, torch.zeros(4), world=Group(0, 1, (0,)))
-    verify_tag(tmp_path, "global_step2")
+# ---- lack of memory on one rank of two, anywhere in a save -----------------------------------------------------------
+
+def save(rank: int, world_size: int, root: str, step: int, hold: Any = None, load: Any = None) -> None:
+    data = torch.full((4,), float(rank)) if load is None else LazyData(4, torch.float32, load)
+    piece = TensorPiece("w", "weight", (4,), Partition(0), rank, world_size, 0, data)
+    writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={}, hold=hold,
+                layout={"tp": world_size, "dp": 1}, world=build().world, run_id="job", iteration=step)
+
+
+def no_tensor() -> torch.Tensor:
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried "
+                       "to allocate 8 bytes.\nmore of it")
+
+
+def short_of_memory(kind: str, rank: int, world_size: int, root: str) -> tuple[int, str, bool]:
+    lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    hold = HostSnapshot(torch.device("cpu")).copy_tensors if kind == "copy" else None
+    save(rank, world_size, root, 1)
+    patches = {"map": (mmap, "mmap", lacks), "folder": (os, "mkdir", lacks), "rename": (os, "rename", lacks),
+               "write": (os, "write", lacks), "object": (os, "fsync", MemoryError()),
+               "copy": (torch, "empty", torch.OutOfMemoryError("CUDA out of memory. Tried 8 GiB"))}
+    with ExitStack() as stack:
+        if rank == victim_of(kind) and kind in patches:
+            owner, name, error = patches[kind]
+            stack.enter_context(mock.patch.object(owner, name, side_effect=error))
+        try:
+            save(rank, world_size, root, 2, hold, no_tensor if (kind, rank) == ("tensor", 1) else None)
+        except TrainerError as error:
+            failure = exit_codes.exit_reason_of(error)
+            return failure.code, failure.text, failure.is_peer_loss
+    return 0, "", False
+
+
+def victim_of(kind: str) -> int:
+    """Folder and rename are rank 0's work."""
+    return 0 if kind in ("folder", "rename") else 1
+
+
+MEMORY = ["map", "folder", "rename", "write", "object", "copy", "tensor"]
+
+
+def each_shortage(rank: int, world_size: int, folder: str) -> list[tuple[int, str, bool]]:
+    return [short_of_memory(kind, rank, world_size, str(Path(folder) / kind)) for kind in MEMORY]
+
+
+def test_lack_of_memory_on_one_rank_is_told_as_memory_on_both_and_costs_nothing(tmp_path: Path) -> None:
+    first, second = run_ranks(each_shortage, 2, str(tmp_path), timeout=60)
+    assert first == second
+    for kind, (code, text, is_peer_loss) in zip(MEMORY, first, strict=True):
+        assert (code, is_peer_loss) == (5, False), (kind, text)
+        assert text.startswith(f"rank {victim_of(kind)} is out of memory, while saving global_step2: "), (kind, text)
+        assert "cannot write" not in text and "--save" not in text and "\n" not in text
+        assert open_quietly(tmp_path / kind).tag == "global_step1"
+
+
+# ---- every kind of error of one rank ---------------------------------------------------------------------------------
+
+ERRORS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, RankOutOfMemory, NumericsError, ParallelError,
+                                 StorageError, StorageFault, UsageError]
+
+
+def raised(action: Callable[[], object]) -> tuple[str, str, int | None]:
+    try:
+        action()
+    except (TrainerError, DataError, StorageFault, ParallelError) as error:
+        return type(error).__name__, str(error), exit_code(error)
+    return "", "", None
+
+
+def fails(rank: int, kind: type[Exception]) -> int:
+    if rank != 0:
+        raise kind(f"rank {rank} cannot")
+    return rank
+
+
+def every_kind(rank: int, world: int) -> list[tuple[str, str, int | None]]:
+    group = mpu_groups.build(1).world
+    return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group)) for kind in ERRORS]
+
+
+def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -> None:
+    assert CODES_BY_NAME.keys() <= {kind.__name__ for kind in ERRORS}
+    expected = [(kind.__name__, "rank 1 cannot", exit_code(kind())) for kind in ERRORS]
+    assert run_ranks(every_kind, 3) == [expected] * 3
+
+
+def a_bug(rank: int, world: int) -> None:
+    all_succeed_or_raise(partial(fails, rank, KeyError), mpu_groups.build(1).world)
+
+
+def test_a_bug_is_shared_with_nobody() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        run_ranks(a_bug, 2)
+    assert isinstance(caught.value.error, KeyError)
+
+
+def training(rank: int, world: int, corpora: list[Path]) -> tuple[str, str, int | None]:
+    return raised(lambda: train([*TINY, "--train-data", corpora[rank], "--train-iters", 1]))
+
+
+def test_a_corpus_that_is_damaged_on_one_rank_ends_training_on_all(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        write_corpus(tmp_path / name)
+    index = tmp_path / "bad.idx"
+    index.write_bytes(index.read_bytes()[:-8])
+    found = run_ranks(training, 2, [tmp_path / "good", tmp_path / "bad"])
+    assert found == [found[0]] * 2 and found[0][0] == "DataError" and found[0][2] == 3 and str(index) in found[0][1]

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import pretrain_gpt2
-from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
 from megatron.distributed import exit_codes
@@ -61,22 +60,62 @@ def check(result: tuple[int, str], code: int, *words: object) -> None:
         assert str(word) in lines[0]
 
 
+# ---- one table of all kinds ---------------------------------------------------------------------------------------
+
+MOCK = "--mock-data "
+WRONG = [
+    (MOCK + "--model-parallel-size 2", 2, "1 ranks", "--model-parallel-size 2"),
+    (MOCK + "--batch-size 4 --global-batch-size 6", 2, "--global-batch-size 6", "--batch-size 4"),
+    (MOCK + "--vocab-size 200", 2, "--vocab-size 200", "257"),
+    (MOCK + "--distributed-backend mpi", 2, "--distributed-backend", "mpi"),
+    (MOCK + "--distributed-backend nccl", 2, "nccl", "GPU"),
+    ("", 2, "--train-data", "--mock-data"),
+    ("--train-data {}/nothing", 3, "{}/nothing", "no file or folder"),
+    ("--train-data {}/nothing.jsonl", 3, "{}/nothing.jsonl"),
+    ("--train-data {}/bad.jsonl --data-cache-path {}/cache", 3, "bad.jsonl"),
+    ("--train-data {}/short", 3, "17", "--seq-length"),
+    ("--train-data {}/ids --split 1,0,0", 3, "{}/ids.bin", "document 2", "offset 4", "383", "257"),
+    *((f"--train-data {{}}/{damage}{suffix[1:]}", 3, f"{{}}/{damage}{suffix[1:]}{suffix}")
+      for damage in ("cut", "empty", "gone") for suffix in (".bin", ".idx")),
+    *((f"{MOCK}--load {{}}/{name}{more}", 4, "{}/" + name)
+      for name in ("missing", "folder") for more in ("", " --save {}/fresh")),
+    (MOCK + "--save {}/file --metrics-file {}/m", 7, "--save", "{}/file"),
+    (MOCK + "--save {}/no/parent --metrics-file {}/m", 7, "--save", "{}/no"),
+    (MOCK + "--metrics-file {}/no/m", 7, "--metrics-file", "{}/no/m"),
+    (MOCK + "--tensorboard-dir {}/file", 7, "--tensorboard-dir", "{}/file"),
+]
+"""Flags, exit code and words of the line; {} is a folder."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "folder").mkdir()
+    (folder / "file").touch()
+    (folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    with CorpusWriter(folder / "short", vocab_size=257) as writer:
+        writer.add_document([1, 2, 3])
+    with CorpusWriter(folder / "ids", dtype=np.dtype(np.int32)) as writer:
+        for number in range(3):
+            writer.add_document([7] * 4 + [383 if number == 2 else 8] + [9] * 60)
+    (folder / "ids.json").unlink()  # like a corpus of Megatron-LM's; the padded table has a row 383
+    for suffix in (".bin", ".idx"):
+        cut, empty, gone = (Path(write_corpus(folder / f"{damage}{suffix[1:]}") + suffix)
+                            for damage in ("cut", "empty", "gone"))
+        cut.write_bytes(cut.read_bytes()[:-3])
+        empty.write_bytes(b"")
+        gone.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("flags", "code", "words"), [(flags, code, words) for flags, code, *words in WRONG])
+def test_what_is_wrong_is_one_line_and_its_code(flags: str, code: int, words: list[str], place: Path, cli: Cli) -> None:
+    check(cli([*TINY, "--train-iters", 3, *flags.replace("{}", str(place)).split()]), code,
+          *(word.replace("{}", str(place)) for word in words))
+    assert not (place / "m").exists()
+
+
 # ---- config: 2 ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--model-parallel-size", 2], ["1 ranks", "--model-parallel-size 2"]),
-    (["--batch-size", 4, "--global-batch-size", 6], ["--global-batch-size 6", "--batch-size 4"]),
-    (["--vocab-size", 200], ["--vocab-size 200", "257"]),
-    (["--distributed-backend", "mpi"], ["--distributed-backend", "mpi"]),
-    (["--distributed-backend", "nccl"], ["nccl", "GPU"]),
-], ids=lambda value: " ".join(map(str, value)))
-def test_a_bad_config_is_one_line_and_exit_2(argv: list[object], words: list[str], cli: Cli) -> None:
-    check(cli([*TINY, "--mock-data", *argv]), 2, *words)
-
-
-def test_no_text_at_all_is_a_config_error(cli: Cli) -> None:
-    check(cli(TINY), 2, "--train-data", "--mock-data")
 
 
 def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torch(tmp_path: Path) -> None:
@@ -96,57 +135,6 @@ def test_bad_configs_end_the_real_commands_alike() -> None:
     check(command([*TINY, "--mock-data", "--zero-stage", "7"], ranks=2), 2, "--zero-stage is 7")
 
 
-# ---- data: 3 -----------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_corpus_is_one_line_and_exit_3(tmp_path: Path, cli: Cli) -> None:
-    check(cli([*TINY, "--train-data", tmp_path / "nothing"]), 3, tmp_path / "nothing", "no file or folder")
-    check(cli([*TINY, "--train-data", tmp_path / "nothing.jsonl"]), 3, tmp_path / "nothing.jsonl")
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
-def test_a_damaged_corpus_is_one_line_and_exit_3(suffix: str, damage: str, tmp_path: Path, cli: Cli) -> None:
-    file = Path(write_corpus(tmp_path / "corpus") + suffix)
-    if damage == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-3] if damage == "cut" else b"")
-    check(cli([*TINY, "--train-data", tmp_path / "corpus"]), 3, file)
-
-
-def test_a_corpus_too_short_for_a_sample_is_exit_3(tmp_path: Path, cli: Cli) -> None:
-    with CorpusWriter(tmp_path / "c", vocab_size=257) as writer:
-        writer.add_document([1, 2, 3])
-    check(cli([*TINY, "--train-data", tmp_path / "c"]), 3, "17", "--seq-length")
-
-
-def test_a_jsonl_line_that_is_no_json_is_exit_3_and_named(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n{"text": \n')
-    check(cli([*TINY, "--train-data", tmp_path / "x.jsonl", "--data-cache-path", tmp_path / "cache"]), 3, "x.jsonl")
-
-
-def corpus_with_id(prefix: Path, bad: int, *, facts: bool) -> Path:
-    """Three documents; the third holds `bad` at offset 4. Without facts it looks like one of Megatron-LM's."""
-    with CorpusWriter(prefix, dtype=np.dtype(np.int32)) as writer:
-        for number in range(3):
-            writer.add_document([7] * 4 + [bad if number == 2 else 8] + [9] * 60)
-    if not facts:
-        Path(f"{prefix}.json").unlink()
-    assert IndexedCorpus(prefix).num_documents == 3
-    return prefix
-
-
-@pytest.mark.parametrize("facts", [True, False])
-@pytest.mark.parametrize("bad", [257, 383, 100_000])
-def test_an_id_outside_the_vocabulary_names_document_and_offset(bad: int, facts: bool, tmp_path: Path,
-                                                                cli: Cli) -> None:
-    """257 and 383 have rows in the padded table (384): they would train quietly."""
-    corpus = corpus_with_id(tmp_path / "c", bad, facts=facts)
-    check(cli([*TINY, "--train-data", corpus, "--split", "1,0,0"]), 3, f"{corpus}.bin", "document 2", "offset 4", bad,
-          "257")
-
-
 # ---- checkpoints: 4 ----------------------------------------------------------------------------------------------
 
 
@@ -160,39 +148,10 @@ def saved(tmp_path: Path) -> Path:
 RUN = [*TINY, "--mock-data", "--train-iters", "3"]
 
 
-def test_a_load_that_is_not_there_is_exit_4_even_when_save_is_fresh(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "empty").mkdir()
-    for load in ("missing", "empty"):
-        check(cli([*RUN, "--load", tmp_path / load]), 4, tmp_path / load)
-        check(cli([*RUN, "--load", tmp_path / load, "--save", tmp_path / "fresh"]), 4, tmp_path / load)
-
-
-def test_the_real_command_refuses_a_misspelt_load_on_one_and_on_two_ranks(tmp_path: Path) -> None:
-    for ranks in (1, 2):
-        check(command([*RUN, "--load", tmp_path / "mispelt"], ranks), 4, tmp_path / "mispelt")
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_load_equal_to_an_empty_save_starts_fresh(exists: bool, tmp_path: Path) -> None:
-    if exists:
-        (tmp_path / "s").mkdir()
-    said = train([*RUN, "--load", tmp_path / "s", "--save", f"{tmp_path}/./s/"])
-    assert "loaded" not in said and "saved global_step3" in said
-
-
 def test_a_save_folder_whose_only_checkpoint_is_damaged_is_not_taken_for_empty(saved: Path, cli: Cli) -> None:
     shutil.rmtree(saved / "global_step2")
     (saved / "global_step3" / "manifest.json").unlink()
     check(cli([*RUN, "--load", saved, "--save", saved]), 4, "global_step3", "manifest.json")
-
-
-def test_one_flipped_byte_of_any_file_is_exit_4_naming_the_file(saved: Path, cli: Cli) -> None:
-    for file in sorted((saved / "global_step3").iterdir()):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        check(cli([*RUN, "--load", saved]), 4, "global_step3", file.name)
-        file.write_bytes(whole)
-    assert cli([*RUN, "--load", saved]) == (0, "")
 
 
 def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved: Path, tmp_path: Path,
@@ -220,12 +179,6 @@ def test_what_an_interrupted_save_left_is_removed_at_the_next_start_with_one_lin
     assert code == 0 and len(stderr.splitlines()) == 2
     assert "restoring" in stderr and "removing" in stderr
     assert sorted(os.listdir(saved)) == [".lock", "global_step2", "global_step3", "latest", "zero_to_fp32.py"]
-
-
-def test_a_save_folder_with_later_steps_is_pointed_out(saved: Path) -> None:
-    """A fresh run beside an old one: its saves replace tags of the old one."""
-    assert "holds global_step2, global_step3, later than iteration 0" in train([*RUN, "--save", saved])
-    assert "later than" not in train([*RUN, "--load", saved, "--save", saved])
 
 
 def test_another_model_is_refused_with_every_differing_field(saved: Path, cli: Cli) -> None:
@@ -335,36 +288,8 @@ def test_another_corpus_is_a_warning_and_the_position_carries_over(saved: Path, 
 # ---- storage: 7, numerics: 6 -------------------------------------------------------------------------------------
 
 
-def test_a_save_that_cannot_be_written_is_exit_7_before_the_first_step(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "file").write_text("")
-    check(cli([*RUN, "--save", tmp_path / "file", "--metrics-file", tmp_path / "m"]), 7, "--save", tmp_path / "file")
-    check(cli([*RUN, "--save", tmp_path / "no" / "parent", "--metrics-file", tmp_path / "m"]), 7, "--save",
-          tmp_path / "no")
-    assert not (tmp_path / "m").exists()
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder in which nobody can write, root neither")
-def test_a_read_only_save_is_exit_7(cli: Cli) -> None:
-    check(cli([*RUN, "--save", "/proc/checkpoints"]), 7, "--save", "/proc/checkpoints")
-    check(command([*RUN, "--save", "/proc/checkpoints"]), 7, "--save", "/proc/checkpoints")
-
-
-def test_a_metrics_file_or_tensorboard_folder_that_cannot_be_written_is_exit_7(tmp_path: Path, cli: Cli) -> None:
-    check(cli([*RUN, "--metrics-file", tmp_path / "no" / "m"]), 7, "--metrics-file", tmp_path / "no" / "m")
-    (tmp_path / "file").write_text("")
-    check(cli([*RUN, "--tensorboard-dir", tmp_path / "file"]), 7, "--tensorboard-dir", tmp_path / "file")
-
-
 def test_numbers_that_explode_end_with_exit_6_and_the_last_lines_are_valid_json(tmp_path: Path, cli: Cli) -> None:
     result = cli([*RUN[:-1], 50, "--lr", 1e30, "--clip-grad", 0, "--metrics-file", tmp_path / "m"])
     check(result, 6, "step 2: first in wte.weight")
     for line in (tmp_path / "m").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-def test_a_second_job_on_the_same_save_is_refused(tmp_path: Path, cli: Cli) -> None:
-    from megatron.checkpoint.commit import lock_save_root
-
-    (tmp_path / "s").mkdir()
-    with lock_save_root(tmp_path / "s"):
-        check(cli([*RUN, "--save", tmp_path / "s"]), 2, "--save", "locked by")
