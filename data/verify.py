@@ -20,14 +20,14 @@ def verify_corpus(prefix: str, vocab_size: int | None = None) -> str:
         if found != facts.crc32:
             raise DataError(f"{prefix}.bin: crc32: expected {facts.crc32} ({prefix}.json), found {found}; "
                             "preprocess the text again")
-        if vocab_size is None and facts.tokenizer:
-            vocab_size = facts.tokenizer.vocab_size
+        if vocab_size is None and corpus.tokenizer:
+            vocab_size = corpus.tokenizer.vocab_size
     lowest, highest = corpus.scan_id_range()
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
         corpus.raise_for_invalid_token(highest + 1 if vocab_size is None else vocab_size)
     if facts and highest != facts.max_token:
         raise DataError(f"{prefix}.json: max_token: expected {highest} (the tokens), found {facts.max_token}")
-    made_by = f"{facts.tokenizer.name} {facts.tokenizer.fingerprint}" if facts and facts.tokenizer else "unknown"
+    made_by = f"{corpus.tokenizer.name} {corpus.tokenizer.fingerprint}" if corpus.tokenizer else "unknown"
     return (f"{prefix}: {corpus.num_documents} documents, {corpus.num_tokens} tokens ({corpus.dtype.name}), "
             f"ids {lowest} to {highest} of {vocab_size or 'an unknown vocabulary'}, tokenizer {made_by}, "
             f"checksum {facts.crc32 if facts else 'unknown'}: good")

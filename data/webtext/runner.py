@@ -235,8 +235,6 @@ def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
 
 
 SHARD_BYTES = 1 << 24
-ShardJob = tuple[WorkUnit, Path]
-"""One unit of a map stage and its output shard."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +376,7 @@ def check_shard_content(sources: Sequence[SourceFile], workers: int) -> None:
     check_sha256({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
 
 
-def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOptions,
+def run_jobs(jobs: Sequence[tuple[WorkUnit, Path]], stage: MapStage, read_options: WebReadOptions,
              run_options: StageRunOptions) -> list[StageRecord]:
     """The records of all shards; finished ones are not made again."""
     done = {target: record for _, target in jobs
@@ -395,8 +393,8 @@ def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOpt
     return [done[target] for _, target in jobs]
 
 
-def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> StageRecord:
-    """Run the stage over one unit; writes the shard first, then its record."""
+def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions) -> StageRecord:
+    """Run the stage over one unit, given with its output shard; writes the shard first, then its record."""
     unit, target = job
     function = load_stage_function(stage, tuple(checksum_in_threads(crc32_file, stage.files)))
     counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()

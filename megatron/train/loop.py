@@ -306,6 +306,7 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     if not steps:
         yield lambda step: None
         return
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -317,8 +318,9 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     try:
         yield collect
     finally:
-        gc.enable()
         gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def zero_lr_warning(config: Config, schedule: Callable[[int], float], applied: int, iteration: int) -> str:

@@ -16,7 +16,7 @@ from data.webtext.documents import Document, DocumentError, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
 from data.webtext.readers import WebReadOptions, find_source_files, plan_units, read_unit
 from data.webtext.runner import MapStage, read_stage_record, run_map_stage
-from tests.data.webtext.test_map_stages import GOOD
+from tests.data.webtext.test_filters import GOOD
 
 
 pytest.importorskip("resiliparse")

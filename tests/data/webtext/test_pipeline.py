@@ -24,8 +24,8 @@ from data.webtext.__main__ import main, origin_file_of, tokenize_part
 from data.webtext.documents import Document, DocumentCounts, shard_name
 from tests.data.webtext import planted
 from tests.data.killing import in_a_fork
-from tests.data.webtext.test_map_stages import TEXTS
-from tests.data.webtext.test_stage_folder import contents
+from tests.data.webtext.test_filters import TEXTS
+from tests.data.webtext.test_runner import contents
 
 pytest.importorskip("ftfy")
 pytest.importorskip("py3langid")
