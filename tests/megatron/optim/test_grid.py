@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.optim.quantizer import MagnitudeUnit, SignQuantizer, quantize_to_levels, uniform_quantizer
+from megatron.optim.quantizer import (TERNARY_THRESHOLD, MagnitudeUnit, SignQuantizer, quantize_to_levels,
+                                      uniform_quantizer)
 
 GROUPS, ROWS, COLUMNS = 4, 8, 50
 
@@ -89,7 +90,8 @@ def test_ternary_and_binary_are_as_published() -> None:
     assert torch.allclose(by_group(quantize_to_levels(binary, x, group)), means)
     beyond = flat.abs() > 0.7 * mean
     of_others = (flat.abs() * beyond).sum(1, keepdim=True) / beyond.sum(1, keepdim=True)
-    found = by_group(quantize_to_levels(SignQuantizer(of_others[:, 0], 0.7 * mean[:, 0]), x, group))
+    ternary = SignQuantizer(of_others[:, 0], mean[:, 0] * TERNARY_THRESHOLD)
+    found = by_group(quantize_to_levels(ternary, x, group))
     assert torch.allclose(found, flat.sign() * beyond * of_others)
     assert all(len(row.unique()) == 3 for row in found)
 
