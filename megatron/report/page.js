@@ -5,7 +5,7 @@
 const { charts, runs } = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = 8, MARGIN = { left: 62, right: 14, top: 8, bottom: 24 }, NEAR = 6, MARK = 6;
 const DURATIONS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
-const view = { axis: "step", range: null, hidden: new Set() };
+const view = { axis: "step", range: null, hidden: new Set(), logarithmic: new Set() };
 
 function svg(name, attributes, parent) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -41,6 +41,15 @@ function ticks(low, high, most) {
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => +((first + index) * step).toPrecision(12));
 }
 
+/** Powers of ten, with 2 and 5 between them over a few decades. */
+function logarithmicTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (const factor of high / low > 1e4 ? [1] : [1, 2, 5]) found.push(+(factor * 10 ** power).toPrecision(3));
+  const inside = found.filter((value) => value >= low && value <= high);
+  return inside.length > 1 ? inside : ticks(low, high, 5);
+}
+
 /** Events or points with their place on the axis in use. */
 const placed = (list) => list.map((one) => ({ ...one, x: one[view.axis] })).filter((one) => Number.isFinite(one.x));
 
@@ -58,6 +67,14 @@ class Chart {
     this.svg = svg("svg", { role: "img", "aria-label": spec.title, height: isFirst ? 340 : 210 });
     this.tip = html("div", { className: "tip", hidden: true });
     const caption = html("figcaption", {}, spec.title, html("span", {}, spec.unit));
+    if (spec.logarithmic) {
+      const box = html("input", { type: "checkbox" });
+      box.addEventListener("change", () => {
+        view.logarithmic[box.checked ? "add" : "delete"](spec.column);
+        this.draw();
+      });
+      caption.append(html("label", {}, box, " logarithmic"));
+    }
     this.figure = html("figure", {}, caption, this.svg, this.tip);
     this.listen();
   }
@@ -72,15 +89,18 @@ class Chart {
       saves: this.isFirst ? placed(run.saves) : [],
       evaluations: isLoss ? placed(run.evaluations).filter((found) => Number.isFinite(found.loss)) : [] }));
     const inside = (place) => place.x >= left && place.x <= right;
+    const isLogarithmic = view.logarithmic.has(this.spec.column);
+    const bend = isLogarithmic ? (value) => value > 0 ? Math.log(value) : -Infinity : (value) => value;
     const [bottom, top] = extent(this.series.flatMap(({ points, evaluations }) => [
-      ...points.filter(inside).flatMap((point) => [point.low, point.high]),
-      ...evaluations.filter(inside).map((found) => found.loss)]), 0.04);
+      ...points.filter(inside).flatMap((point) => [bend(point.low), bend(point.high)]),
+      ...evaluations.filter(inside).map((found) => bend(found.loss))]), 0.04);
     this.x = (value) => (value - left) / (right - left) * this.width;
-    this.y = (value) => (top - value) / (top - bottom) * this.height;
+    this.y = (value) => (top - Math.max(bend(value), bottom)) / (top - bottom) * this.height;
     this.back = (pixel) => left + pixel / this.width * (right - left);
     this.svg.replaceChildren();
     this.tip.hidden = true;
-    this.axes(left, right, ticks(bottom, top, this.height / 45));
+    this.axes(left, right, isLogarithmic ? logarithmicTicks(Math.exp(bottom), Math.exp(top))
+      : ticks(bottom, top, this.height / 45));
     // An inner svg cuts off what lies outside of it, beyond the marks at its ends.
     const wide = this.width + 2 * MARK;
     this.plot = svg("svg", { x: MARGIN.left - MARK, y: MARGIN.top, width: wide, height: this.height,

@@ -34,18 +34,20 @@ class MetricChart:
     unit: str = ""
     scale: float = 1.0
     """Factor from the column to the unit."""
+    logarithmic: bool = False
+    """Whether the page offers a logarithmic axis."""
     default_value: float | None = None
     """The chart is omitted if no run has another value."""
 
 
 CHARTS = (
-    MetricChart("lm_loss", "Loss", "nats a token"),
+    MetricChart("lm_loss", "Loss", "nats a token", logarithmic=True),
     MetricChart("learning_rate", "Learning rate"),
-    MetricChart("grad_norm", "Gradient norm"),
+    MetricChart("grad_norm", "Gradient norm", logarithmic=True),
     MetricChart("tokens_per_s", "Tokens a second"),
     MetricChart("max_memory_bytes", "Peak memory", "GiB", 1 / GIB),
     MetricChart("skipped", "Skipped steps", "so far", default_value=0.0),
-    MetricChart("loss_scale", "Loss scale", default_value=1.0),
+    MetricChart("loss_scale", "Loss scale", logarithmic=True, default_value=1.0),
     MetricChart("drive_wait_ms", "Waiting for drives", "ms a step"),
     MetricChart("pld_theta", "Layer dropping", "theta"))
 
@@ -54,8 +56,8 @@ def chart_data(histories: Sequence[RunHistory]) -> dict[str, Any]:
     """The input of page.js."""
     charts = [chart for chart in CHARTS if any(value != chart.default_value for history in histories
                                                for value in history.finite_values(chart.column))]
-    return {"charts": [{"column": chart.column, "title": chart.title, "unit": chart.unit}
-                       for chart in charts],
+    return {"charts": [{"column": chart.column, "title": chart.title, "unit": chart.unit,
+                        "logarithmic": chart.logarithmic} for chart in charts],
             "runs": [_run_data(history, charts) for history in histories]}
 
 
