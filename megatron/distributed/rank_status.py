@@ -25,7 +25,7 @@ STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range
 UNKNOWN, RUNNING, FAILED, DONE = range(4)
 """Values of STATE. FAILED: the engine raised an error, perhaps caught. DONE: the rank announced its exit."""
 MAX_TEXT_BYTES = 200  # longest text; longer ones are cut
-STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"  # set by our launcher
+STATUS_FILE_VARIABLE = "MEGATRON_STATUS_FILE"  # set by our launcher
 
 START_UP, TRAINING, READING, EVALUATION = "start-up", "training", "reading of batches", "evaluation"
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer step"
