@@ -27,7 +27,7 @@ import torch
 from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.checkpoint.writer import PendingSave, SaveReport
 from megatron.distributed import exit_codes
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu.groups import Group
 
 COPY_ALIGNMENT = 64
@@ -69,6 +69,7 @@ class AsyncSaver:
         self._save: tuple[PendingSave, Callable[[SaveReport], None]] | None = None
         self._job: Future[int] = Future()
         self._name = ""  # of the last save, for messages
+        self._deferred_error: TrainerError | None = None
 
     @property
     def has_pending_save(self) -> bool:
@@ -108,13 +109,31 @@ class AsyncSaver:
     def poll(self, progress: Sequence[float]) -> None:
         """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
         sum over the ranks at an earlier time; a save that has advanced since is handled."""
+        self._raise_deferred_error()
         if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait_for_save(self) -> None:
         """Return when no save is under way."""
+        self._raise_deferred_error()
         while self.has_pending_save:
             self._advance()
+
+    def finish_for_other_engine(self) -> None:
+        """Complete the save on behalf of another engine. An error is deferred to this saver's next call, or to exit."""
+        try:
+            self.wait_for_save()
+        except PeerError:
+            raise
+        except TrainerError as error:
+            self._deferred_error = error
+            atexit.register(self._finish_at_exit)
+
+    def _raise_deferred_error(self) -> None:
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
+            atexit.unregister(self._finish_at_exit)
+            raise error
 
     def _advance(self) -> None:
         """Wait for this rank's phase, agree with the other ranks, then start the next phase or end the save.
@@ -170,11 +189,11 @@ def pending_saves_in(root: Path) -> list[str]:
 
 
 def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
-    """Complete the pending saves of these owners, and raise the error of one that fails. Collective."""
+    """Complete the pending saves of these owners. Collective."""
     saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
     for owner in owners:
         if owner in saves:
-            saves[owner].wait_for_save()
+            saves[owner].finish_for_other_engine()
 
 
 def _run_in_thread(job: Callable[[], int]) -> Future[int]:

@@ -104,20 +104,22 @@ class BackgroundDeleter:
 
     def __init__(self) -> None:
         self._threads: dict[Path, threading.Thread] = {}
+        self._lock = threading.Lock()  # saves into several folders may delete at the same time
 
     def delete(self, path: Path) -> None:
         """Delete the folder in a thread. A second call meanwhile has no effect."""
-        for other, thread in list(self._threads.items()):  # a save into another folder may add one meanwhile
-            if not thread.is_alive():
-                self._threads.pop(other, None)
-        if not self._threads:
-            after_shutdown(self._finish_at_shutdown)
-        if path not in self._threads:
-            self._threads[path] = threading.Thread(target=self._delete, args=(path,), name="delete", daemon=True)
-            try:
-                self._threads[path].start()
-            except RuntimeError:  # no new threads during interpreter shutdown
-                self._delete(path)
+        with self._lock:
+            self._threads = {other: thread for other, thread in self._threads.items() if thread.is_alive()}
+            if not self._threads:
+                after_shutdown(self._finish_at_shutdown)
+            if path not in self._threads:
+                thread = threading.Thread(target=self._delete, args=(path,), name="delete", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no new threads during interpreter shutdown
+                    self._delete(path)
+                else:
+                    self._threads[path] = thread
 
     @property
     def is_deleting(self) -> bool:

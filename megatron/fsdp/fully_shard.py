@@ -76,6 +76,8 @@ class FSDPModule(NotCopyable, nn.Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the reduced gradients of this module by `factor` instead of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
         member = require_fsdp_state(self)
         member.root.grad_divisors |= dict.fromkeys(member.unit.buckets, factor)
 

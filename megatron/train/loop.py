@@ -306,7 +306,7 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     if not steps:
         yield lambda step: None
         return
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0  # by the surrounding program
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -318,7 +318,8 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     try:
         yield collect
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -242,6 +242,11 @@ class ZeroEngine:
         return any(bucket.grads.params_with_grad for bucket in self.buckets)
 
     @property
+    def is_step_open(self) -> bool:
+        """The first micro-batch of an optimizer step has been taken, and not the last."""
+        return self._micro_batches > 0
+
+    @property
     def is_at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
         return self._micro_batches + 1 >= self.accumulation_steps if self._is_boundary is None else self._is_boundary

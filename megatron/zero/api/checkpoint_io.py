@@ -34,10 +34,11 @@ from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_param_groups, check_shared_state, checkpoint_label,
-    error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups,
-    shared_state_label)
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, check_shared_state,
+    checkpoint_label, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
+    restore_param_groups, shared_state_label)
 from megatron.zero.api.init import GatheredParameters
+from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
@@ -178,6 +179,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     param_groups = _param_groups_to_restore(shared, scheduler, options) if engine.buckets else None
     if param_groups is not None:
         check_param_groups(param_groups, engine.param_groups, checkpoint_label(checkpoint))
+        check_hyper_parameters(param_groups, engine.param_groups, where)
     _load_tensors(engine, checkpoint, optimizer)
     if options.counters:
         own = ({} if options.loss_scale
@@ -350,6 +352,8 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
 
     engine.assert_collective_call(LOAD)
     assert_same_arguments("load_module_state_dict", {"strict": strict}, engine.groups.world)
+    check_same_descriptions(describe_buffers(engine.module), engine.groups.world,  # they may be newer than the engine
+                            "the ranks call load_module_state_dict with different buffers")
     all_succeed_or_raise(check, engine.groups.world)
     named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}

@@ -9,6 +9,7 @@ With the saved number of ranks each rank reads its own errors; with another numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -124,6 +125,28 @@ def _check_quantisation(state: StrictRecord) -> None:
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
     state.check_all_taken()
+
+
+def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
+    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
+        for name, value in values.items():
+            if name in group and not _is_same_kind(group[name], value):
+                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
+                                      f"of {group[name]!r:.80}")
+
+
+def _is_same_kind(current: Any, value: Any) -> bool:
+    if current is None or value is None:
+        return True
+    if isinstance(current, list | tuple):
+        return (isinstance(value, list | tuple) and len(value) == len(current)
+                and all(map(_is_same_kind, current, value)))
+    if isinstance(current, str):
+        return isinstance(value, str)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:

@@ -34,9 +34,12 @@ def check_same_model(model: nn.Module, world: Group) -> None:
     unit_of = unit_name_by_param(model)
     check_same_descriptions(
         {"parameter": [f"{name}: {_describe_param(name, parameter, unit_of[parameter])}"
-                       for name, parameter in model.named_parameters()],
-         "buffer": [f"{name}: {describe_tensor(buffer, buffer.shape)}" for name, buffer in model.named_buffers()]},
+                       for name, parameter in model.named_parameters()], **describe_buffers(model)},
         world, "the ranks give zero.initialize different models")
+
+
+def describe_buffers(model: nn.Module) -> dict[str, list[str]]:
+    return {"buffer": [f"{name}: {describe_tensor(buffer, buffer.shape)}" for name, buffer in model.named_buffers()]}
 
 
 def check_same_descriptions(mine: Mapping[str, Sequence[str]], world: Group, what: str) -> None:

@@ -212,7 +212,7 @@ class BatchSizes:
         self._core.set_accumulation_steps(count)
 
     def _check_between_steps(self, call: str) -> None:
-        require(not self._core.has_gradients,
+        require(not self._core.has_gradients and not self._core.is_step_open,
                 f"{call}: a step is under way; call it after the last micro-batch of one")
 
 

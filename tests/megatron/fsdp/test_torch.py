@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.sharded_tensor import local_tensor
+from megatron.errors import ConfigError
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import EPS, batch
 from tests.megatron.helpers import ROOT
@@ -128,6 +129,16 @@ def unsharded_early(rank: int, world: int) -> bool:
         return four_steps(run, model, rank, 0.1)
 
     return losses(True) == losses(False)
+
+
+def test_a_divisor_of_gradients_is_above_zero() -> None:
+    from megatron.fsdp import fully_shard
+
+    model: Any = Net()
+    fully_shard(model)
+    for factor in (0, -2.0):
+        with pytest.raises(ConfigError, match="give a number above 0"):
+            model.set_gradient_divide_factor(factor)
 
 
 def test_unshard_brings_the_weights_after_a_step() -> None:

@@ -73,6 +73,20 @@ def test_a_run_looks_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gc.isenabled() and not gc.get_freeze_count()
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_the_surrounding_program_has_set_stays_so(is_on: bool) -> None:
+    gc.freeze()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        frozen = gc.get_freeze_count()
+        with periodic_gc(2):
+            pass
+        assert gc.get_freeze_count() >= frozen > 0 and gc.isenabled() == is_on
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
 def in_force() -> tuple[int, bool, str | None]:
     return (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark,
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"))

@@ -124,8 +124,9 @@ def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)
     step(engine, 2)
-    with pytest.raises(ConfigError, match="a step is under way"):
-        engine.set_train_batch_size(2)
+    for call in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
+        with pytest.raises(ConfigError, match="a step is under way"):
+            call(2)
     step(engine)
     assert (engine.global_steps, engine.global_samples) == (2, 8)
     engine.set_train_micro_batch_size(4)
@@ -136,6 +137,11 @@ def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path
     other = made()
     other.load_checkpoint(tmp_path)
     assert other.global_samples == 8
+    other = made(gradient_accumulation_steps=2)
+    other.backward(torch.ones((), requires_grad=True) * 1.0)  # reaches no parameter
+    other.step()
+    with pytest.raises(ConfigError, match="a step is under way"):
+        other.set_train_batch_size(2)
     with pytest.raises(ConfigError, match="need an fp32 sum"):
         made(bf16={"enabled": True}).set_train_batch_size(4)
     made(bf16={"enabled": True}, gradient_accumulation_steps=2).set_train_batch_size(8)

@@ -204,3 +204,13 @@ def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int
         engine.set_train_batch_size(engine.train_batch_size())  # no step is under way
         train(engine, range(accumulation))
     assert used.global_steps == fresh.global_steps == 1 and torch.equal(whole(used), whole(fresh))
+
+
+@pytest.mark.parametrize("name, value", [("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (0.9,)),
+                                         ("weight_decay", "0.1")])
+def test_senseless_hyper_parameters_are_not_restored(name: str, value: Any, tmp_path: Path) -> None:
+    used, fresh = engine_of(), engine_of()
+    used.optimizer.param_groups[0][name] = value
+    used.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"param_groups\[0\]: field '{name}': .* in the place of"):
+        fresh.load_checkpoint(tmp_path)

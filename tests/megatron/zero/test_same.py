@@ -200,3 +200,22 @@ def trained(rank: int, world: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_order_within_param_groups_is_no_difference(stage: int) -> None:
     assert max(run_ranks(trained, 2, stage)) <= 1e-6  # the order of a sum
+
+
+def late_buffers(rank: int, world: int, change: str) -> str:
+    """The error of a load of weights where rank 1 has registered other buffers since the engine was made."""
+    engine = engine_of(Named(), 1)
+    sizes = {"a": 3, "b": 3 + rank * (change == "shape")}
+    for name in sorted(sizes, reverse=change == "order" and rank > 0):
+        engine.module.register_buffer(name, torch.full((sizes[name],), float(rank)))
+    if change == "name" and rank:
+        del engine.module.b
+    with pytest.raises(ConfigError) as caught:
+        engine.load_module_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["order", "shape", "name"])
+def test_a_load_of_weights_compares_the_buffers_of_today(change: str) -> None:
+    for said in run_ranks(late_buffers, 2, change):
+        assert "the ranks call load_module_state_dict with different buffers: buffer " in said
