@@ -41,19 +41,18 @@ def _run(stop: StopListener) -> int:
     check_package_shadowing()
     from megatron.config.cli import is_dry_run, parse_args
 
-    launcher_env = read_environment()
-    world_size = launcher_env.world_size
-    publish_status(launcher_env)
+    env = read_environment()
+    world_size = env.world_size
+    publish_status(env)
     if is_dry_run(sys.argv[1:]):
         from megatron.plan.cli import print_plan
-        return print_plan(sys.argv[1:], launcher_env.world_size, launcher_env.local_world_size,
-                          summary=True) if launcher_env.rank == 0 else 0
+        return print_plan(sys.argv[1:], world_size, env.local_world_size, summary=True) if env.rank == 0 else 0
     STATUS.set_activity(START_UP)
     config = parse_args(sys.argv[1:], world_size)
     if config.train.skip_train:
         config = replace(config, save=replace(config.save, save=None))
     config.check_world(world_size)  # wrong flags fail here, before torch is imported
-    if launcher_env.rank == 0 and config.log.wandb_project is not None:
+    if env.rank == 0 and config.log.wandb_project is not None:
         with config.key_names.translate_errors():
             check_wandb("--wandb-project")
     from megatron.train.input_checks import check_inputs
@@ -73,8 +72,8 @@ def _run(stop: StopListener) -> int:
     from mpu import groups as mpu_groups
 
     process_group.register_stop_check(stop.is_stop_pending)
-    env = process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
-                             must_match=config.rank_invariant_settings())
+    process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
+                       must_match=config.rank_invariant_settings())
     device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory(return_large_blocks=config.offload.uses_nvme)

@@ -88,7 +88,8 @@ def _build_from_flags(values: dict[str, Any], preset: dict[str, Any], world_size
 
 def is_dry_run(argv: Sequence[str]) -> bool:
     """Whether --dry-run is given: plan the run, do not start it."""
-    return "--dry-run" in normalise_switches(build_parser(), normalize_flag_names(argv))[0]
+    words = (word.partition("=") for word in normalize_flag_names(argv))
+    return any(name == "--dry-run" and (not equals or value.lower() in YES) for name, equals, value in words)
 
 
 def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:

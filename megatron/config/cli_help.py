@@ -10,7 +10,7 @@ import argparse
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from typing import Any, Literal
 
 from data.cli import StrictArgumentParser, command_name
@@ -20,16 +20,7 @@ from megatron.config.schema import flag_name, plain_type, setting_of
 from megatron.config.tree import SECTIONS
 from megatron.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class ForeignFlag:
-    answer: str  # what to use instead
-    accepted_values: tuple[str, ...] = ()  # values that are accepted without effect; "" is a switch, "*" any value
-    prints_note: bool = False  # it has an effect in the other program, so an accepted value prints a note
-    is_alias: bool = False  # other values go to the field that declares this name as an alias
-
-
-_ON_VALUES = ("", "True", "true")
+_ON = ("", "True", "true")
 _MODEL = "leave it out: the model is GPT-2: learned positions, LayerNorm, GELU and tied embeddings"
 _PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
 _SEQUENCE = "sequences are not split over ranks; use --checkpoint-activations or --zero-stage to save memory"
@@ -37,23 +28,31 @@ _KERNELS = "torch chooses the kernels, and --compile fuses the rest"
 _RANKS = "gpus num-gpus nproc-per-node world-size"
 
 
-def _foreign_flags(rows: Mapping[str, ForeignFlag | str]) -> dict[str, ForeignFlag]:
-    """Split keys with several names; a plain text refuses every value."""
-    return {name: row if isinstance(row, ForeignFlag) else ForeignFlag(row) for names, row in rows.items()
-            for name in names.split()}
+def _by_name(rows: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Split keys with several names; a plain text accepts no value."""
+    return {name: (row,) if isinstance(row, str) else row for names, row in rows.items() for name in names.split()}
 
 
-# flag without dashes, in lower case -> its answer
-FOREIGN_FLAGS = _foreign_flags({
+# flags without dashes, in lower case -> what to use instead, and the values that are accepted without effect: "" is a
+# switch, "*" any value. These have an effect in the other program, so that an accepted value prints a note:
+NOTED_FLAGS = _by_name({
+    "split-transformers": (
+        "a block is gathered as a whole; use --memory-centric-tiled-linear for layers that are too large", *_ON),
+    "scattered-embeddings": ("use --partition-activations to split activations over tensor parallel ranks", *_ON),
+    "attention-backend transformer-impl": (_KERNELS, "*"),
+    "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
+    "no-gradient-accumulation-fusion attention-softmax-in-fp32": (_KERNELS, *_ON),
+    "cache-dir": ("nothing is downloaded; sample indices are kept in --data-cache-path", "*"),
+    "ckpt-format": ("there is one format, which any number of ranks loads", "torch_dist")})
+FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     # precision and devices
-    "dtype precision mixed-precision": ForeignFlag("use --bf16 or --fp16; fp32 is the default",
-                                                   ("float32", "fp32", "no")),
+    "dtype precision mixed-precision": ("use --bf16 or --fp16; fp32 is the default", "float32", "fp32", "no"),
     "device use-cpu no-cuda": "leave it out: GPUs are used if there are any; CUDA_VISIBLE_DEVICES= trains on the CPU",
     _RANKS: "start one process per GPU: python -m megatron.launch --nproc-per-node N pretrain_gpt2.py ...",
     # length and batches
     "epochs num-epochs num-train-epochs": "use --train-iters STEPS; the data is repeated as often as that needs",
-    "gradient-accumulation-steps": ForeignFlag(
-        "use --global-batch-size, which is --batch-size x data parallel size x accumulation", ("1",)),
+    "gradient-accumulation-steps": (
+        "use --global-batch-size, which is --batch-size x data parallel size x accumulation", "1"),
     "train-samples lr-decay-samples lr-warmup-samples": "lengths are counted in optimizer steps: use --train-iters, "
     "--lr-decay-iters, --lr-warmup-iters",
     "rampup-batch-size": "the batch size is constant: use --global-batch-size",
@@ -61,29 +60,29 @@ FOREIGN_FLAGS = _foreign_flags({
     # learning rate and optimizer
     "lr-scheduler-type lr-scheduler lr-schedule": "use --lr-decay-style constant, linear, cosine, inverse-square-root "
     "or WSD",
-    "decay-lr": ForeignFlag("use --lr-decay-style; constant does not decay", _ON_VALUES),
-    "weight-decay-incr-style start-weight-decay end-weight-decay": ForeignFlag(
-        "weight decay is constant: use --weight-decay", ("constant",)),
-    "optim": ForeignFlag("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
+    "decay-lr": ("use --lr-decay-style; constant does not decay", *_ON),
+    "weight-decay-incr-style start-weight-decay end-weight-decay": (
+        "weight decay is constant: use --weight-decay", "constant"),
+    "optim": ("use --optimizer, for instance adamw", "adamw_torch", "adamw_torch_fused"),
     # model
     "dropout": "use --attention-dropout and --hidden-dropout",
-    "bias": ForeignFlag("leave it out: layers have biases, as in GPT-2", _ON_VALUES),
+    "bias": ("leave it out: layers have biases, as in GPT-2", *_ON),
     "model model-name-or-path config-name": "use --load-hf FOLDER for weights, or --preset for a shape; nothing is "
     "downloaded",
     "tokenizer-name tokenizer-model": "use --tokenizer-type, and --tokenizer-path for its file",
-    "init-from": ForeignFlag("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", ("scratch",)),
+    "init-from": ("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", "scratch"),
     "swiglu squared-relu use-rotary-position-embeddings rotary-percent rotary-base disable-bias-linear kv-channels "
     "untie-embeddings-and-output-weights group-query-attention num-query-groups qk-layernorm": _MODEL,
-    "model-type": ForeignFlag(_MODEL, ("gpt2",)),
-    "normalization": ForeignFlag(_MODEL, ("LayerNorm",)),
-    "position-embedding-type": ForeignFlag(_MODEL, ("learned_absolute",)),
+    "model-type": (_MODEL, "gpt2"),
+    "normalization": (_MODEL, "LayerNorm"),
+    "position-embedding-type": (_MODEL, "learned_absolute"),
     # parallelism and memory
-    "ddp-impl": ForeignFlag("leave it out: gradients are summed as --zero-stage says", ("local", "torch")),
-    "pipeline-model-parallel-size": ForeignFlag(_PIPELINE, ("1",)),
+    "ddp-impl": ("leave it out: gradients are summed as --zero-stage says", "local", "torch"),
+    "pipeline-model-parallel-size": (_PIPELINE, "1"),
     "num-layers-per-virtual-pipeline-stage": _PIPELINE,
-    "context-parallel-size": ForeignFlag(_SEQUENCE, ("1",)),
+    "context-parallel-size": (_SEQUENCE, "1"),
     "sequence-parallel": _SEQUENCE,
-    "expert-model-parallel-size num-experts": ForeignFlag("there are no experts in this model", ("1",)),
+    "expert-model-parallel-size num-experts": ("there are no experts in this model", "1"),
     "use-torch-fsdp2 fsdp": "use --zero-stage 3",
     "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also "
     "reduces over ranks in fp32",
@@ -94,50 +93,37 @@ FOREIGN_FLAGS = _foreign_flags({
     "offload-optimizer": "use --offload-optimizer-device cpu or nvme",
     "offload-param offload-params cpu-offload-param cpu-offload-params": "use --offload-param-device cpu or nvme, at "
     "--zero-stage 3",
-    "remote-device": ForeignFlag("use --offload-param-device cpu or nvme", ("none",), is_alias=True),
+    "remote-device": ("use --offload-param-device cpu or nvme", "none"),  # another value goes to that flag
     "nvme-path": "use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters",
-    "cpu-torch-adam use-torch-optimizer-for-cpu-offload": ForeignFlag("the same optimizer runs on every device",
-                                                                      _ON_VALUES),
-    "overlap-cpu-optimizer-d2h-h2d": ForeignFlag("copies always run beside the update", _ON_VALUES),
-    "cpu-offload-use-pin-memory pin-cpu-grads pin-cpu-params": ForeignFlag(
-        "use --offload-optimizer-pin-memory, which is on by default", _ON_VALUES),
+    "cpu-torch-adam use-torch-optimizer-for-cpu-offload": ("the same optimizer runs on every device", *_ON),
+    "overlap-cpu-optimizer-d2h-h2d": ("copies always run beside the update", *_ON),
+    "cpu-offload-use-pin-memory pin-cpu-grads pin-cpu-params": (
+        "use --offload-optimizer-pin-memory, which is on by default", *_ON),
     "no-pin-cpu-grads no-pin-cpu-params": "use --no-offload-optimizer-pin-memory",
-    "split-transformers": ForeignFlag("a block is gathered as a whole; use --memory-centric-tiled-linear for layers "
-                                      "that are too large", _ON_VALUES, prints_note=True),
-    "scattered-embeddings": ForeignFlag("use --partition-activations to split activations over tensor parallel ranks",
-                                        _ON_VALUES, prints_note=True),
     "distributed-timeout-minutes": "use --distributed-timeout-seconds",
     # kernels
-    "use-mcore-models use-cpu-initialization": ForeignFlag("there is one model; its weights start the same anywhere",
-                                                           _ON_VALUES),
-    "attention-backend transformer-impl": ForeignFlag(_KERNELS, ("*",), prints_note=True),
-    "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
-    "no-gradient-accumulation-fusion attention-softmax-in-fp32": ForeignFlag(_KERNELS, _ON_VALUES, prints_note=True),
+    "use-mcore-models use-cpu-initialization": ("there is one model; its weights start the same anywhere", *_ON),
     # data, checkpoints, logs
-    "cache-dir": ForeignFlag("nothing is downloaded; sample indices are kept in --data-cache-path", ("*",),
-                             prints_note=True),
     "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
-    "dataloader-type": ForeignFlag("leave it out: each epoch is shuffled by --seed", ("single", "cyclic")),
-    "data-impl": ForeignFlag("leave it out: corpora are always read where they are", ("mmap",)),
+    "dataloader-type": ("leave it out: each epoch is shuffled by --seed", "single", "cyclic"),
+    "data-impl": ("leave it out: corpora are always read where they are", "mmap"),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume-from-checkpoint": "use --load FOLDER",
     "checkpoint-key": NOT_SIGNED_MESSAGE,
-    "ckpt-format": ForeignFlag("there is one format, which any number of ranks loads", ("torch_dist",),
-                               prints_note=True),
     "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",
-    "do-train": ForeignFlag("leave it out: the program trains, unless --skip-train is given", _ON_VALUES),
+    "do-train": ("leave it out: the program trains, unless --skip-train is given", *_ON),
     "logging-strategy": "use --log-interval STEPS",
-    "report-to": ForeignFlag("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", ("none",)),
+    "report-to": ("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", "none"),
     "wandb-log": "use --wandb-project NAME",
     "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
     "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
     "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
-        ForeignFlag("leave it out: what it asks for always happens", _ON_VALUES),
-    "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1",))})
-_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})  # for planner and tuner
+        ("leave it out: what it asks for always happens", *_ON),
+    "tensorboard-log-interval": ("leave it out: every step is written", "1")})
+_PLANNER_FLAGS = _by_name({_RANKS: "use --ranks N, the ranks of the whole run"})  # for planner and tuner
 
 
 def answer_foreign_flags(arguments: Sequence[str], *,
@@ -147,21 +133,22 @@ def answer_foreign_flags(arguments: Sequence[str], *,
     remaining, sentences, notes, index = [], [], [], 0
     while index < len(arguments):
         name, equals, value = arguments[index].partition("=")
-        known = table.get(name[2:].lower()) if name.startswith("--") else None
+        flag = name[2:].lower()
         index += 1
-        if known is None:
+        if not name.startswith("--") or flag not in table:
             remaining.append(arguments[index - 1])
             continue
         if not equals:
             following = arguments[index] if index < len(arguments) else "--"
             value = "" if following.startswith("--") else following
             index += bool(value)
-        if value in known.accepted_values or value and "*" in known.accepted_values:
-            notes += [f" note: {name} has no effect: {known.answer}"] if known.prints_note else []
-        elif known.is_alias and value:
+        answer, *accepted = table[flag]
+        if value in accepted or value and "*" in accepted:
+            notes += [f" note: {name} has no effect: {answer}"] if flag in NOTED_FLAGS else []
+        elif flag == "remote-device" and value:
             remaining += [name.lower(), value]
         else:
-            sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
+            sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {answer}")
     return remaining, sentences, notes
 
 

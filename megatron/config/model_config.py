@@ -88,10 +88,10 @@ class ModelConfig(ConfigSection):
             raise ConfigError("ModelConfig has no vocab_size; give ModelConfig(vocab_size=tokenizer.vocab_size)")
         return self.vocab_size
 
-    def parameters(self, vocab_size: int | None = None) -> int:
+    def parameters(self) -> int:
         """Exact parameter count (tied embeddings once), without vocabulary padding."""
-        h, blocks = self.hidden_size, self.num_layers * self.block_parameters
-        return (vocab_size or self.known_vocab_size) * h + self.max_position_embeddings * h + blocks + 2 * h
+        outside = self.known_vocab_size + self.max_position_embeddings + 2  # rows; two of the last LayerNorm
+        return outside * self.hidden_size + self.num_layers * self.block_parameters
 
     @property
     def block_parameters(self) -> int:

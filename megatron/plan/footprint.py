@@ -21,10 +21,11 @@ from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
                                                param_buffer_sets, param_chunk_numel, split_into_chunks,
                                                step_chunk_numel)
-from megatron.zero.stages import StagePolicy, stage_policy
+from megatron.zero.stages import StagePolicy, gradient_precisions, stage_policy
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
+ITEMSIZE = {"fp32": FP32, "fp16": 2, "bf16": 2}
 MOMENTS_PER_WEIGHT = 2  # AdamW's moments per weight
 MUON_WIRE_BYTES = 2  # bytes per element of a matrix that is gathered for Muon
 
@@ -148,20 +149,17 @@ class PlannedRun:
     @cached_property
     def param_bytes(self) -> int:
         """Bytes of a working weight."""
-        return FP32 if self.config.precision.name == "fp32" else 2
-
-    @cached_property
-    def grad_sum_bytes(self) -> int:
-        """Bytes of an accumulated gradient: fp32 over micro-batches, or over ranks if configured."""
-        precision = self.config.precision
-        wide = self.accumulation > 1 or precision.communication not in (None, precision.name)
-        return FP32 if wide else self.param_bytes
+        return ITEMSIZE[self.config.precision.name]
 
     @cached_property
     def grad_bytes(self) -> int:
         """Bytes of a gradient after backward."""
-        in_place = self.config.precision.communication == "fp32" or not self.policy.grads_are_sharded
-        return self.grad_sum_bytes if in_place else self.param_bytes
+        return ITEMSIZE[gradient_precisions(self.policy, self.config.precision, self.accumulation)[0]]
+
+    @cached_property
+    def grad_sum_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return ITEMSIZE[gradient_precisions(self.policy, self.config.precision, self.accumulation)[1]]
 
     @cached_property
     def vocab_columns(self) -> int:

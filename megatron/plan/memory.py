@@ -190,20 +190,16 @@ def _gradient_bytes(run: PlannedRun, block: int, first: bool, last: bool) -> tup
         leaving = _reduction_bytes(run, run.block, first) if done > 1 and last else 0
         return whole_roots + blocks * run.block.numel * run.grad_bytes, leaving
     shards = max(0, done - 2) if first else run.num_layers
-    roots = 0 if first else _grad_shard_bytes(run, run.root) + _grad_shard_bytes(run, run.persistent)
+    roots = 0 if first else (run.root.shard_numel + run.persistent.shard_numel) * run.grad_sum_bytes
     whole = whole_roots + min(2, run.num_layers if _uses_grad_buffers(run) else done) * run.block.numel * run.grad_bytes
-    return shards * _grad_shard_bytes(run, run.block) + roots, whole + (_reduction_bytes(run, run.block, first)
-                                                                        if done > 1 else 0)
+    leaving = _reduction_bytes(run, run.block, first) if done > 1 else 0
+    return shards * run.block.shard_numel * run.grad_sum_bytes + roots, whole + leaving
 
 
 def _uses_grad_buffers(run: PlannedRun) -> bool:
     """Full gradients are in buffers that are kept from the second step on. (On a single rank without widening they
     become the sums themselves.)"""
     return run.policy.grads_are_sharded and (run.num_shards > 1 or run.grad_sum_bytes != run.grad_bytes)
-
-
-def _grad_shard_bytes(run: PlannedRun, layout: FlatLayout) -> int:
-    return layout.shard_numel * run.grad_sum_bytes
 
 
 def _sum_scratch_bytes(run: PlannedRun, layout: FlatLayout) -> int:
@@ -219,7 +215,7 @@ def _reduction_bytes(run: PlannedRun, layout: FlatLayout, first: bool) -> int:
     gradients widened to fp32, and their sum."""
     wider = run.grad_sum_bytes != run.grad_bytes
     stays = first and run.policy.grads_are_sharded and run.num_shards > 1 and not run.gradients_are_offloaded
-    shard_bytes = _grad_shard_bytes(run, layout)
+    shard_bytes = layout.shard_numel * run.grad_sum_bytes
     sum_bytes = shard_bytes if wider or stays else 0
     if run.device == "cuda":
         if run.gradients_are_offloaded and not first and run.policy.grads_are_sharded:

@@ -26,7 +26,7 @@ from megatron.errors import PeerError
 from megatron.launch.supervisor import die_with_parent
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import PlannedRun
-from megatron.train.flops import peak_tflops
+from megatron.train.flops import GPUS, peak_tflops
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,7 @@ def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
 
 # ---- the rates -----------------------------------------------------------------------------------------------------
 
-KNOWN_GPUS = {
-    "H200": (4800, 450), "H100 PCIe": (2000, 64), "H100": (3350, 450), "B200": (8000, 900), "A100": (2039, 300),
-    "A40": (696, 64), "A10": (600, 32), "L40S": (864, 32), "L4": (300, 32), "V100": (900, 150), "T4": (320, 16),
-    "RTX 4090": (1008, 32), "RTX 3090": (936, 32)}
-"""GB/s of memory, and of a GPU's links to others in one direction, from vendors' data sheets."""
+KNOWN_GPUS = {name: peaks[2:] for name, peaks in GPUS.items() if peaks[2:]}
 PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75
 """Shares of the peaks that training reaches."""
 GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 3e-5

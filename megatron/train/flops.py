@@ -1,18 +1,19 @@
-"""FLOPs per token of the model and peak FLOP/s of devices, for TFLOP/s and MFU. No torch."""
+"""FLOPs per token of the model and peak rates of devices, for TFLOP/s, MFU and predicted times. No torch."""
 
 from __future__ import annotations
 
 from megatron.config.tree import ModelConfig
 
-PEAK_TFLOPS = {
-    "H200": (989.0, 66.9), "H100 PCIe": (756.0, 51.2), "H100": (989.0, 66.9), "H800": (989.0, 66.9),
-    "B200": (2250.0, 80.0), "GH200": (989.0, 66.9), "A100": (312.0, 19.5), "A800": (312.0, 19.5), "A40": (149.7, 37.4),
-    "A30": (165.0, 10.3), "A10": (125.0, 31.2), "L40S": (362.0, 91.6), "L40": (181.0, 90.5), "L4": (121.0, 30.3),
-    "V100": (125.0, 15.7), "T4": (65.0, 8.1), "RTX 5090": (209.5, 104.8), "RTX 4090": (165.2, 82.6),
-    "RTX 4080": (97.5, 48.7), "RTX 3090": (71.0, 35.6), "MI300X": (1307.0, 163.4), "MI250X": (383.0, 47.9),
-}
-"""(dense 16-bit, fp32 without tensor cores) peaks in TFLOP/s from vendors' data sheets, by a substring of the device
-name; `--peak-tflops` overrides."""
+GPUS: dict[str, tuple[float, ...]] = {
+    "H200": (989.0, 66.9, 4800, 450), "H100 PCIe": (756.0, 51.2, 2000, 64), "H100": (989.0, 66.9, 3350, 450),
+    "H800": (989.0, 66.9), "B200": (2250.0, 80.0, 8000, 900), "GH200": (989.0, 66.9), "A100": (312.0, 19.5, 2039, 300),
+    "A800": (312.0, 19.5), "A40": (149.7, 37.4, 696, 64), "A30": (165.0, 10.3), "A10": (125.0, 31.2, 600, 32),
+    "L40S": (362.0, 91.6, 864, 32), "L40": (181.0, 90.5), "L4": (121.0, 30.3, 300, 32), "V100": (125.0, 15.7, 900, 150),
+    "T4": (65.0, 8.1, 320, 16), "RTX 5090": (209.5, 104.8), "RTX 4090": (165.2, 82.6, 1008, 32),
+    "RTX 4080": (97.5, 48.7), "RTX 3090": (71.0, 35.6, 936, 32), "MI300X": (1307.0, 163.4), "MI250X": (383.0, 47.9)}
+"""Peaks from vendors' data sheets, by a substring of the device name (`--peak-tflops` overrides): TFLOP/s in dense 16
+bits, and in fp32 without tensor cores; for `python -m megatron.plan --time`, GB/s of memory, and of the links to other
+GPUs in one direction."""
 
 DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")
 """All other devices run TF32 at half the 16-bit peak."""
@@ -29,11 +30,10 @@ def flops_per_token(model: ModelConfig, seq_length: int, blocks: float | None = 
 def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:
     """Peak TFLOP/s of a device in that arithmetic (16-bit, TF32 or fp32); None if unknown (a CPU, for example): no MFU
     then."""
-    matches = [key for key in PEAK_TFLOPS if key in device_name]
-    if not matches:
+    key = max((key for key in GPUS if key in device_name), key=len, default="")
+    if not key:
         return None
-    key = max(matches, key=len)
-    half, full = PEAK_TFLOPS[key]
+    half, full = GPUS[key][:2]
     if arithmetic == "16-bit":
         return half
     return half / 2 if arithmetic == "TF32" and key not in DEVICES_WITHOUT_TF32 else full

@@ -20,7 +20,7 @@ from megatron.optim.loss_scale import LossScaleRule
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent
 from megatron.zero.offload.storage import EngineStorage
-from megatron.zero.stages import StagePolicy
+from megatron.zero.stages import StagePolicy, gradient_precisions
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -52,14 +52,9 @@ class BucketDtypes:
 
 def bucket_dtypes(policy: StagePolicy, precision: PrecisionConfig, accumulation: int, *,
                   masters_are_separate: bool = False) -> BucketDtypes:
-    """Sums over several 16-bit micro-batches are in fp32, and so are sums over ranks of gradients that are sent in
-    another dtype than that of the parameters."""
-    work = DTYPES[precision.name]
     sent = None if precision.communication is None else DTYPES[precision.communication]
-    wide = accumulation > 1 or sent not in (None, work)
-    sums = torch.float32 if wide else work
-    in_place = sent == torch.float32 or not policy.grads_are_sharded  # micro-batches accumulate in `grads`
-    return BucketDtypes(work, sums if in_place else work, sums, sent, masters_are_separate=masters_are_separate)
+    grads, sums = (DTYPES[name] for name in gradient_precisions(policy, precision, accumulation))
+    return BucketDtypes(DTYPES[precision.name], grads, sums, sent, masters_are_separate=masters_are_separate)
 
 
 def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from megatron.config.tree import ZeroConfig, flag_name
+from megatron.config.tree import PrecisionConfig, ZeroConfig, flag_name
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ class StagePolicy:
 
 def stage_policy(stage: int) -> StagePolicy:
     return StagePolicy(optim_is_sharded=stage >= 1, grads_are_sharded=stage >= 2, params_are_sharded=stage >= 3)
+
+
+def gradient_precisions(policy: StagePolicy, precision: PrecisionConfig, accumulation: int) -> tuple[str, str]:
+    """(of the full gradient that backward fills, of its sum). Sums over several 16-bit micro-batches are in fp32, and
+    so are sums over ranks of gradients that are sent in another precision than that of the parameters."""
+    wide = accumulation > 1 or precision.communication not in (None, precision.name)
+    sums = "fp32" if wide else precision.name
+    in_place = precision.communication == "fp32" or not policy.grads_are_sharded  # micro-batches accumulate there
+    return sums if in_place else precision.name, sums
 
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:

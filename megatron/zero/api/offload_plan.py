@@ -35,6 +35,7 @@ from megatron.zero.offload.storage import (WEIGHT, DeviceStorage, EngineStorage,
                                            StorageBackend, StreamingHostStorage)
 from megatron.zero.offload.swap_drive import AioSettings, SwapDrive, probe_drive
 from megatron.zero.partitioned_param import full_shape
+from megatron.zero.stages import gradient_precisions, stage_policy
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
 
@@ -68,9 +69,10 @@ def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, devic
     on_host, on_device = (numel * seconds for seconds in time_both_sides(
         rule, device, copy_streams, DTYPES[config.precision.name], groups.world,
         pinned=offload.offload_optimizer_pin_memory))
-    # A device update needs the gradients, fp32 if they are accumulated, and the chunk buffers.
-    wide = config.accumulation(groups.dp.size) > 1 or config.precision.name == "fp32"
-    needed = numel * (4 if wide else 2) + STEP_BUFFER_SETS * 3 * 4 * HOST_CHUNK_NUMEL
+    sums = gradient_precisions(stage_policy(config.zero.zero_stage), config.precision,
+                               config.accumulation(groups.dp.size))[1]
+    # a device update needs the sums of the gradients, and the chunk buffers
+    needed = numel * DTYPES[sums].itemsize + STEP_BUFFER_SETS * 3 * 4 * HOST_CHUNK_NUMEL
     fits = all_reduce_scalar(needed * DEVICE_MEMORY_DIVISOR <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
     side: UpdateSide = "device" if on_device < on_host and fits else "host"
     why = "" if fits or on_device >= on_host else f", which would keep {needed / 2**30:.1f} GiB there"

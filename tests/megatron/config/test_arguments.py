@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import NO, YES, build_parser, normalise_switches, parse_args
-from megatron.config.cli_help import FOREIGN_FLAGS, full_help, short_help
+from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, full_help, short_help
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -68,7 +68,8 @@ def test_an_explicit_flag_wins_over_the_preset_wherever_it_stands() -> None:
 
 
 def test_presets_have_the_published_sizes() -> None:
-    assert {name: parse_args(["--preset", name]).model.parameters(50257) for name in PRESETS if name[0].isdigit()} == {
+    assert {name: parse_args(["--preset", name, "--vocab-size", "50257"]).model.parameters()
+            for name in PRESETS if name[0].isdigit()} == {
         "124M": 124_439_808, "345M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200, "8.3B": 8_314_143_744,
         "10B": 10_279_047_168, "20B": 19_945_279_488, "40B": 40_184_776_704, "100B": 101_096_718_336,
         "175B": 174_604_259_328, "1T": 1_007_988_403_200}
@@ -223,18 +224,18 @@ def test_a_key_and_a_flag_of_another_kind_for_one_setting_conflict_too(tmp_path:
 
 @pytest.mark.parametrize("name", FOREIGN_FLAGS)
 def test_a_flag_of_another_program_is_accepted_without_effect_or_refused_with_what_to_use(name: str) -> None:
-    entry, plain = FOREIGN_FLAGS[name], ["--lr", "1e-3"]
-    for value in entry.accepted_values:
+    (answer, *accepted), plain = FOREIGN_FLAGS[name], ["--lr", "1e-3"]
+    for value in accepted:
         value = "anything" if value == "*" else value
         for argv in ([f"--{name.title()}", *value.split()], [f"--{name.replace('-', '_')}={value}"]):
             config = parse_args([*argv, *plain])
-            assert config == parse_args(plain) and len(config.notes) == entry.prints_note
-    wrong = "" if "*" in entry.accepted_values else "nonsense"
+            assert config == parse_args(plain) and len(config.notes) == (name in NOTED_FLAGS)
+    wrong = "" if "*" in accepted else "nonsense"
     with pytest.raises(ConfigError) as caught:
         parse_args([f"--{name}", *wrong.split(), *plain])
-    if not entry.is_alias:
+    if name != "remote-device":
         typed = f"--{name} {wrong}".strip()
-        assert str(caught.value).startswith(f"{typed} is not a flag here: {entry.answer}")
+        assert str(caught.value).startswith(f"{typed} is not a flag here: {answer}")
 
 
 def test_a_schedule_of_wsd_is_told_to_ranks_and_to_trials() -> None:
@@ -343,10 +344,9 @@ def test_every_switch_has_a_value_as_well(action: argparse.Action) -> None:
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
     known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert {name for name in FOREIGN_FLAGS if f"--{name}" in known} == {
-        name for name in FOREIGN_FLAGS if FOREIGN_FLAGS[name].is_alias}
-    for name, entry in FOREIGN_FLAGS.items():
-        named = set(re.findall(r"--[a-z][\w-]*", entry.answer)) - {"--nproc-per-node"}
+    assert {name for name in FOREIGN_FLAGS if f"--{name}" in known} == {"remote-device"}
+    for name, (answer, *_) in FOREIGN_FLAGS.items():
+        named = set(re.findall(r"--[a-z][\w-]*", answer)) - {"--nproc-per-node"}
         assert named <= known, name
 
 
