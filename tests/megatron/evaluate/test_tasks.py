@@ -224,7 +224,8 @@ def lines(tmp_path: Path) -> Path:
 def corpus(prefix: Path, eod: bool) -> Path:
     with CorpusWriter(prefix, tokenizer=BYTES.facts) as writer:
         for text in TEXTS:
-            writer.add_document([*BYTES.encode(text), *([BYTES.eod] if eod else [])])
+            tokens = [*BYTES.encode(text), *([BYTES.eod] if eod else [])]
+            writer.add_documents(tokens, [len(tokens)])
     return prefix
 
 
@@ -283,11 +284,11 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c", tokenizer=BYTES.facts.__class__("Other", "0" * 16, 257, 256)) as writer:
-        writer.add_document([1, 2, 3])
+        writer.add_documents([1, 2, 3], [3])
     with pytest.raises(DataError, match="made with another tokenizer \\(Other\\)"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "c")
     with CorpusWriter(tmp_path / "d", vocab_size=300) as writer:
-        writer.add_document([1, 299, 3])
+        writer.add_documents([1, 299, 3], [3])
     with pytest.raises(DataError, match="document 0, offset 1: token id 299"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "d")
 
