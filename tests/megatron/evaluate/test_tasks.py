@@ -312,10 +312,10 @@ def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, par
 
 @pytest.mark.parametrize(("content", "words"), [
     (b"", "a.jsonl: the file is empty"), (b"\n\n", "the file is empty"), (b'{"text": "a b"}\nx\n', "line 2: not JSON"),
-    (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: expected a key 'text', found 'txt'"),
-    (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found list"),
-    (b'{"text": 3}\n', "line 1: 'text': expected text, found int"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
-    (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: a lone surrogate"),
+    (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: no key 'text'; found 'txt'"),
+    (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found an array"),
+    (b'{"text": 3}\n', "line 1: key 'text': expected text, found a number"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
+    (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: key 'text': lone surrogate"),
     (b'{"text": "x"}\n', "1 token: the first one is not scored"),
 ])
 def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:
