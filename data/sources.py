@@ -183,14 +183,14 @@ class Datasets:
 
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
-                  cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
-                  json_key: str = "text", document_separator: str | None = None) -> Datasets:
+                  cache_path: str | None = None, mock: bool = False, json_key: str = "text",
+                  document_separator: str | None = None) -> Datasets:
     """Open and check everything that training reads, before its first step."""
     if mock:
         train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
                               for k, part in enumerate(PARTS))
         return Datasets(train, valid, test)
-    read_options = TextReadOptions(json_key, Separator.parse(document_separator), append_eod)
+    read_options = TextReadOptions(json_key, Separator.parse(document_separator))
     builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
     for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
         check_sources(words, flag)  # all of them, before the first conversion

@@ -8,20 +8,19 @@ Documents without text are skipped. Both: a byte order mark at the start of a fi
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader, BytesIO
 from stat import S_ISREG
-from typing import NoReturn
 
 import numpy as np
 
 from data.compressed import (find_damage, is_compressed, open_decompressed, read_errors_for, read_until_damage,
                              readline_until_damage, skip_line)
-from data.storage import DataError, parse_error_text
+from data.storage import DataError
+from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
 
@@ -114,7 +113,6 @@ def count_lines(data: bytes) -> int:
 
 
 SKIP_BYTES = 1 << 20
-MULTILINE_JSON_HINT = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
 
 
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
@@ -172,10 +170,9 @@ def parse_lines(chunk: Chunk, data: bytes, key: str,
         elif not whole.isspace():
             line = whole.removesuffix(b"\n")
             try:
-                yield line, parse_text(line, key)
-            except (ValueError, RecursionError) as error:
-                reason = (f"not JSON we can read: {parse_error_text(error)}" if isinstance(error, RecursionError)
-                          else str(error))
+                yield line, parse_text(decode_utf8(line), key, hint=" (see --json-key)")
+            except ValueError as error:
+                reason = str(error)
                 if offset == 0 and whole.startswith(UTF16_BOMS):
                     reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
                 if whole.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
@@ -185,75 +182,6 @@ def parse_lines(chunk: Chunk, data: bytes, key: str,
         yield beginning, too_long_document(chunk.path, number + 1, offset, limit)
     if chunk.damage:
         yield b"", chunk.damage
-
-
-def parse_text(line: bytes, key: str) -> str:
-    """The text under `key` of one JSON object; ValueError says what is wrong. Refused: bytes that are not UTF-8,
-    invalid JSON (including NaN and Infinity), anything but an object, a duplicate key, a missing key, a value that is
-    not text, and lone surrogates, which no tokenizer preserves."""
-    try:
-        decoded = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from error
-    try:
-        value = _load_json(decoded)
-    except json.JSONDecodeError as error:
-        hint = ""
-        if error.pos >= len(decoded.rstrip()) and decoded.lstrip()[:1] in ("{", "["):
-            hint = f" (is it JSON over several lines? {MULTILINE_JSON_HINT})"
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}{hint}") from error
-    if not isinstance(value, dict):
-        hint = f" ({MULTILINE_JSON_HINT})" if isinstance(value, list) else ""
-        raise ValueError(f"expected a JSON object, found {json_type_name(value)}{hint}")
-    if key not in value:
-        raise ValueError(f"no key {key!r}; found {', '.join(map(repr, value)) or 'no keys'} (see --json-key)")
-    text = value[key]
-    if not isinstance(text, str):
-        raise ValueError(f"key {key!r}: expected text, found {json_type_name(text)}")
-    try:
-        if not text.isascii():
-            text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"key {key!r}: lone surrogate U+{ord(text[error.start]):04X} "
-                         f"at character {error.start + 1}") from error
-    return text
-
-
-def _load_json(line: str) -> object:
-    """As DECODER.decode, without its search for surrounding white space, which is rare."""
-    try:
-        value, end = DECODER.scan_once(line, 0)  # type: ignore[attr-defined]
-        if end == len(line):
-            return value
-    except StopIteration:
-        pass
-    return DECODER.decode(line)
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError(f"key {first_duplicate_key(pairs)!r} appears twice")
-    return value
-
-
-def first_duplicate_key(pairs: Sequence[tuple[str, object]]) -> str:
-    """The first key of an object that appears more than once; there must be one."""
-    names = [name for name, _ in pairs]
-    return next(name for name in names if names.count(name) > 1)
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"not JSON: {name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-"""Shared: `json.loads` with hooks would create a decoder per line."""
-
-
-def json_type_name(value: object) -> str:
-    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 @dataclass(frozen=True)

@@ -143,10 +143,6 @@ class CorpusWriter:
                 "key": self._key, "files": {suffix: (one.file.tell(), one.crc) for suffix, one in growing.items()},
                 "state": {"written": counts, "caller": state}})
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        ids = np.asarray(tokens)
-        self.add_documents(ids, [len(ids)])
-
     def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
         """Add several documents: their concatenated tokens, and the size of each."""
         self.add_tokens(tokens)

@@ -14,12 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.storage import DataError, parse_error_text, staged_file
-from data.text_files import first_duplicate_key, json_type_name
+from data import strict_json
+from data.storage import DataError, staged_file
 
 MAX_JSON_DEPTH = 100
 """Deeper JSON is refused, since stages recurse into it."""
@@ -92,7 +91,7 @@ def parse_json_line(line: bytes, text_key: str = "text", url_key: str = "url",
     repairs = Repairs(repair)
     value = _load_json(decode_utf8(line, repairs), repairs)
     if not isinstance(value, dict):
-        raise DocumentError("not an object", f"expected a JSON object, found {json_type_name(value)}")
+        raise DocumentError("not an object", f"expected a JSON object, found {strict_json.json_type_name(value)}")
     if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
         value = _repair_surrogates(value, repairs)
     if text_key not in value:
@@ -100,9 +99,9 @@ def parse_json_line(line: bytes, text_key: str = "text", url_key: str = "url",
         raise DocumentError("no text", f"no key {text_key!r}; found {found} (see --text-key)")
     text, url = value.pop(text_key), value.pop(url_key, None)
     if not isinstance(text, str):
-        raise DocumentError("wrong type", f"key {text_key!r}: expected text, found {json_type_name(text)}")
+        raise DocumentError("wrong type", f"key {text_key!r}: expected text, found {strict_json.json_type_name(text)}")
     if not isinstance(url, str | None):
-        repairs.add("wrong type", f"key {url_key!r}: expected text, found {json_type_name(url)}")
+        repairs.add("wrong type", f"key {url_key!r}: expected text, found {strict_json.json_type_name(url)}")
         url = None
     inner = value.get("meta")
     meta = inner if len(value) == 1 and isinstance(inner, dict) else value
@@ -112,9 +111,9 @@ def parse_json_line(line: bytes, text_key: str = "text", url_key: str = "url",
 def decode_utf8(raw: bytes, repairs: Repairs) -> str:
     """Decode UTF-8; invalid bytes become U+FFFD if repairs are allowed."""
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        repairs.add("not UTF-8", f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
+        return strict_json.decode_utf8(raw)
+    except ValueError as error:
+        repairs.add("not UTF-8", str(error))
         return raw.decode("utf-8", "replace")
 
 
@@ -123,7 +122,7 @@ def _load_json(text: str, repairs: Repairs) -> Any:
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            repairs.add("duplicate key", f"key {first_duplicate_key(pairs)!r} appears twice")
+            repairs.add("duplicate key", f"key {strict_json.first_duplicate_key(pairs)!r} appears twice")
         return value
 
     def parse_number(spelling: str) -> float | None:
@@ -133,28 +132,31 @@ def _load_json(text: str, repairs: Repairs) -> Any:
         repairs.add("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
         return None
 
-    load = partial(json.loads, text, object_pairs_hook=check_keys, parse_float=parse_number,
-                   parse_constant=parse_number)
+    def load(strict: bool) -> Any:
+        return strict_json.parse_json(text, json.JSONDecoder(
+            object_pairs_hook=check_keys, parse_float=parse_number, parse_constant=parse_number, strict=strict))
+
     try:
         try:
-            value = load()
-        except json.JSONDecodeError as error:
-            if not repairs.allowed or not error.msg.startswith("Invalid control character"):
+            value = load(strict=True)
+        except ValueError as error:
+            if not repairs.allowed or not str(error).startswith("not JSON: Invalid control character"):
                 raise
             repairs.append("control character")
             value = load(strict=False)
-        if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH < _json_depth(value):
-            raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
-        return value
-    except json.JSONDecodeError as error:
-        raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or nesting too deep
-        raise DocumentError("not JSON", f"not JSON we can read: {parse_error_text(error)}") from error
+    except ValueError as error:
+        raise DocumentError("not JSON", str(error)) from error
+    if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_too_deep(value):
+        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
+    return value
 
 
-def _json_depth(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_json_depth, inner), default=0)
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [item for outer in level if isinstance(outer, dict | list)
+                 for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return bool(level)
 
 
 def _repair_surrogates(value: Any, repairs: Repairs) -> Any:

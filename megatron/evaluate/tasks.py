@@ -9,7 +9,6 @@ the preparation of text, the definition of a word. Results of two protocols do n
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -26,7 +25,8 @@ from data.text_files import Separator
 from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
-from data.storage import DataError, parse_error_text
+from data.storage import DataError
+from data.strict_json import parse_text
 from megatron.config.tree import require
 from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
 from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
@@ -109,21 +109,9 @@ def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
             continue
         is_empty = False
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({parse_error_text(error)}); expected an object") from error
-        if not isinstance(values, dict):
-            raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
-        key = next((key for key in keys if key in values), None)
-        if key is None:
-            known = ", ".join(map(repr, values)) or "no keys"
-            raise DataError(f"{where}: expected a key {' or '.join(map(repr, keys))}, found {known}")
-        text = values[key]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: {key!r}: expected text, found {type(text).__name__}")
-        if not text.isascii() and text.encode("utf-8", "replace").decode() != text:  # tokenizers would change them
-            raise DataError(f"{where}: a lone surrogate (\\ud800 to \\udfff) is no text")
-        yield text, where
+            yield parse_text(line, *keys), where
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import queue
 import signal
@@ -23,7 +22,7 @@ from typing import NamedTuple, TextIO, final
 
 from data.compressed import open_decompressed, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
-from megatron.config.tree import require
+from data.strict_json import parse_text
 from megatron.distributed.signals import own_interrupts
 
 IDLE_SECONDS = 0.05
@@ -138,12 +137,9 @@ def decode_utf8(raw: bytes, location: str) -> str:
 
 def _text_from_json(line: str, location: str) -> str:
     try:
-        values = json.loads(line)
-        prompt = values["prompt"] if "prompt" in values else values["text"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        prompt = None
-    require(isinstance(prompt, str), f"{location}: expected an object with a text as `prompt` or `text`")
-    return decode_utf8(prompt.encode("utf-8", "surrogatepass"), location)  # refuses lone surrogates
+        return parse_text(line, "prompt", "text")
+    except ValueError as error:
+        raise DataError(f"{location}: {error}") from error
 
 
 PROMPT_MARK = "> "

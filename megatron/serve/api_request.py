@@ -5,12 +5,12 @@ Each key of a body is read once with its type and range; keys that are left over
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, TypeVar, final
 
+from data.strict_json import decode_utf8, parse_json
 from data.tokenizer import Tokenizer
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
@@ -23,28 +23,12 @@ Number = TypeVar("Number", int, float)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Parses a JSON object, strictly: no NaN, no duplicate keys."""
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
-    except UnicodeDecodeError:
-        raise HttpError(400, "the body is not UTF-8") from None
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply") from None
-    except ValueError as error:  # also of a number with thousands of digits
-        raise HttpError(400, f"the body is not JSON: {str(error)[:200]}") from None
+        found = parse_json(decode_utf8(body))
+    except ValueError as error:
+        raise HttpError(400, f"the body is {str(error)[:200]}") from None
     if not isinstance(found, dict):
         raise HttpError(400, "expected a JSON object")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is given twice")
     return found
 
 

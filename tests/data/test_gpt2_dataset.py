@@ -27,7 +27,7 @@ def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
     """Documents of these sizes; the tokens count upwards, so each shows its place."""
     with CorpusWriter(prefix, vocab_size=1 << 20) as writer:
         for size in sizes:
-            writer.add_document(np.arange(first, first + size))
+            writer.add_documents(np.arange(first, first + size), [size])
             first += size
     return IndexedCorpus(prefix)
 

@@ -31,7 +31,7 @@ GOLDEN_INDEX = (
 def write(prefix: Path, documents: list[list[int]], **settings: object) -> Path:
     with CorpusWriter(prefix, **(settings or {"vocab_size": 10})) as writer:  # type: ignore[arg-type]
         for document in documents:
-            writer.add_document(document)
+            writer.add_documents(document, [len(document)])
     return prefix
 
 

@@ -296,7 +296,7 @@ def test_a_drive_that_fails_is_named_by_every_program(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(LINE)
     (tmp_path / "a.bin").write_bytes(b"\1\0" * 100)
     with CorpusWriter(tmp_path / "v", vocab_size=10) as writer:
-        writer.add_document([1] * 9)
+        writer.add_documents([1] * 9, [9])
     runs: dict[str, Callable[[], object]] = {
         "text_files.read_until_damage": lambda: build_corpus([tmp_path / "a.txt"], tmp_path / "c", BYTE),
         "text_files.skip_line": lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1)] * 3),

@@ -445,7 +445,7 @@ def test_other_inputs_or_settings_begin_anew_and_say_so(
     rest = Stop(monkeypatch, -1, KeyboardInterrupt())
     if change == "merge":
         with CorpusWriter(tmp_path / "c", tokenizer=BYTE.facts) as writer:
-            writer.add_document([1])
+            writer.add_documents([1], [1])
     else:
         build_corpus(files, tmp_path / "c", tokenizer, reading, skip_malformed=change == "skip")
         whole, rest = rest, Stop(monkeypatch, -1, KeyboardInterrupt())

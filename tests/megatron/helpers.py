@@ -66,7 +66,8 @@ def write_corpus(prefix: Path, documents: int = 60, longest: int = 40) -> str:
         for number in range(documents):
             text = " ".join(["one", "two", "three", "four"][(number + k) % 4]
                             for k in range(1 + rng.integers(longest // 4)))
-            writer.add_document([*tokenizer.encode(text), tokenizer.eod])
+            tokens = [*tokenizer.encode(text), tokenizer.eod]
+            writer.add_documents(tokens, [len(tokens)])
     return str(prefix)
 
 

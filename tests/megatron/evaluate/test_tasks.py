@@ -224,7 +224,8 @@ def lines(tmp_path: Path) -> Path:
 def corpus(prefix: Path, eod: bool) -> Path:
     with CorpusWriter(prefix, tokenizer=BYTES.facts) as writer:
         for text in TEXTS:
-            writer.add_document([*BYTES.encode(text), *([BYTES.eod] if eod else [])])
+            tokens = [*BYTES.encode(text), *([BYTES.eod] if eod else [])]
+            writer.add_documents(tokens, [len(tokens)])
     return prefix
 
 
@@ -283,11 +284,11 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c", tokenizer=BYTES.facts.__class__("Other", "0" * 16, 257, 256)) as writer:
-        writer.add_document([1, 2, 3])
+        writer.add_documents([1, 2, 3], [3])
     with pytest.raises(DataError, match="made with another tokenizer \\(Other\\)"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "c")
     with CorpusWriter(tmp_path / "d", vocab_size=300) as writer:
-        writer.add_document([1, 299, 3])
+        writer.add_documents([1, 299, 3], [3])
     with pytest.raises(DataError, match="document 0, offset 1: token id 299"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "d")
 
@@ -311,10 +312,10 @@ def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, par
 
 @pytest.mark.parametrize(("content", "words"), [
     (b"", "a.jsonl: the file is empty"), (b"\n\n", "the file is empty"), (b'{"text": "a b"}\nx\n', "line 2: not JSON"),
-    (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: expected a key 'text', found 'txt'"),
-    (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found list"),
-    (b'{"text": 3}\n', "line 1: 'text': expected text, found int"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
-    (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: a lone surrogate"),
+    (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: no key 'text'; found 'txt'"),
+    (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found an array"),
+    (b'{"text": 3}\n', "line 1: key 'text': expected text, found a number"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
+    (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: key 'text': lone surrogate"),
     (b'{"text": "x"}\n', "1 token: the first one is not scored"),
 ])
 def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:

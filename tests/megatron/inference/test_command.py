@@ -103,7 +103,8 @@ def test_prompts_come_from_a_file_or_standard_input_and_blank_lines_are_counted(
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("a.txt", b"one\n\xff\n", r"a\.txt, line 2: not UTF-8 text"), ("a.txt", b"", "the file is empty"),
-    ("a.jsonl", b"\n \n", "the file is empty"), ("a.txt", gzip.compress(b"one", mtime=0), "line 1: not UTF-8"),
+    ("a.jsonl", b"\n \n", "the file is empty"), ("a.jsonl", b'{"text": "a"}\n[]', "line 2: expected a JSON object"),
+    ("a.txt", gzip.compress(b"one", mtime=0), "line 1: not UTF-8"),
     ("a.txt.gz", gzip.compress(b"one" * 99, mtime=0)[:-9], "cannot read")])
 def test_a_file_of_no_prompts_is_refused(folder: Path, tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)

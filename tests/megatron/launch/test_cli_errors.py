@@ -94,10 +94,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").touch()
     (folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
     with CorpusWriter(folder / "short", vocab_size=257) as writer:
-        writer.add_document([1, 2, 3])
+        writer.add_documents([1, 2, 3], [3])
     with CorpusWriter(folder / "ids", dtype=np.dtype(np.int32)) as writer:
         for number in range(3):
-            writer.add_document([7] * 4 + [383 if number == 2 else 8] + [9] * 60)
+            writer.add_documents([7] * 4 + [383 if number == 2 else 8] + [9] * 60, [65])
     (folder / "ids.json").unlink()  # like a corpus of Megatron-LM's; the padded table has a row 383
     for suffix in (".bin", ".idx"):
         cut, empty, gone = (Path(write_corpus(folder / f"{damage}{suffix[1:]}") + suffix)

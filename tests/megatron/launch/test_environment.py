@@ -184,7 +184,7 @@ def test_a_prompt_or_stop_that_is_no_text_is_refused_and_not_answered(raw: bytes
     with pytest.raises(DataError, match="prompt 2 of the command line: not UTF-8 text"):
         prompts_from_args(["good", os.fsdecode(raw)])
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "half a pair \ud800"}))
-    with pytest.raises(DataError, match="line 1: not UTF-8 text"):
+    with pytest.raises(DataError, match="line 1: key 'prompt': lone surrogate"):
         list(prompts_from_file(str(tmp_path / "p.jsonl"), print))
 
 

@@ -72,7 +72,7 @@ def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_p
     length, documents, draw = 4, 50, random.Random(3)
     with CorpusWriter(tmp_path / "corpus", vocab_size=length * documents) as writer:
         for number in range(documents):  # a sample is a document and one token more, so its first token names it
-            writer.add_document(range(number * length, (number + 1) * length))
+            writer.add_documents(range(number * length, (number + 1) * length), [length])
     samples = GPT2Dataset(IndexedCorpus(tmp_path / "corpus"), range(documents), length, seed=5, name="train")
     epoch = samples.samples_per_epoch
     expected = [int(samples[index][0]) for index in range(3 * epoch)]
