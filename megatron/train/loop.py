@@ -32,7 +32,7 @@ from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.torch_interfaces import LRScheduleAdapter
-from megatron.zero.step import StepReport
+from megatron.zero.step_result import StepReport
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import set_timeout
 

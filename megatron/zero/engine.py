@@ -35,8 +35,8 @@ from megatron.zero.param_coordinator import ParamCoordinator, units_reused_withi
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
                                  snapshot_module_buffers)
-from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
-from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.step import OptimizerStep
+from megatron.zero.step_result import MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from mpu.device import on_accelerator
 from mpu.groups import Groups
@@ -182,7 +182,8 @@ class ZeroEngine:
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
-        self.pass_coordinator.weight_version += not self.last_report.is_on_host or self.last_report.applied
+        if not self.last_report.is_on_host or self.last_report.applied:
+            self.pass_coordinator.weight_version += 1
         STATUS.set_phase("")
         return self.last_report
 
