@@ -163,7 +163,7 @@ class Trainer:
         finally:
             stream.close()
         self.engine.finish_step()
-        self.engine.settle()
+        self.engine.wait_for_param_gathers()
         if self.save and state.iteration != saved_at:
             self.save(state)
         return reason

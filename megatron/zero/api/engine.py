@@ -274,7 +274,7 @@ class Engine:
         the same value: if they differ, the step raises or the collective check ends the run."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
-    def settle(self) -> None:
+    def wait_for_param_gathers(self) -> None:
         """Wait for pending parameter gathers. Call it before the process exits."""
         self.core.wait_for_param_gathers()
 

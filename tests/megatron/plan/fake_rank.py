@@ -81,6 +81,6 @@ def fake_peaks(config: Config, world: int) -> tuple[int, int]:
             report = None
             while report is None:
                 engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
-                report = engine.step(1e-3)
+                report = engine.step()
         engine.wait_for_param_gathers()
         return building, live.peak

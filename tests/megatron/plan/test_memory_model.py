@@ -74,7 +74,7 @@ def step(config: Config, engine: Any) -> None:
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = (tokens == 5).long().cumsum(1) if config.data.reset_attention_mask else None
         engine.backward(engine(tokens, targets, segments=segments, grad_scale=engine.backward_scale))
-        report = engine.step(1e-3)
+        report = engine.step()
 
 
 def check(world: int, runs: list[dict[str, Any]]) -> None:
