@@ -84,7 +84,7 @@ def ours(flats: Flats, is_narrow: bool) -> Action:
     spans = [UpdateSegment(0, master, flats.narrow_grads[number] if is_narrow else flats.grads[number],
                            {name: torch.zeros_like(master) for name in rule.states}, (), 1, lambda sums: sums,
                            flats.narrow[number] if is_narrow else None) for number, master in enumerate(flats.masters)]
-    return lambda: rule.step_many(spans, HYPER, StepScalars.for_applied_step(1.0, 10, torch.device("cpu")))
+    return lambda: rule.step(spans, HYPER, StepScalars.for_applied_step(1.0, 10, torch.device("cpu")))
 
 
 def around(optimizer: torch.optim.Optimizer, parameters: list[Parameter], flats: Flats, is_narrow: bool) -> Action:

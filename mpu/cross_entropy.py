@@ -77,7 +77,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
                          vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
-                         chunk_rows: int | None = None, weight_main_grad: MainGrad | None = None) -> Tensor:
+                         weight_main_grad: MainGrad | None = None) -> Tensor:
     """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
     With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
@@ -91,25 +91,25 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
-            return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0]
+            return _chunked_loss(hidden, weight, target, shard)[0]
         return cast(Tensor, _LinearCrossEntropyPerToken.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, target, shard, chunk_rows))
+            hidden, weight, target, shard))
     normalized_weight = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
-        return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0] @ normalized_weight
+        return _chunked_loss(hidden, weight, target, shard)[0] @ normalized_weight
     return cast(Tensor, _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, normalized_weight, shard, chunk_rows, grad_scale, weight_main_grad))
+        hidden, weight, target, normalized_weight, shard, grad_scale, weight_main_grad))
 
 
 @torch.no_grad()
-def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard, chunk_rows: int | None,
-                  row_scale: Tensor | None = None, wants_grads: tuple[bool, bool] = (False, False),
-                  weight_buffer: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard, row_scale: Tensor | None = None,
+                  wants_grads: tuple[bool, bool] = (False, False), weight_buffer: Tensor | None = None,
+                  ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(losses [N], gradients of sum(row_scale * losses) for hidden and weight, where wanted), one chunk of rows at a
     time. The weight gradient is `weight_buffer` if there is one. It is accumulated in the dtype of the weight for a
     single chunk and in fp32 for several: directly in the buffer if that has this dtype, or on an accelerator fp32."""
     hidden, weight = hidden.detach(), weight.detach()
-    rows = max(1, min(chunk_rows or rows_per_chunk(hidden, len(weight)), len(hidden)))
+    rows = max(1, min(rows_per_chunk(hidden, len(weight)), len(hidden)))
     total = None
     if wants_grads[1]:
         dtype, total = weight.dtype if rows >= len(hidden) else torch.float32, weight_buffer
@@ -160,10 +160,10 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, normalized_weight: Tensor, shard: VocabShard,
-                chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None) -> Tensor:
+                grad_scale: float, main_grad: MainGrad | None) -> Tensor:
         reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
         losses, d_hidden, d_weight = _chunked_loss(
-            hidden, weight, target, shard, chunk_rows, normalized_weight * grad_scale, ctx.needs_input_grad[:2],
+            hidden, weight, target, shard, normalized_weight * grad_scale, ctx.needs_input_grad[:2],
             None if reservation is None else reservation.buffer)
         ctx.grads = d_hidden, d_weight if reservation is None else None
         ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation
@@ -188,25 +188,24 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
         elif ctx.main_grad is not None and d_weight is not None:
             ctx.main_grad.accumulated().add_(d_weight)
             d_weight = None
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 class _LinearCrossEntropyPerToken(torch.autograd.Function):
     """One loss per row. Backward computes the chunks again, when the gradient of each loss is known."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard,
-                chunk_rows: int | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
         ctx.save_for_backward(hidden, weight, target)
-        ctx.shard, ctx.chunk_rows = shard, chunk_rows
-        return _chunked_loss(hidden, weight, target, shard, chunk_rows)[0]
+        ctx.shard = shard
+        return _chunked_loss(hidden, weight, target, shard)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target = ctx.saved_tensors
-        _, d_hidden, d_weight = _chunked_loss(hidden, weight, target, ctx.shard, ctx.chunk_rows, grads[0].contiguous(),
+        _, d_hidden, d_weight = _chunked_loss(hidden, weight, target, ctx.shard, grads[0].contiguous(),
                                               ctx.needs_input_grad[:2])
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None
 
 
 # -- one chunk of logits --------------------------------------------------------------------------------------------

@@ -53,10 +53,7 @@ class AdamW(UpdateRule):
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
-
-    @property
-    def needs_host_scalars(self) -> bool:
-        return False
+    needs_host_scalars = False
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         """Use the Triton kernel only if all ranks can: the two kernels round differently."""
@@ -65,10 +62,7 @@ class AdamW(UpdateRule):
         everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        self.step_many([segment], hyper, StepScalars.for_applied_step(factor, steps_taken, segment.master.device))
-
-    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+    def step(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         kernel = self._kernel
         if kernel is not None:
             table = self._segment_tables.setdefault((segments[0].group, segments[0].param_names), kernel.SegmentTable())
@@ -160,7 +154,8 @@ class Lion(UpdateRule):
     states = ("exp_avg",)
     elementwise = True
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
         beta1, beta2 = hyper["betas"]
         for start in range(0, segment.master.numel(), self.tile):
             tile = slice(start, start + self.tile)

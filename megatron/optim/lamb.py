@@ -32,7 +32,8 @@ class Lamb(UpdateRule):
     states = ("exp_avg", "exp_avg_sq")
     elementwise = False
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
         self.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
 
     def step_and_return_trust_ratios(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,

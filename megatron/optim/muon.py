@@ -13,7 +13,7 @@ states; the second of a matrix stays 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.rule import UpdateRule, UpdateSegment
+from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
@@ -55,22 +55,25 @@ class Muon(UpdateRule):
         self._device_precision = self._precision = (
             "bfloat16" if all_reduce_scalar(has_fast_bf16_matmul(self._device_type), world, "min") else "float32")
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        lr = float(hyper["lr"]) * hyper["lr_scale"]
+    def step(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        hyper = {**hyper, "lr": float(hyper["lr"]) * hyper["lr_scale"]}
         if hyper["use_muon"]:
-            self._step_matrices(segment, hyper, lr, factor)
-        elif len(segment.master):
-            self._adam.step(segment, {**hyper, "lr": lr}, factor=factor, steps_taken=steps_taken)
+            return super().step(segments, hyper, scalars)
+        for segment in segments:
+            if len(segment.master):
+                self._adam.step([segment], hyper, scalars)
+        return False
 
-    def _step_matrices(self, segment: UpdateSegment, hyper: Mapping[str, Any], lr: float, factor: float) -> None:
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
         directions = self._update_momentum(segment, hyper, factor)
-        segment.master.mul_(1 - lr * hyper["weight_decay"])
+        segment.master.mul_(1 - hyper["lr"] * hyper["weight_decay"])
         for full_param in segment.gather_full_params(directions):
             matrices = full_param.values.chunk(full_param.num_fused if hyper["split_qkv"] else 1, full_param.dim)
             for matrix in matrices:
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
             scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])
-            segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-lr * scale)
+            segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-hyper["lr"] * scale)
 
     def _update_momentum(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
         """Update the momentum; returns u of the segment's elements in the dtype of the products. A function, so that

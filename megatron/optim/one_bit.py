@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.optim.adam import CACHE_TILE_NUMEL, AdamW
 from megatron.optim.lamb import Lamb, apply_updates, bias_corrections, denominator, iter_tiles, unscaled_update
-from megatron.optim.rule import ParamGroup, UpdateRule, UpdateSegment
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
 
@@ -93,14 +93,12 @@ class OneBitRule(UpdateRule):
 class OneBitAdam(OneBitRule, AdamW):
     name = "OneBitAdam"
 
-    @property
-    def needs_host_scalars(self) -> bool:
-        return self.frozen_at is not None
+    def step(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        return (AdamW if self.frozen_at is None else UpdateRule).step(self, segments, hyper, scalars)
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        if self.frozen_at is None:
-            super().step(segment, hyper, factor=factor, steps_taken=steps_taken)
-            return
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
+        assert self.frozen_at is not None, "Adam has no steps of one segment"
         m_correction, v_correction = 1.0, 1.0
         if self.bias_correction:
             beta1, beta2 = hyper["betas"]
@@ -129,7 +127,8 @@ class OneBitLamb(OneBitRule, Lamb):
     name = "OneBitLamb"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # type: ignore[assignment]  # one more than Lamb
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
         names = tuple(segment.param_names)
         if names not in self._trust:
             known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,

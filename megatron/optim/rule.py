@@ -2,8 +2,8 @@
 
 An `UpdateSegment` is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (a torch
 param group without "params"). Masters and states are fp32; the gradient may be 16-bit, and the rule may overwrite it.
-`factor` is what the gradient is multiplied by: unscaling, averaging and clipping in one number. A rule that takes the
-step's scalars as device tensors (`StepScalars`) never waits for the device; the others need host numbers. Lamb finds
+`factor` is what the gradient is multiplied by: unscaling, averaging and clipping in one number. A rule that reads only
+the tensors of the step's `StepScalars` never waits for the device; the others need the host numbers. Lamb finds
 parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`. A 1-bit rule
 (one_bit.py) replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer, and
 `step` gets the mean over ranks as the gradient.
@@ -68,7 +68,7 @@ class UpdateSegment:
     sum_over_shards: Callable[[Tensor], Tensor]
     """[slots] sums over this rank's elements -> sums over full parameters. Collective."""
     lp_out: Tensor | None = None
-    """16-bit output for the new weights, if it is on the same device. Only `step_many` may write it."""
+    """16-bit output for the new weights, if it is on the same device. A rule need not write it."""
     max_over_shards: Callable[[Tensor], Tensor] = lambda maxima: maxima
     """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
     param_names: Sequence[str] = ()
@@ -82,7 +82,8 @@ class UpdateSegment:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The scalars of one step, as 0-dimensional fp32 tensors on the segments' device."""
+    """The scalars of one step: 0-dimensional fp32 tensors on the segments' device, and host numbers if the step is
+    certainly taken."""
 
     count: Tensor
     """Steps taken, including this one."""
@@ -90,17 +91,20 @@ class StepScalars:
     """1 / factor; None if the factor is 1."""
     skip: Tensor | None = None
     """1 to change nothing, 0 otherwise; None if the step is certainly taken."""
+    on_host: tuple[float, int] | None = None
+    """(factor, steps taken without this one)."""
 
     @staticmethod
     def for_applied_step(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
-        """For a step that is certainly taken."""
+        """For a step that is certainly taken; `steps_taken` does not include it."""
         divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=device)
-        return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
+        return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor,
+                           on_host=(factor, steps_taken))
 
 
 class UpdateRule:
     """An optimizer as the engine sees it. By default the gradients are all-reduced in every step, and segments are
-    updated one at a time, with the step's scalars on the host."""
+    updated one at a time (`step_segment`), with the step's scalars on the host."""
 
     name: str
     """Kind of optimizer. States are not interchangeable between kinds."""
@@ -108,11 +112,8 @@ class UpdateRule:
     """Names of the tensors stored for each weight."""
     elementwise: bool
     """Segments may be split anywhere, and empty ones skipped."""
-
-    @property
-    def needs_host_scalars(self) -> bool:
-        """The rule needs the step's scalars on the host; `step_many` raises."""
-        return True
+    needs_host_scalars = True
+    """The rule needs `StepScalars.on_host`."""
 
     @property
     def is_compressed(self) -> bool:
@@ -123,14 +124,19 @@ class UpdateRule:
         """Choose the implementation for segments on `device`. It must be the same on all ranks, or replicas would
         diverge. Collective."""
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        """Update the segment; `steps_taken` does not include this step."""
-        raise NotImplementedError
-
-    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+    def step(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         """Update at least one segment of one hyper-parameter group, in as few kernels as possible. True if it also
         wrote `lp_out`; otherwise the caller copies the weights there."""
-        raise AssertionError(f"{type(self).__name__} steps one segment at a time, by numbers on the host")
+        assert scalars.on_host is not None, "the step of a rule that waits is not deferred"
+        factor, steps_taken = scalars.on_host
+        for segment in segments:
+            self.step_segment(segment, hyper, factor=factor, steps_taken=steps_taken)
+        return False
+
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
+        """What the default `step` does with each segment; `steps_taken` does not include this step."""
+        raise NotImplementedError
 
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values for `restore`."""

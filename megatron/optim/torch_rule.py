@@ -138,7 +138,8 @@ class TorchRule(UpdateRule):
         self._scalar_templates: dict[tuple[int, torch.device], ParamState] = {}
         """(group, device) -> the optimizer's own types of these scalars, such as 0-dimensional tensors."""
 
-    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
+                     steps_taken: int) -> None:
         before = self._scalars_before_step(segment, hyper, steps_taken) if steps_taken else {}
         for start in range(0, segment.master.numel(), self._tile):
             tile = slice(start, start + self._tile)
@@ -262,8 +263,9 @@ def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
         flat_states = {name: torch.zeros(len(flat)) for name in states}
         for steps_taken, grad in enumerate(grads.flatten(1).clone()):
             for half in (slice(0, len(flat) // 2), slice(len(flat) // 2, None)):
-                rule.step(UpdateSegment(0, flat[half], grad[half], {name: flat_states[name][half] for name in states},
-                                        (), 1, lambda sums: sums), hyper, factor=1.0, steps_taken=steps_taken)
+                segment = UpdateSegment(0, flat[half], grad[half],
+                                        {name: flat_states[name][half] for name in states}, (), 1, lambda sums: sums)
+                rule.step_segment(segment, hyper, factor=1.0, steps_taken=steps_taken)
         halves = {**flat_states, **rule.scalars().get(f"0/{TRIAL_STEPS}", {}), "": flat}
         # exact: an elementwise update rounds the same way in halves
         if not all(torch.allclose(torch.as_tensor(halves[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0,

@@ -32,7 +32,7 @@ from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.torch_interfaces import LRScheduleAdapter
-from megatron.zero.step import StepReport
+from megatron.zero.step_result import StepReport
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import set_timeout
 
@@ -163,7 +163,7 @@ class Trainer:
         finally:
             stream.close()
         self.engine.finish_step()
-        self.engine.settle()
+        self.engine.wait_for_param_gathers()
         if self.save and state.iteration != saved_at:
             self.save(state)
         return reason

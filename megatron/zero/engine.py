@@ -35,8 +35,8 @@ from megatron.zero.param_coordinator import ParamCoordinator, units_reused_withi
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
                                  snapshot_module_buffers)
-from megatron.zero.step import MAX_EXTRA_SCALARS, OptimizerStep, StepReport
-from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.step import OptimizerStep
+from megatron.zero.step_result import MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from mpu.device import on_accelerator
 from mpu.groups import Groups
@@ -143,12 +143,12 @@ class ZeroEngine:
         self._failed_backward = None
         return part
 
-    def step(self, lr: float | None = None, extra_scalars: Sequence[Tensor | float] = (),
-             engine_scalars: Sequence[float] = ()) -> StepReport | None:
+    def step(self, extra_scalars: Sequence[Tensor | float] = (), engine_scalars: Sequence[float] = ()
+             ) -> StepReport | None:
         """At the accumulation boundary: clip and update the weights; otherwise only count, and return None.
 
-        `lr` sets the learning rate of all param groups. `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and
-        `engine_scalars` are summed over all ranks; the report has the sums."""
+        `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and `engine_scalars` are summed over all ranks; the report
+        has the sums."""
         self._check_can_train("engine.step()")
         self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:
@@ -165,8 +165,6 @@ class ZeroEngine:
         if not all(bucket.grads.is_reduced for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
-        for group in self.param_groups if lr is not None else ():
-            group["lr"] = lr
         STATUS.set_phase(OPTIMIZER_STEP)
         self.param_coordinator.release_all()  # a forward may have run since the backward
         self.finish_delayed_update()
@@ -182,7 +180,8 @@ class ZeroEngine:
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
-        self.pass_coordinator.weight_version += not self.last_report.is_on_host or self.last_report.applied
+        if not self.last_report.is_on_host or self.last_report.applied:
+            self.pass_coordinator.weight_version += 1
         STATUS.set_phase("")
         return self.last_report
 

@@ -125,7 +125,3 @@ class BufferPool:
     def clear(self) -> None:
         """Free the memory of all buffers in the pool."""
         self._free.clear()
-
-    @property
-    def free_nbytes(self) -> int:
-        return sum(buffer.flat.nbytes for free in self._free.values() for buffer, _ in free)

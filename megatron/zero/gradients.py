@@ -2,7 +2,7 @@
 
 The *full buffer* has the gradients of all parameters, in the bucket's slots. The *shard* is this rank's part of their
 sum over data parallel, which the optimizer reads. Gradients arrive one by one (`accept_grad`), or the operation that
-computes them writes into the slot (`main_grad_writer`). A CPU copies each when it arrives, an accelerator all of them
+computes them writes into the slot (`MainGradWriter`). A CPU copies each when it arrives, an accelerator all of them
 with one kernel. `start_reduction` launches the reduce-scatter or all-reduce, `wait_for_reduction` waits for it.
 
 Where gradients are sharded the shard accumulates over micro-batches, and the full buffer goes back to the pool;

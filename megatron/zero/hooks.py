@@ -1,4 +1,4 @@
-"""Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports to a `UnitEvents` object.
+"""Module, gradient and saved-tensor hooks of the engine. They report to a `UnitEvents` object.
 
 A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
 the parameters that no other unit has.

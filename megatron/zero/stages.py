@@ -6,7 +6,7 @@
     2      sharded    sharded    full        in every backward, reduce-scatter as buckets complete
     3      sharded    sharded    sharded     in every backward, reduce-scatter as buckets complete
 
-The engine asks this table, never the stage number.
+Buckets and the step ask this table instead of the stage number.
 """
 
 from __future__ import annotations

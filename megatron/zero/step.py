@@ -11,10 +11,9 @@ accelerator, unless the loss scale is dynamic or the rule needs numbers on the h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,8 +29,9 @@ from megatron.zero.compression import CompressedGradExchange
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.state import EngineState
-from megatron.zero.step_result import (HostStepResult, StepResult, all_reduce_step_scalars, different_settings_error,
-                                       diverged_blocks_error, make_step_settings, settings_digest)
+from megatron.zero.step_result import (MAX_EXTRA_SCALARS, StepReport, all_reduce_step_scalars,
+                                       different_settings_error, diverged_blocks_error, make_step_settings,
+                                       settings_digest)
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_gather_json
 from mpu.grads import NORM_ROW
@@ -86,10 +86,6 @@ def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
     return counts
 
 
-MAX_EXTRA_SCALARS = 8
-"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
-callers give different numbers of scalars."""
-
 MAX_OVERFLOWS_IN_A_ROW = 20
 """Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
 train again."""
@@ -97,56 +93,6 @@ train again."""
 STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
 """Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
 the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
-
-
-@dataclass(eq=False)
-class StepReport:
-    """What one optimizer step did. Reading it may wait for the device, but never for another rank."""
-
-    result: StepResult
-    veto_error: str | None
-    number: int
-    loss_scale: float
-    lr: float
-    """Of the first param group."""
-    settings: Mapping[str, str] | None
-    """The settings of this rank for the step; None on a single rank."""
-    losses: Sequence[Tensor]
-    """Of this rank's micro-batches. Read only if a gradient is not finite."""
-    note: str | None
-    """What changes from this step on."""
-    given_scalar_count: int
-    """How many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding."""
-    skip_warning: str | None = None
-    """Why the step was skipped, if that is unusual. Set by `finish_step`."""
-
-    @cached_property
-    def host_result(self) -> HostStepResult:
-        return self.result.to_host()
-
-    @property
-    def is_on_host(self) -> bool:
-        return "host_result" in self.__dict__
-
-    @property
-    def applied(self) -> bool:
-        return self.host_result.applied
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
-        step was skipped."""
-        return self.host_result.norm
-
-    @property
-    def extra_scalars(self) -> tuple[float, ...]:
-        """The caller's extra scalars, summed over the world; as many as this rank gave."""
-        return self.host_result.scalars[:self.given_scalar_count]
-
-    @property
-    def engine_scalars(self) -> tuple[float, ...]:
-        """The engine's extra scalars, summed over the world."""
-        return self.host_result.scalars[MAX_EXTRA_SCALARS:]
 
 
 class OptimizerStep:
@@ -219,23 +165,23 @@ class OptimizerStep:
             counts_norm=self._rule.is_compressed or self._state.buckets[0].replica_group.rank == 0,
             has_veto=veto_error is not None,
             scalars=(*extra_scalars, *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
-        result = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
-        report = StepReport(result, veto_error, number=counters.global_steps + 1, settings=settings,
-                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], note=self._next_note,
+        report = StepReport(sums, world.size, self._mean_factor(), self._clip_grad, veto_error,
+                            number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
+                            lr=self._param_groups[0]["lr"], note=self._next_note,
                             losses=self._losses,  # not reset: a refused step may be called again
                             given_scalar_count=len(extra_scalars))
         self._next_note = None
         if self.is_deferred:
-            self.update(lambda device: self._device_scalars(result))
-        elif self._result_or_raise(report).applied:
-            factor = report.host_result.grad_multiplier
+            self.update(self._count_on_device(report))
+        elif self._applied_or_raise(report):
+            factor = report.grad_multiplier
             if self._rule.is_compressed:
                 assert self.compressed_exchange is not None
-                factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
-                report.host_result = report.host_result._replace(norm=norm)
+                factor, report.grad_norm = self.compressed_exchange(self._mean_factor() * self._divisor,
+                                                                    self._clip_grad)
             if self._state.moq is not None:
                 self._state.moq.advance(counters.applied_steps + 1)
-            self.update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
+            self.update(factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -256,12 +202,12 @@ class OptimizerStep:
         """The factor that turns a sum of scaled gradients into their mean."""
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
 
-    def _device_scalars(self, result: StepResult) -> StepScalars:
-        """The step count stays on the device: the host does not know yet whether this step is applied."""
+    def _count_on_device(self, report: StepReport) -> StepScalars:
+        """Count the step on the device, since the host does not know yet whether it is applied; returns its scalars."""
         if self._steps_on_host != self._state.counters.optimizer_steps:  # another state was loaded
             self._steps_on_device.fill_(self._state.counters.optimizer_steps)
-        self._steps_on_device += result.is_applied
-        return StepScalars(self._steps_on_device, result.grad_divisor(), result.is_applied.logical_not().float())
+        self._steps_on_device += report.is_applied
+        return StepScalars(self._steps_on_device, report.grad_divisor(), report.is_applied.logical_not().float())
 
     # ---- the result ---------------------------------------------------------------------------------------------
 
@@ -270,11 +216,11 @@ class OptimizerStep:
         report, self._unread_report = self._unread_report, None
         if report is None:
             return
-        counters, result = self._state.counters, report.host_result
-        if result.ranks_disagree:
+        counters = self._state.counters
+        if report.has_veto or not report.digests_match:
             self._report_to_explain = report
             return
-        if result.applied:
+        if report.applied:
             counters.optimizer_steps += 1
             self._steps_on_host = counters.optimizer_steps
             self._skips_in_a_row = 0
@@ -283,7 +229,7 @@ class OptimizerStep:
             if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
                 self._skips_in_a_row += 1
                 self._report_to_explain = report
-        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not result.applied)
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not report.applied)
 
     def finish_step(self) -> None:
         """Read the result of the last step and raise its error, if any. All ranks must call it at the same place: it
@@ -292,7 +238,8 @@ class OptimizerStep:
         report, self._report_to_explain = self._report_to_explain, None
         if report is None:
             return
-        norm, is_scaled = self._result_or_raise(report).norm, self._scale_rule.is_enabled
+        self._applied_or_raise(report)
+        is_scaled = self._scale_rule.is_enabled
         if is_scaled:
             allowed = MAX_OVERFLOWS_IN_A_ROW
         elif self._max_skipped is not None:
@@ -306,7 +253,8 @@ class OptimizerStep:
                 f"last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
         if not is_scaled:
-            what = f"gradient norm is {norm} at step {report.number}: {self._describe_first_nonfinite_param(report)}"
+            what = (f"gradient norm is {report.grad_norm} at step {report.number}: "
+                    f"{self._describe_first_nonfinite_param(report)}")
             if too_many:
                 why = f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
                 if self._max_skipped is None and not allowed:
@@ -316,18 +264,17 @@ class OptimizerStep:
                                     "lower --lr or other data")
             report.skip_warning = f"{what}; the step was skipped, weights are unchanged"
 
-    def _result_or_raise(self, report: StepReport) -> HostStepResult:
-        """The result on the host. Raises ConfigError if the ranks disagree, and is collective then."""
-        result = report.host_result
-        if result.has_veto:
+    def _applied_or_raise(self, report: StepReport) -> bool:
+        """`report.applied`. Raises ConfigError if the ranks disagree, and is collective then."""
+        if report.has_veto:
             texts = all_gather_json(report.veto_error, self._groups.world)
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
-        if not result.digests_match:
+        if not report.digests_match:
             assert report.settings is not None
             raise different_settings_error(report.settings, self._groups.world) or \
                 diverged_blocks_error(self._log, self._groups.world)
-        return result
+        return report.applied
 
     def _describe_first_nonfinite_param(self, report: StepReport) -> str:
         """Gathered over all ranks, so that all raise the same message. Reduced gradients do not tell which rank had the

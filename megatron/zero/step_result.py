@@ -2,7 +2,7 @@
 
 Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters, a veto
 flag, and extra scalars of the caller (a loss, a stop request). The sums are on the device at once, so the optimizer
-step follows without a wait; the host reads them later (`to_host`). Where digests differ, the texts behind them are
+step follows without a wait; the host reads them later (`StepReport`). Where digests differ, the texts behind them are
 gathered and the error names the difference. A learning rate on the device is not compared: the host would wait for it.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,52 +31,99 @@ from mpu.device import on_accelerator
 from mpu.groups import Group
 
 
-class HostStepResult(NamedTuple):
-    norm: float
-    """Of the mean gradient over all ranks; inf or nan if any element is."""
-    grad_multiplier: float
-    """The factor for the sums of gradients: unscaling, averaging and clipping."""
-    digests_match: bool
-    """All ranks gave the same digest."""
-    has_veto: bool
-    """At least one rank refuses the step."""
-    scalars: tuple[float, ...] = ()
-
-    @property
-    def ranks_disagree(self) -> bool:
-        return self.has_veto or not self.digests_match
-
-    @property
-    def applied(self) -> bool:
-        return math.isfinite(self.norm) and not self.ranks_disagree
+MAX_EXTRA_SCALARS = 8
+"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+callers give different numbers of scalars."""
 
 
-class StepResult:
-    """The result of a step on the device, as 0-dimensional tensors."""
+@dataclass(eq=False)
+class StepReport:
+    """What one optimizer step did. The device has the result at once; to read it on the host may wait for the device,
+    but never for another rank."""
 
-    def __init__(self, sums: Tensor, ranks: int, *, mean_factor: float, max_norm: float) -> None:
-        """`sums` is the result of `all_reduce_step_scalars`. `mean_factor` turns the sum of gradients into their mean;
-        the norm is clipped to `max_norm` (0: no clipping)."""
-        self._ranks, self._mean_factor, self._max_norm = ranks, mean_factor, max_norm
-        squares, digests, squared_digests, vetoes = sums[:4].unbind()  # extra scalars follow
-        norm = squares.sqrt() * mean_factor
+    sums: Tensor
+    """Of `all_reduce_step_scalars`."""
+    ranks: int
+    mean_factor: float
+    """Turns the sum of gradients into their mean."""
+    max_norm: float
+    """The norm is clipped to it; 0: no clipping."""
+    veto_error: str | None
+    number: int
+    loss_scale: float
+    lr: float
+    """Of the first param group."""
+    settings: Mapping[str, str] | None
+    """The settings of this rank for the step; None on a single rank."""
+    losses: Sequence[Tensor]
+    """Of this rank's micro-batches. Read only if a gradient is not finite."""
+    note: str | None
+    """What changes from this step on."""
+    given_scalar_count: int
+    """How many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding."""
+    skip_warning: str | None = None
+    """Why the step was skipped, if that is unusual. Set by `finish_step`."""
+
+    def __post_init__(self) -> None:
+        squares, digests, squared_digests, vetoes = self.sums[:4].unbind()  # extra scalars follow
+        self._device_norm = squares.sqrt() * self.mean_factor
         # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
-        self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (vetoes == 0)
-        self._host_scalars = HostScalars(torch.cat([norm.view(1), sums]))
-        self._norm = norm
+        digests_match = squared_digests * self.ranks == digests * digests
+        self.is_applied = self._device_norm.isfinite() & digests_match & (vetoes == 0)
+        """`applied`, on the device."""
+        self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
     def grad_divisor(self) -> Tensor:
         """1 / `grad_multiplier`, in fp32, on the device."""
-        if not self._max_norm:
-            return torch.full((), 1.0 / self._mean_factor, dtype=torch.float32, device=self._norm.device)
-        clipped = torch.where(self._norm > self._max_norm, self._max_norm / (self._norm + 1e-6), 1.0)
-        return (clipped * self._mean_factor).reciprocal().float()
+        norm = self._device_norm
+        if not self.max_norm:
+            return torch.full((), 1.0 / self.mean_factor, dtype=torch.float32, device=norm.device)
+        clipped = torch.where(norm > self.max_norm, self.max_norm / (norm + 1e-6), 1.0)
+        return (clipped * self.mean_factor).reciprocal().float()
 
-    def to_host(self) -> HostStepResult:
-        """Read the result; waits for the device."""
-        norm, _, digests, squared_digests, vetoes, *scalars = self._host_scalars.values()
-        return HostStepResult(norm, self._mean_factor * clip_factor(norm, self._max_norm),
-                              squared_digests * self._ranks == digests * digests, vetoes > 0, tuple(scalars))
+    @cached_property
+    def _on_host(self) -> list[float]:
+        return self._host_scalars.values()
+
+    @property
+    def is_on_host(self) -> bool:
+        return "_on_host" in self.__dict__
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
+        step was skipped."""
+        return self._on_host[0]
+
+    @property
+    def grad_multiplier(self) -> float:
+        """The factor for the sums of gradients: unscaling, averaging and clipping."""
+        return self.mean_factor * clip_factor(self.grad_norm, self.max_norm)
+
+    @property
+    def digests_match(self) -> bool:
+        """All ranks gave the same digest."""
+        digests, squared_digests = self._on_host[2:4]
+        return squared_digests * self.ranks == digests * digests
+
+    @property
+    def has_veto(self) -> bool:
+        """At least one rank refuses the step."""
+        return self._on_host[4] > 0
+
+    @property
+    def applied(self) -> bool:
+        return math.isfinite(self.grad_norm) and self.digests_match and not self.has_veto
+
+    @property
+    def extra_scalars(self) -> tuple[float, ...]:
+        """The caller's extra scalars, summed over the world; as many as this rank gave."""
+        return tuple(self._on_host[5:][:self.given_scalar_count])
+
+    @property
+    def engine_scalars(self) -> tuple[float, ...]:
+        """The engine's extra scalars, summed over the world."""
+        return tuple(self._on_host[5 + MAX_EXTRA_SCALARS:])
 
 
 def all_reduce_step_scalars(norm_squared: Tensor, world: Group, *, counts_norm: bool = True, digest: int = 0,

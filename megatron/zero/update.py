@@ -11,7 +11,7 @@ devices they go through a staging buffer while the next tile is updated; to NVMe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -174,10 +174,6 @@ GroupHyperparams = Sequence[Mapping[str, Any]]
 """The hyper-parameters of each param group at this step."""
 
 
-ScalarsForDevice = Callable[[torch.device], StepScalars]
-"""Returns the scalars of a step on a device."""
-
-
 class OptimizerUpdate:
     """Applies the update rule to all shards."""
 
@@ -203,21 +199,23 @@ class OptimizerUpdate:
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
 
-    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
-        """Update all shards and start the all-gathers. `grad_multiplier` is for rules that need it on the host."""
+    def __call__(self, step: StepScalars | float) -> None:
+        """Update all shards and start the all-gathers. `step` is the factor of the gradients, or the scalars of a
+        deferred step on the device."""
         self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
-        hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
+        hypers = self._current_hyperparams()
         for storage, all_tiles in self._tiles_by_storage.items():
-            at = scalars(all_tiles[0][0][0].update_device)
+            scalars = self._scalars_on(all_tiles[0][0][0].update_device, step)
             with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
                                              for tiles in all_tiles)) as chunk_iterator:
                 for tiles, chunk_states in zip(all_tiles, chunk_iterator, strict=True):
                     new = [UpdateTile(bucket, chunk, states, bucket.grads.shard[chunk],
                                       self._copier.lp_out_for(bucket, chunk))
                            for (bucket, chunk), states in zip(tiles, chunk_states, strict=True)]
-                    self._copier(new, lp_is_written=self._apply_rule(new, hypers, at, grad_multiplier, taken))
+                    lp_is_written = self._apply_rule(new, hypers, scalars)
+                    self._copier(new, lp_is_written=lp_is_written)
                     self._start_allgathers(
                         [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel])
         self._state.unfinished_change = None
@@ -236,21 +234,20 @@ class OptimizerUpdate:
     def finish(self) -> None:
         """Wait for a delayed update and copy its masters to the parameters. Collective."""
 
+    def _scalars_on(self, device: torch.device, step: StepScalars | float) -> StepScalars:
+        return step if isinstance(step, StepScalars) else StepScalars.for_applied_step(
+            step, self._state.counters.optimizer_steps, device)
+
     def _current_hyperparams(self) -> GroupHyperparams:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
 
-    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars, factor: float | None,
-                    taken: int) -> bool:
+    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, scalars: StepScalars) -> bool:
         """Run the rule on the tiles. True if it has also written every `lp_out`."""
-        written = not self._rule.needs_host_scalars
+        written = True
         for number, hyper in enumerate(hypers):
             segments = [segment for tile in tiles for segment in self._segments_of(tile, number)]
-            if not self._rule.needs_host_scalars:
-                written &= not segments or self._rule.step_many(segments, hyper, at)
-                continue
-            assert factor is not None, "the step of a rule that waits is not deferred"
-            for segment in segments:
-                self._rule.step(segment, hyper, factor=factor, steps_taken=taken)
+            if segments:
+                written &= self._rule.step(segments, hyper, scalars)
         return written
 
     def _segments_of(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
@@ -296,7 +293,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         self._pending_copies: list[CopyEvent] = []
         """Running copies of `_new_params` to the device."""
 
-    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
+    def __call__(self, step: StepScalars | float) -> None:
         assert self._running is None, "an update is under way"
         shards = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
         for event in self._pending_copies:
@@ -310,15 +307,13 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
         hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
                   for hyper in self._current_hyperparams()]
-        self._running = self._worker.submit(self._update_tiles, tiles, hypers, scalars(HOST), grad_multiplier,
-                                            self._state.counters.optimizer_steps)
+        self._running = self._worker.submit(self._update_tiles, tiles, hypers, self._scalars_on(HOST, step))
         for shard in shards:
             shard.pending_update = self._running
 
-    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars,
-                      factor: float | None, taken: int) -> None:
+    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, scalars: StepScalars) -> None:
         for tile in tiles:
-            if not self._apply_rule([tile], hypers, at, factor, taken):
+            if not self._apply_rule([tile], hypers, scalars):
                 assert tile.lp_out is not None
                 tile.lp_out.copy_(tile.master_state[WEIGHT])
 

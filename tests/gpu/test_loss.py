@@ -26,13 +26,15 @@ if torch.cuda.is_available():
 @pytest.mark.parametrize("chunk_rows", [None, 256, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loss_and_gradients_are_those_of_float64(dtype: torch.dtype, chunk_rows: int | None,
-                                                 device: torch.device) -> None:
+                                                 device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chunk_rows is not None:
+        monkeypatch.setattr(cross_entropy, "rows_per_chunk", lambda hidden, width: chunk_rows)
     rows, width, vocab, padded = 1024, 64, 5000, 5120
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(rows, width, generator=generator).to(device, dtype).requires_grad_()
     weight = (torch.randn(padded, width, generator=generator) * 0.2).to(device, dtype).requires_grad_()
     target = torch.randint(0, vocab, (rows,), generator=generator).to(device)
-    loss = linear_cross_entropy(hidden, weight, target, SOLO, vocab_size=vocab, grad_scale=256.0, chunk_rows=chunk_rows,
+    loss = linear_cross_entropy(hidden, weight, target, SOLO, vocab_size=vocab, grad_scale=256.0,
                                 loss_weight=torch.ones(rows, device=device))
     (loss * 256).backward()
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -74,6 +75,10 @@ def test_huge_logits_lose_nothing() -> None:
         torch.testing.assert_close(moved_grad, grad, rtol=0, atol=2e-3)
 
 
+def in_chunks_of(rows: int) -> Any:
+    return patch("mpu.cross_entropy.rows_per_chunk", lambda hidden, width: rows)
+
+
 def _from_hidden(rank: int, world: int, dtype: torch.dtype, chunk_rows: int, mean: bool,
                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
     tp = build(world).tp if world > 1 else SOLO
@@ -81,12 +86,13 @@ def _from_hidden(rank: int, world: int, dtype: torch.dtype, chunk_rows: int, mea
     hidden.requires_grad_()
     local = weight.chunk(world)[rank].clone().requires_grad_()
     given: dict[str, Any] = {"vocab_size": VOCAB, "loss_weight": loss_weight if mean else None}
-    result = linear_cross_entropy(hidden, local, target, tp, grad_scale=scale, chunk_rows=chunk_rows, **given)
-    with torch.no_grad():
-        again = linear_cross_entropy(hidden, local, target, tp, chunk_rows=5, **given)
+    with in_chunks_of(chunk_rows):
+        result = linear_cross_entropy(hidden, local, target, tp, grad_scale=scale, **given)
+        total = result if mean else (result * loss_weight).sum() / loss_weight.sum()
+        (total * 8).backward()
+    with torch.no_grad(), in_chunks_of(5):
+        again = linear_cross_entropy(hidden, local, target, tp, **given)
     torch.testing.assert_close(again, result.detach(), rtol=1e-5, atol=1e-5)
-    total = result if mean else (result * loss_weight).sum() / loss_weight.sum()
-    (total * 8).backward()
     assert hidden.grad is not None and local.grad is not None
     return result.detach(), hidden.grad / 8, local.grad / 8
 
@@ -141,7 +147,8 @@ def test_many_chunks_of_bf16_are_as_exact_as_one() -> None:
     errors = []
     for chunk_rows in (512, 4):
         w = weight.clone().requires_grad_()
-        linear_cross_entropy(hidden, w, target, SOLO, loss_weight=torch.ones(512), chunk_rows=chunk_rows).backward()
+        with in_chunks_of(chunk_rows):
+            linear_cross_entropy(hidden, w, target, SOLO, loss_weight=torch.ones(512)).backward()
         assert w.grad is not None
         errors.append((w.grad.double() - w64.grad).norm().item())
     assert errors[1] < 1.5 * errors[0], errors

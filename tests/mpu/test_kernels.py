@@ -147,8 +147,9 @@ def _exchanges(rank: int, world: int) -> int:
     target = torch.zeros(4096, dtype=torch.int64)
     gather = cross_entropy.all_gather
     with mock.patch.object(cross_entropy, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)), \
-            mock.patch.object(cross_entropy, "load_kernels", lambda *which: Kernel), on_the_accelerator_side():
-        linear_cross_entropy(hidden, weight, target, tp, vocab_size=100, loss_weight=torch.ones(4096), chunk_rows=2048)
+            mock.patch.object(cross_entropy, "load_kernels", lambda *which: Kernel), \
+            mock.patch.object(cross_entropy, "rows_per_chunk", lambda *sizes: 2048), on_the_accelerator_side():
+        linear_cross_entropy(hidden, weight, target, tp, vocab_size=100, loss_weight=torch.ones(4096))
     return len(calls)
 
 

@@ -48,7 +48,7 @@ from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
 from megatron.zero.offload.nvme import NvmeStorage
 from megatron.zero.state import parse_offload_states
-from megatron.zero.step import StepReport
+from megatron.zero.step_result import StepReport
 from mpu.collectives import broadcast_json
 
 
@@ -274,7 +274,7 @@ class Engine:
         the same value: if they differ, the step raises or the collective check ends the run."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
-    def settle(self) -> None:
+    def wait_for_param_gathers(self) -> None:
         """Wait for pending parameter gathers. Call it before the process exits."""
         self.core.wait_for_param_gathers()
 

@@ -126,7 +126,7 @@ def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBa
         lp_out = staging.acquire(len(on_device)) if on_host else on_device
         states = {kind: tensors[kind] for kind in rule.states}
         segment = UpdateSegment(0, tensors[WEIGHT], grads, states, (), 1, lambda sums: sums, lp_out)
-        if not rule.step_many([segment], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
+        if not rule.step([segment], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
             lp_out.copy_(tensors[WEIGHT])
         if on_host:
             staging.mark_sent(last := copy_streams.to_device.copy(on_device, lp_out))

@@ -199,7 +199,7 @@ FOR_ENGINES = [name for name in PRECISIONS if DEVICE.type == "cuda" or name != "
 
 
 def engine_of(precision: str, stage: int) -> ZeroEngine:
-    config = configure_gpt2(zero_stage=stage, compile=False, **PRECISIONS[precision])
+    config = configure_gpt2(zero_stage=stage, compile=False, lr=1e-3, lr_warmup_iters=0, **PRECISIONS[precision])
     return build_engine(config, build_model(config, Groups()), Groups(), DEVICE).core
 
 
@@ -207,7 +207,7 @@ def step_of(engine: ZeroEngine) -> Launches:
     tokens = torch.arange(16, device=DEVICE).view(2, 8)
     engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
     with Launches() as counted:
-        engine.step(1e-3)
+        engine.step()
     return counted
 
 

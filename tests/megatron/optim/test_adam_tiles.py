@@ -71,7 +71,7 @@ def test_tiles_equal_whole_spans_to_the_bit(
     for step in range(1, STEPS + 1):
         at = StepScalars(torch.tensor(float(step)), torch.tensor(3.7) if divided else None,
                          None if skip is None else torch.tensor(float(skip)))
-        assert rule.step_many([*spans_of(found, grad_of(step, kind), narrow)], HYPER, at)
+        assert rule.step([*spans_of(found, grad_of(step, kind), narrow)], HYPER, at)
         by_torch(expected, grad_of(step, kind), rule, at)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -90,11 +90,11 @@ def test_a_weight_is_narrowed_before_the_next_tile_is_updated_and_wide_spans_are
     at, grad = StepScalars(torch.tensor(1.0)), grad_of(1, torch.bfloat16)
     span, *_ = spans_of(made(), grad, torch.zeros_like(grad))
     with Order() as counted:
-        AdamW().step_many([span], HYPER, at)
+        AdamW().step([span], HYPER, at)
     tile = ["copy_", "_fused_adamw_", "copy_"]
     assert [name for name in names if name in tile] == tile * 3
     assert counted.by_name["empty"] == 1, "one buffer for all tiles"
     wide = [*spans_of(made(), grad_of(1, torch.float32), None)]
     with Launches() as counted:
-        AdamW().step_many(wide, HYPER, at)
+        AdamW().step(wide, HYPER, at)
     assert counted.kernels == {"_fused_adamw_": len(LENGTHS)}

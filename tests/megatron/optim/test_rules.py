@@ -20,7 +20,7 @@ from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW, Lion
 from megatron.optim.lamb import Lamb
-from megatron.optim.rule import SlotRange, UpdateRule, UpdateSegment
+from megatron.optim.rule import SlotRange, StepScalars, UpdateRule, UpdateSegment
 from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.layout import ALIGNMENT
 
@@ -40,6 +40,10 @@ def grads(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, float]]:
         yield torch.randn(SIZE, generator=generator).to(dtype), 1e-2 * step / STEPS
 
 
+def at(steps_taken: int, factor: float = 1.0) -> StepScalars:
+    return StepScalars.for_applied_step(factor, steps_taken, torch.device("cpu"))
+
+
 def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequence[int]) -> Iterator[UpdateSegment]:
     for start, stop in zip((0, *cuts), (*cuts, len(master)), strict=True):
         cut = slice(start, stop)
@@ -57,7 +61,7 @@ def flat_run(rule: UpdateRule, hyper: dict[str, Any], cuts: Sequence[int] = (), 
             saved, rule = json.dumps(rule.scalars()), fresh()
             rule.restore(json.loads(saved))
         for span in spans_of(master, grad.clone(), states, cuts):
-            rule.step(span, {**hyper, "lr": lr}, factor=FACTOR, steps_taken=step)
+            rule.step([span], {**hyper, "lr": lr}, at(step, FACTOR))
     return {"": master, **states}
 
 
@@ -191,7 +195,7 @@ def test_groups_have_their_own_numbers_and_all_their_states_are_kept() -> None:
     for step, (grad, _) in enumerate(grads()):
         for group, hyper in enumerate(hypers):
             span = UpdateSegment(group, weights(), grad.clone(), {"ax": torch.zeros(SIZE)}, (), 1, lambda sums: sums)
-            rule.step(span, hyper, factor=1.0, steps_taken=step)
+            rule.step([span], hyper, at(step))
     assert rule.scalars()["0/20"]["mu"] == pytest.approx(1 / 17) and rule.scalars()["1/20"]["mu"] == 1
     mixed = torch.optim.SGD([{"params": parameters[0]}, {"params": parameters[1], "momentum": 0.9}], lr=0.1)
     assert from_torch(mixed).states == ("momentum_buffer",)
@@ -203,12 +207,12 @@ def test_the_numbers_of_all_ranks_are_the_union_whatever_an_idle_rank_remembers(
     states = {name: torch.zeros(SIZE) for name in busy.states}
     for step, (grad, _) in enumerate(grads()):
         for rule in (busy, idle) if step < 3 else (busy,):
-            rule.step(next(spans_of(weights(), grad, states, ())), hyper, factor=1.0, steps_taken=step)
+            rule.step([next(spans_of(weights(), grad, states, ()))], hyper, at(step))
     for union in ({**busy.scalars(), **idle.scalars()}, {**idle.scalars(), **busy.scalars()}):
         fresh = from_torch(optimizer)
         fresh.restore(json.loads(json.dumps(union)))
         for rule in (busy, fresh):
-            rule.step(next(spans_of(weights(), weights(), states, ())), hyper, factor=1.0, steps_taken=STEPS)
+            rule.step([next(spans_of(weights(), weights(), states, ()))], hyper, at(STEPS))
         assert fresh.scalars()["0/21"] == busy.scalars()["0/21"]
 
 
@@ -216,7 +220,7 @@ def test_a_checkpoint_without_the_numbers_is_refused() -> None:
     optimizer, hyper = made("NAdam")
     span = next(spans_of(weights(), weights(), {name: torch.zeros(SIZE) for name in ("exp_avg", "exp_avg_sq")}, ()))
     with pytest.raises(CheckpointError, match="step, mu_product of parameter group 0 after 3 steps is not known"):
-        from_torch(optimizer).step(span, hyper, factor=1.0, steps_taken=3)
+        from_torch(optimizer).step([span], hyper, at(3))
 
 
 def test_adamw_is_our_own_where_it_can_be() -> None:
@@ -327,7 +331,7 @@ def lamb_run(hyper: dict[str, Any], tile: int) -> Tensor:
     slots = [SlotRange(slot, start, stop) for slot, (start, stop) in enumerate(SLOTS)]
     for step, (grad, lr) in enumerate(grads()):
         segment = UpdateSegment(0, master, grad.clone(), states, slots, len(SLOTS), lambda sums: sums)
-        Lamb(tile).step(segment, {**hyper, "lr": lr}, factor=FACTOR, steps_taken=step)
+        Lamb(tile).step([segment], {**hyper, "lr": lr}, at(step, FACTOR))
     return master
 
 

@@ -74,7 +74,7 @@ def step(config: Config, engine: Any) -> None:
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = (tokens == 5).long().cumsum(1) if config.data.reset_attention_mask else None
         engine.backward(engine(tokens, targets, segments=segments, grad_scale=engine.backward_scale))
-        report = engine.step(1e-3)
+        report = engine.step()
 
 
 def check(world: int, runs: list[dict[str, Any]]) -> None:
@@ -217,8 +217,8 @@ def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
                          {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
     with patch.object(torch, "get_num_threads", lambda: threads), \
             patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
-        adam.AdamW().step_many([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-                               StepScalars.for_applied_step(1.0, 0, CPU))
+        adam.AdamW().step([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+                          StepScalars.for_applied_step(1.0, 0, CPU))
     assert taken == [min(count, threads * adam.CACHE_TILE_NUMEL)]
 
 

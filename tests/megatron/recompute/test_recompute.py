@@ -63,7 +63,7 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
     for rows in tokens:
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         if not engine.is_at_boundary:
-            engine.step(0.0)
+            engine.step()
     found = {segment.slot.name: grad.clone() for segment, grad in gradient_runs(engine)}
     return found, capture_rng(), len(calls)
 

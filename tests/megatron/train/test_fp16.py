@@ -51,10 +51,12 @@ def step(engine: ZeroEngine, bad: float | None = None, only: str = "blocks.1.mlp
         return spoilt
 
     handle = parameter.register_hook(spoil) if bad is not None else None
+    for group in engine.param_groups:
+        group["lr"] = lr
     report = None
     for _ in range(engine.accumulation_steps):
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
-        report = engine.step(lr)
+        report = engine.step()
     if handle is not None:
         handle.remove()
     return report

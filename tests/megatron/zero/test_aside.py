@@ -225,11 +225,11 @@ def test_destroy_brings_the_weights_back(engine: Engine) -> None:
 
 
 def test_buffers_of_gradients_go(engine: Engine) -> None:
-    turns = engine.core._state_offloader._buffer_pool
-    assert (turns.free_nbytes > 0) == (engine.zero_optimization_stage() >= 2)
+    free = engine.core._state_offloader._buffer_pool._free
+    assert any(free.values()) == (engine.zero_optimization_stage() >= 2)
     for buffer in ("lp_grads", "contiguous_grad_buffer"):
         engine.offload_states([buffer])
-        assert turns.free_nbytes == 0
+        assert not free
         step(engine)  # nothing is away
 
 

@@ -501,7 +501,7 @@ def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[
             more = 0 if way == "reentrant" else engine(rows(rank, 4), -1)
             engine.backward(engine(rows(rank, 3), -1) + more)
             engine.step()
-            engine.settle()
+            engine.wait_for_param_gathers()
             entries = list(engine.core.log.snapshot(rank).entries)
             seen.append((whole(engine), entries))
     return seen

@@ -90,26 +90,27 @@ def _fail(gradient: Tensor) -> None:
 def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
     """Recomputation, the loss head and tied weights."""
     grid = groups.build(1)
-    engine = gpt2_engine(configure_gpt2(zero_stage=stage, bf16=bf16, checkpoint_activations=True, batch_size=2,
-                                        checkpoint_num_layers=1, global_batch_size=8), grid)
+    engine = gpt2_engine(configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2,
+                                        checkpoint_activations=True, checkpoint_num_layers=1,
+                                        global_batch_size=8), grid)
     draw = torch.Generator().manual_seed(rank)
     for _ in range(4):
         engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-        engine.step(1e-2)
+        engine.step()
     return [value.float() for value in weights(engine).values()]
 
 
 def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
     """Initial weights that the engine draws, edited before it has; and a step."""
     grid = groups.build(1)
-    config = configure_gpt2(zero_stage=stage, bf16=bf16, batch_size=2, global_batch_size=4)
+    config = configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2, global_batch_size=4)
     model = build_model(config, grid)
     with zero.GatheredParameters(model.wpe.weight, modifier_rank=1):
         model.wpe.weight.data.mul_(2.0 + rank)
     engine = build_engine(config, model, grid, torch.device("cpu")).core
     draw = torch.Generator().manual_seed(rank)
     engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-    engine.step(1e-2)
+    engine.step()
     return [value.float() for value in weights(engine).values()]
 
 
@@ -155,12 +156,13 @@ def written(rank: int, world: int, native: bool) -> list[str]:
     with accelerator_side(native):
         for stage, bf16 in product((1, 2), (False, True)):
             config = build_config({"zero_stage": stage, "bf16": bf16, "batch_size": 4, "global_batch_size": 8,
-                                   "ignore_unused_parameters": True, "lr_decay_style": "constant"})
+                                   "ignore_unused_parameters": True, "lr": 1e-2, "lr_warmup_iters": 0,
+                                   "lr_decay_style": "constant"})
             with late_wire():
                 engine = zero.initialize(model=Idle(), config=config, mpu=groups.build(1))[0]
                 for _ in range(3):
                     engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)))
-                    engine.core.step(1e-2)  # new weights travel until they are needed
+                    engine.core.step()  # new weights travel until they are needed
                 last = engine.module.blocks[2].weight
                 safe_set_full_fp32_param(last, torch.full((WIDTH, WIDTH), 0.25))
                 with zero.GatheredParameters(last):

@@ -172,11 +172,11 @@ def sums(tensor: bool) -> float:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    go, step_many = Event(), AdamW.step_many
+    go, step = Event(), AdamW.step
 
     def held_up(rule: AdamW, *arguments: Any) -> bool:
         assert go.wait(60)
-        return step_many(rule, *arguments)
+        return step(rule, *arguments)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2)
     offload = {"device": "cpu", "delayed_param_update": True}
@@ -184,7 +184,7 @@ def sums(tensor: bool) -> float:
         model=model, optimizer=optimizer, device=torch.device("cpu"), config={
             "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "offload_optimizer": offload}},
         lr_scheduler=lambda of: torch.optim.lr_scheduler.ExponentialLR(of, 0.1))
-    with patch.object(AdamW, "step_many", held_up):
+    with patch.object(AdamW, "step", held_up):
         for number in range(3):
             rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
             go.set()
@@ -265,7 +265,7 @@ def broken(rank: int, world: int) -> list[str]:
         engine = built(world, zero_stage=1, **DELAYED)
         train(engine, rows[:1])
         engine.finish_step()
-        with patch.object(engine.rule, "step_many", side_effect=MemoryError("no room")):
+        with patch.object(engine.rule, "step", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
             wait([engine._optimizer_step.update._running])
         for _ in range(2):

@@ -139,18 +139,18 @@ def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the fused kernel does: it says that it has written what it was given a place for."""
 
-    step_many = AdamW.step_many
+    step = AdamW.step
 
     def update_and_write(rule: AdamW, spans: Sequence[UpdateSegment], hyper: Mapping[str, Any],
                          at: StepScalars) -> bool:
-        step_many(rule, spans, hyper, at)
+        step(rule, spans, hyper, at)
         for span in spans:
             if span.lp_out is not None:
                 span.lp_out.copy_(span.master)
         return True
 
     expected = outcome(built(configured(None, bf16=True)).core, batches(3))
-    monkeypatch.setattr(AdamW, "step_many", update_and_write)
+    monkeypatch.setattr(AdamW, "step", update_and_write)
     engine = built(configured(tmp_path, bf16=True))
     assert alike(outcome(engine.core, batches(3)), expected)
     engine.destroy()
