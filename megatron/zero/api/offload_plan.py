@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megatron import host_memory
 from megatron.config.tree import Config, flag_name
-from megatron.config.zero_config import unused_offload_settings
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
@@ -208,8 +207,7 @@ def check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_siz
 def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded: bool) -> list[str]:
     """After the engine is built: the achieved offload ratio, and a note for each setting that has no or less effect
     here. `params_are_sharded`: the engine has sharded parameters."""
-    offload = config.offload
-    notes = [f" note: {sentence}" for sentence in unused_offload_settings(offload, config.key_names.keys_of_given)]
+    offload, notes = config.offload, list[str]()
     for name in ("offload_optimizer_device", "offload_param_device"):
         if getattr(offload, name) == "cpu" and storage.copy_streams is None:
             notes.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
@@ -223,7 +221,7 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
                      f"whole blocks ({ratio})")
     elif offloads_optimizer and offload.offload_optimizer_ratio != 1:
         notes.append(f" note: {ratio} has no effect here: the optimizer's state is where the model is")
-    if offloads_optimizer and offload.delayed_param_update and not storage.delays_update:
+    if offload.offload_optimizer_device == "cpu" and offload.delayed_param_update and not storage.delays_update:
         notes.append(" note: --delayed-param-update has no effect here: it is for Adam and its like with "
                      "--offload-optimizer-device cpu of a GPU, updated by the host")
     device_is_host = offload.offload_param_device == "cpu" and storage.copy_streams is None
