@@ -68,7 +68,7 @@ def _run(stop: StopListener) -> int:
     from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
     from megatron.train.resume import RunCheckpoints
     from megatron.train.run_log import RunLog, check_log_paths, header_lines, header_record
-    from megatron.zero.stages import ineffective_setting_notes as zero_notes
+    from megatron.zero.stages import ineffective_on_gpu_notes
     from mpu import groups as mpu_groups
 
     process_group.register_stop_check(stop.is_stop_pending)
@@ -94,7 +94,7 @@ def _run(stop: StopListener) -> int:
         log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
                                            writes=groups.world.rank == 0, extra_line=recomputation.report,
                                            survives_closed_stdout=config.save.save is not None))
-        unused = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
+        unused = (*(ineffective_on_gpu_notes(config.zero) if device.type == "cuda" else ()),
                   *recompute_notes(config.recompute, groups.tp.size, device),
                   *processor_notes(config.precision.name, device))
         log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))

@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
         collector.raise_if_any()
     unread = (f" note: {line}"
               for line in unused_settings(config, flags, {*flags, *map(field_name, config.key_names.keys_of_given)}))
-    return replace(config, notes=(*notes, *config.save.notes(), *unread, *config.notes))
+    return replace(config, notes=(*notes, *unread, *config.notes))
 
 
 def _build_from_flags(values: dict[str, Any], preset: dict[str, Any], world_size: int,

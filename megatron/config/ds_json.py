@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,12 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
         errors.raise_if_any()
     if errors:
         return config
-    unread = (f" {ds_values.name}: {errors.key_names.translate(line)}"
-              for line in unused_settings(config, key_of, {*key_of, *flags}))
-    return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread), key_names=errors.key_names)
+    config = replace(config, key_names=errors.key_names)
+    # an engine's blocks are recomputed by calls, not by --checkpoint-activations
+    read = {item.name for item in fields(config.recompute)} if in_engine else set[str]()
+    unread = (f" {ds_values.name}: {config.translate(line)}"
+              for line in unused_settings(config, [name for name in key_of if name not in read], {*key_of, *flags}))
+    return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread))
 
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:

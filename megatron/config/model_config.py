@@ -195,9 +195,10 @@ class LayerDropConfig(ConfigSection):
                                            json=_PROGRESSIVE_LAYER_DROP + "enabled")
     pld_theta: float = setting(0.5, "what the keep probability falls to, behind the last block", json=JsonKey(
         _PROGRESSIVE_LAYER_DROP + "theta", NUMBER, is_independent=False, default="1.0",
-        help="what the keep probability falls to, behind the last block; 1 leaves nothing out"), gt=0, le=1)
+        help="what the keep probability falls to, behind the last block; 1 leaves nothing out"), gt=0, le=1,
+        needs="progressive_layer_drop")
     pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma",
-                               ge=0)
+                               ge=0, needs="progressive_layer_drop")
 
     @property
     def schedule(self) -> ThetaSchedule | None:
@@ -239,45 +240,54 @@ class QuantizeConfig(ConfigSection):
     quantize_training: bool = setting(False, "round the weights at work to fewer and fewer bits",
                                       json=_quantize_keys("enabled", _COMPRESSION + "enabled"))
     quantize_start_bits: int = setting(MAX_BITS, "bits that a weight begins with",
-                                       json=_quantize_keys("quantize_bits.start_bits"), ge=1, le=MAX_BITS)
+                                       json=_quantize_keys("quantize_bits.start_bits"), ge=1, le=MAX_BITS,
+                                       needs="quantize_training")
     quantize_target_bits: int = setting(8, "bits that it ends with: 3 to 16, 2 is ternary, 1 is binary",
-                                        json=_quantize_keys("quantize_bits.target_bits"), ge=1, le=MAX_BITS)
+                                        json=_quantize_keys("quantize_bits.target_bits"), ge=1, le=MAX_BITS,
+                                        needs="quantize_training")
     quantize_period: int = setting(1000, "applied steps until the first bit falls; the others fall after 2, 4, 8, ... "
-                                   "times as many", json=_quantize_keys("quantize_schedule.quantize_period"), ge=1)
+                                   "times as many", json=_quantize_keys("quantize_schedule.quantize_period"), ge=1,
+                                   needs="quantize_training")
     quantize_offset: int = setting(1000, "applied steps before the first weight is rounded", json=_quantize_keys(
-        "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"), ge=0)
+        "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"), ge=0, needs="quantize_training")
     quantize_groups: int = setting(1, "groups of rows of each matrix, which are scaled each by itself",
-                                   json=_quantize_keys("quantize_groups", _COMPRESSION + "quantize_groups"), ge=1)
+                                   json=_quantize_keys("quantize_groups", _COMPRESSION + "quantize_groups"), ge=1,
+                                   needs="quantize_training")
     quantize_type: Literal["symmetric", "asymmetric"] = setting(
         "symmetric", "whether a grid lies around 0, or between the smallest and the largest weight",
         json=(*_algorithm_keys("q_type", "quantization_type", "symmetric", "asymmetric"),
-              JsonKey(_QUANTIZE_TRAINING + "quantize_type")))
+              JsonKey(_QUANTIZE_TRAINING + "quantize_type")), needs="quantize_training")
     quantize_rounding: Literal["nearest", "stochastic"] = setting(
-        "nearest", "how weights are rounded", json=_algorithm_keys("rounding", "rounding", "nearest", "stochastic"))
+        "nearest", "how weights are rounded", json=_algorithm_keys("rounding", "rounding", "nearest", "stochastic"),
+        needs="quantize_training")
     quantize_mixed: bool = setting(
         False, "when a bit falls, go over to rounded weights little by little",
-        json=_quantize_keys("fp16_mixed_quantize.enabled", _COMPRESSION + "fp16_mixed_quantize.enabled"))
+        json=_quantize_keys("fp16_mixed_quantize.enabled", _COMPRESSION + "fp16_mixed_quantize.enabled"),
+        needs="quantize_training")
     quantize_change_ratio: float = setting(
         0.001, "with --quantize-mixed: the share of rounded weights that a step adds", json=_quantize_keys(
             "fp16_mixed_quantize.quantize_change_ratio", _COMPRESSION + "fp16_mixed_quantize.quantize_change_ratio"),
-        gt=0, le=1)
+        gt=0, le=1, needs="quantize_mixed")
     quantize_verbose: bool = setting(False, "print a line whenever a bit falls",
-                                     json=_quantize_keys("quantize_verbose", _COMPRESSION + "quantize_verbose"))
+                                     json=_quantize_keys("quantize_verbose", _COMPRESSION + "quantize_verbose"),
+                                     needs="quantize_training")
 
     quantize_eigenvalue: bool = setting(
         False, "keep the bits of blocks longer in which the loss is steeper: the largest eigenvalue of each is looked "
-        "for before a bit falls", json=_eigenvalue_keys("enabled"))
+        "for before a bit falls", json=_eigenvalue_keys("enabled"), needs="quantize_training")
     eigenvalue_max_iter: int = setting(100, "steps of the search for an eigenvalue, at most",
-                                       json=_eigenvalue_keys("max_iter"), ge=1)
+                                       json=_eigenvalue_keys("max_iter"), ge=1, needs="quantize_eigenvalue")
     eigenvalue_tol: float = setting(1e-2, "an eigenvalue that changes by less in a step is found",
-                                    json=_eigenvalue_keys("tol"), gt=0)
+                                    json=_eigenvalue_keys("tol"), gt=0, needs="quantize_eigenvalue")
     eigenvalue_stability: float = setting(1e-6, "what is added to the length that directions are divided by",
-                                          json=_eigenvalue_keys("stability"), ge=0)
+                                          json=_eigenvalue_keys("stability"), ge=0, needs="quantize_eigenvalue")
     eigenvalue_layer_name: str | None = setting(
-        None, "the list of modules that are the blocks (default: the outermost)", json=_eigenvalue_keys("layer_name"))
+        None, "the list of modules that are the blocks (default: the outermost)", json=_eigenvalue_keys("layer_name"),
+        needs="quantize_eigenvalue")
     eigenvalue_layer_num: int = setting(0, "how many blocks there have to be; 0: as many as there are",
-                                        json=_eigenvalue_keys("layer_num"), ge=0)
-    eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"))
+                                        json=_eigenvalue_keys("layer_num"), ge=0, needs="quantize_eigenvalue")
+    eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"),
+                                       needs="quantize_eigenvalue")
 
     def check(self, errors: ErrorList) -> None:
         errors.require(not self.quantize_eigenvalue or self.quantize_training,

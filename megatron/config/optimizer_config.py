@@ -258,8 +258,9 @@ class ScheduleConfig(ConfigSection):
         "linear", "shape of the warm-up; log rises fast at first",
         json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
-        "exponential", "WSD: shape of the decay")
-    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters", ge=1)
+        "exponential", "WSD: shape of the decay", needs={"lr_decay_style": ("WSD",)})
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters", ge=1,
+                                             needs={"lr_decay_style": ("WSD",)})
     cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
                                  "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
                                  ge=0, json=(

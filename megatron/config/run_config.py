@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NoReturn
@@ -38,8 +37,8 @@ class SaveConfig(ConfigSection):
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this", ge=1)
     no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")
     no_save_rng: bool = setting(False, "leave the random number state out of checkpoints")
-    no_load_optim: bool = setting(False, "do not load the optimizer state")
-    no_load_rng: bool = setting(False, "do not load the random number state")
+    no_load_optim: bool = setting(False, "do not load the optimizer state", needs="load")
+    no_load_rng: bool = setting(False, "do not load the random number state", needs="load")
     finetune: bool = setting(False, "load the weights only, and start at iteration 0")
     load_precision_change: bool = setting(False, "accept a checkpoint of another precision; its loss scale restarts")
     resume_fallback: bool = setting(
@@ -53,12 +52,6 @@ class SaveConfig(ConfigSection):
             value = getattr(self, name)
             require(value is None or value is False or self.load is not None,
                     f"{flag_name(name)} needs --load: there is nothing to load")
-
-    def notes(self) -> Iterator[str]:
-        """Notes on flags without effect, which scripts of DeepSpeed's examples give on their first run."""
-        for name in ("no_load_optim", "no_load_rng"):
-            if getattr(self, name) and self.load is None:
-                yield f" note: {flag_name(name)} has no effect: without --load there is nothing to load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,21 +105,24 @@ class ProfileConfig(ConfigSection):
     flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module",
                                    json=_FLOPS_PROFILER + "enabled")
     flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step",
-                                       ge=1)
+                                       ge=1, needs="flops_profiler")
     flops_profiler_module_depth: int = setting(-1, "how deep into the modules the sums over classes go; -1: to the "
-                                               "innermost", json=_FLOPS_PROFILER + "module_depth", ge=-1)
+                                               "innermost", json=_FLOPS_PROFILER + "module_depth", ge=-1,
+                                               needs="flops_profiler")
     flops_profiler_top_modules: int = setting(1, "how many classes are named at each depth",
-                                              json=_FLOPS_PROFILER + "top_modules", ge=1)
-    flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
+                                              json=_FLOPS_PROFILER + "top_modules", ge=1, needs="flops_profiler")
+    flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed",
+                                            needs="flops_profiler")
     flops_profiler_output_file: str | None = setting(
         None, "write the profile to this file: JSON if its ending is .json, else text",
-        json=_FLOPS_PROFILER + "output_file", is_location=True)
+        json=_FLOPS_PROFILER + "output_file", is_location=True, needs="flops_profiler")
 
     profile_steps: str | None = setting(
         None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, on a GPU a memory snapshot, and a line that "
               "says where the time went", metavar="FIRST:LAST")
-    profile_rank: int = setting(0, "the rank that is traced", metavar="RANK", ge=0)
-    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True)
+    profile_rank: int = setting(0, "the rank that is traced", metavar="RANK", ge=0, needs="profile_steps")
+    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True,
+                                      needs="profile_steps")
 
     @property
     def traced_steps(self) -> range | None:

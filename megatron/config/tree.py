@@ -18,7 +18,7 @@ from megatron.config.model_config import PRESETS, DataConfig, LayerDropConfig, M
 from megatron.config.optimizer_config import (AUTO_STEPS, DEFAULT_WARMUP_FRACTION, ONE_BIT_OPTIMIZERS, OPTIMIZERS,
                                               OptimConfig, ScheduleConfig)
 from megatron.config.run_config import AutotuningConfig, LogConfig, ProfileConfig, SaveConfig
-from megatron.config.schema import flag_name, flags_have, location_presence, require, setting_of
+from megatron.config.schema import Needs, flag_name, flags_have, location_presence, require, setting_of
 from megatron.config.zero_config import (OffloadConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ZeroConfig,
                                          data_parallel_size)
 from megatron.errors import ConfigError
@@ -240,17 +240,7 @@ def _build_section(section: Any, values: Mapping[str, Any], collector: ErrorColl
         return _build_section(section, left if len(left) < len(values) else {}, collector)
 
 
-def _fields_with_switch(section: Any, switch: str, prefix: str = "") -> dict[str, str]:
-    return {item.name: switch for item in fields(section) if item.name.startswith(prefix) and item.name != switch}
-
-
-REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progressive_layer_drop"),
-                                   **_fields_with_switch(ProfileConfig, "flops_profiler", "flops_profiler_"),
-                                   **dict.fromkeys(("profile_rank", "profile_dir"), "profile_steps"),
-                                   **_fields_with_switch(QuantizeConfig, "quantize_training"),
-                                   "quantize_change_ratio": "quantize_mixed",
-                                   **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
-"""Field -> the switch that it needs."""
+_FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 OPTIMIZER_FIELDS: dict[str, list[str]] = {}  # field of `optim` -> the optimizers that read it
 for _optimizer, _takes in OPTIMIZERS.items():
     for _name in " ".join(_takes.fields.values()).split():
@@ -258,19 +248,26 @@ for _optimizer, _takes in OPTIMIZERS.items():
 
 
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
-    """A sentence for each field of `candidates` that has no effect; `given` are all fields that were set explicitly."""
+    """A sentence for the fields of `candidates` that have no effect; `given` are all fields that were set explicitly.
+    Files write out switches that are off, and DeepSpeed's guide the defaults of what a choice leaves unread."""
     values = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    by_switch: dict[str, list[str]] = {}  # outermost switch that is off -> the settings that need it
+    idle: dict[str, list[str]] = {}  # why -> the settings
+    for name in dict.fromkeys(candidates):
+        value, default, needs = values[name], _FIELDS[name].default, _missing_needs(name, values)
+        if needs is None:
+            continue
+        if () in needs.values():
+            is_news = (value is not False or bool(default)) and needs.keys().isdisjoint(given)
+        else:
+            is_news = value != default and not (value is False and name.startswith("offload_") and
+                                                flag_name(name) in config.key_names.keys_of_given)
+        if is_news:
+            missing = (f"{flag_name(switch)} {' or '.join(map(str, wanted))}".rstrip()
+                       for switch, wanted in needs.items())
+            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(_FIELDS[name]).help.split('; ')[1]}"
+            idle.setdefault(why, []).append(name)
+    yield from (f"{flags_have(names)} no effect{why}" for why, names in idle.items())
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
-    for name in on:
-        outermost, switch = None, REQUIRED_SWITCH.get(name)
-        while switch is not None:
-            outermost, switch = outermost if values[switch] else switch, REQUIRED_SWITCH.get(switch)
-        if outermost is not None and outermost not in given:
-            by_switch.setdefault(outermost, []).append(name)
-    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in by_switch.items())
-    if config.schedule.lr_decay_style != "WSD" and (names := [name for name in on if name.startswith("lr_wsd_")]):
-        yield f"{flags_have(names)} no effect without --lr-decay-style WSD"
     optimizer = config.optim.optimizer
     for name in on:
         readers = OPTIMIZER_FIELDS.get(name, [optimizer])
@@ -278,6 +275,16 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
             yield f"{flag_name(name)} has no effect with --optimizer {optimizer}: {', '.join(readers)} read it"
     if "weight_decay" in on and not OPTIMIZERS[optimizer].has_weight_decay:
         yield f"--weight-decay has no effect with --optimizer {optimizer}: its weights do not decay"
+
+
+def _missing_needs(name: str, values: Mapping[str, Any]) -> Needs | None:
+    """The outermost need of a field that is not met; None if all are."""
+    needs = setting_of(_FIELDS[name]).needs
+    if needs is None:
+        return None
+    outer = next(filter(None, (_missing_needs(switch, values) for switch in needs)), None)
+    is_met = any(values[switch] in wanted if wanted else values[switch] for switch, wanted in needs.items())
+    return outer or (None if is_met else needs)
 
 
 def run_errors(config: Config) -> Iterator[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, flag_name, flags_have, one_of, require,
+from megatron.config.schema import (EXPONENT, MAX_INT64, NEVER, NUMBER_FROM_0, JsonKey, flag_name, one_of, require,
                                     setting)
 
 
@@ -89,6 +88,7 @@ class PrecisionConfig(ConfigSection):
 
 
 _ZERO_OPTIMIZATION = "zero_optimization."
+_SHARDED, _STAGE_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class ZeroConfig(ConfigSection):
         True, "overlap communication with computation", "overlap-grad-reduce", "overlap-param-gather",
         json=JsonKey(_ZERO_OPTIMIZATION, nullable=True, help="DeepSpeed's default: at stage 3 only"))
     reduce_scatter: bool = setting(True, "reduce gradients to their owner only (--no-reduce-scatter: to all ranks)",
-                                   "zero-reduce-scatter", json=_ZERO_OPTIMIZATION)
+                                   "zero-reduce-scatter", json=_ZERO_OPTIMIZATION, needs=_SHARDED)
     prescale_gradients: bool = setting(
         False, "divide gradients by the data parallel size before they are reduced, not after",
         json="prescale_gradients")
@@ -114,29 +114,33 @@ class ZeroConfig(ConfigSection):
     reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time on CPU (on GPUs: a block)",
                                       "zero-reduce-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64)
     allgather_partitions: bool = setting(
-        True, "accepted; each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION)
+        True, "accepted; each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION, needs=NEVER)
     allgather_bucket_size: int = setting(500_000_000, "weights collected at a time on CPU (on GPUs: a block)",
-                                         "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64)
+                                         "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64,
+                                         needs=_SHARDED)
     load_from_fp32_weights: bool = setting(
         True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
-        json=_ZERO_OPTIMIZATION)
+        json=_ZERO_OPTIMIZATION, needs={"fp16": (), "bf16": ()})
     ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_ZERO_OPTIMIZATION)
-    round_robin_gradients: bool = setting(False, "spread copies of gradients to the host over the ranks",
-                                          json=_ZERO_OPTIMIZATION)
+    round_robin_gradients: bool = setting(
+        False, "accepted; each rank copies to the host only its own part of the gradients, an equal one",
+        json=_ZERO_OPTIMIZATION, needs=NEVER)
     sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION,
                                   ge=1, le=MAX_INT64)
     stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
-                                              json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
+                                              json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64, needs=_STAGE_3)
     stage3_max_reuse_distance: int = setting(
         0, "keep a block gathered after its forward if its backward comes before that many other parameters are used",
         json=JsonKey(_ZERO_OPTIMIZATION, help="DeepSpeed's default, 1e9, keeps smaller models whole"),
-        ge=0, le=MAX_INT64)
+        ge=0, le=MAX_INT64, needs=_STAGE_3)
     stage3_prefetch_bucket_size: int = setting(
-        50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
+        50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64,
+        needs=_STAGE_3)
     stage3_param_persistence_threshold: int = setting(
-        100_000, "never partition a parameter of fewer elements", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64)
+        100_000, "never partition a parameter of fewer elements", json=_ZERO_OPTIMIZATION, ge=0, le=MAX_INT64,
+        needs=_STAGE_3)
     stage3_gather_16bit_weights_on_model_save: bool = setting(
-        False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION)
+        False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION, needs=_STAGE_3)
 
     def check(self, errors: ErrorList) -> None:
         errors.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
@@ -146,6 +150,10 @@ class ZeroConfig(ConfigSection):
 
 
 _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+_OPTIMIZER_OFFLOADED, _PARAM_OFFLOADED = ({f"offload_{kind}_device": ("cpu", "nvme")}
+                                          for kind in ("optimizer", "param"))
+_OPTIMIZER_ON_DRIVE, _PARAM_ON_DRIVE = {"offload_optimizer_device": ("nvme",)}, {"offload_param_device": ("nvme",)}
+_DRIVE = _OPTIMIZER_ON_DRIVE | _PARAM_ON_DRIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,45 +163,50 @@ class OffloadConfig(ConfigSection):
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where master weights and moments are kept", json=_OFFLOAD_OPTIMIZER + "device")
     offload_optimizer_nvme_path: str | None = setting(
-        None, "folder on the NVMe drive", json=_OFFLOAD_OPTIMIZER + "nvme_path", is_location=True)
+        None, "folder on the NVMe drive", json=_OFFLOAD_OPTIMIZER + "nvme_path", is_location=True,
+        needs=_OPTIMIZER_ON_DRIVE)
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
-                                                  json=_OFFLOAD_OPTIMIZER + "buffer_count", ge=1)
+                                                  json=_OFFLOAD_OPTIMIZER + "buffer_count", ge=1,
+                                                  needs=_OPTIMIZER_ON_DRIVE)
     offload_optimizer_pin_memory: bool = setting(
         True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
-        json=_OFFLOAD_OPTIMIZER + "pin_memory")
+        json=_OFFLOAD_OPTIMIZER + "pin_memory", needs=_OPTIMIZER_OFFLOADED)
     offload_optimizer_pipeline_read: bool = setting(True, "read the next tile while this one is updated",
-                                                    json=_OFFLOAD_OPTIMIZER + "pipeline_read")
+                                                    json=_OFFLOAD_OPTIMIZER + "pipeline_read",
+                                                    needs=_OPTIMIZER_ON_DRIVE)
     offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
-                                                     json=_OFFLOAD_OPTIMIZER + "pipeline_write")
+                                                     json=_OFFLOAD_OPTIMIZER + "pipeline_write",
+                                                     needs=_OPTIMIZER_ON_DRIVE)
     offload_optimizer_ratio: float = setting(
         1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
-        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio", ge=0, le=1)
+        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio", ge=0, le=1, needs=_OPTIMIZER_OFFLOADED)
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
-        "auto measures both", json=_OFFLOAD_OPTIMIZER + "update")
+        "auto measures both", json=_OFFLOAD_OPTIMIZER + "update", needs={"offload_optimizer_device": ("cpu",)})
     delayed_param_update: bool = setting(
         False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
-        "faster, and inexact", json=_OFFLOAD_OPTIMIZER + "delayed_param_update")
+        "faster, and inexact", json=_OFFLOAD_OPTIMIZER + "delayed_param_update",
+        needs={"offload_optimizer_device": ("cpu",)})
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where parameters are kept; stage 3 only", "remote-device", json=_OFFLOAD_PARAM + "device")
     offload_param_nvme_path: str | None = setting(
-        None, "folder on the NVMe drive", json=_OFFLOAD_PARAM + "nvme_path", is_location=True)
+        None, "folder on the NVMe drive", json=_OFFLOAD_PARAM + "nvme_path", is_location=True, needs=_PARAM_ON_DRIVE)
     offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
-                                              json=_OFFLOAD_PARAM + "buffer_count", ge=1)
+                                              json=_OFFLOAD_PARAM + "buffer_count", ge=1, needs=_PARAM_ON_DRIVE)
     offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_OFFLOAD_PARAM + "buffer_size",
-                                             ge=1)
+                                             ge=1, needs=_PARAM_ON_DRIVE)
     offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
-                                            json=_OFFLOAD_PARAM + "max_in_cpu", ge=0)
+                                            json=_OFFLOAD_PARAM + "max_in_cpu", ge=0, needs=_PARAM_ON_DRIVE)
     offload_param_pin_memory: bool = setting(
         True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
-        "use-pin-memory", json=_OFFLOAD_PARAM + "pin_memory")
-    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size", ge=1)
-    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth", ge=1)
+        "use-pin-memory", json=_OFFLOAD_PARAM + "pin_memory", needs=_PARAM_OFFLOADED)
+    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size", ge=1, needs=_DRIVE)
+    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth", ge=1, needs=_DRIVE)
     aio_intra_op_parallelism: int = setting(1, "reads under way at a time, and as many writes", "aio-thread-count",
-                                            json="aio.intra_op_parallelism", ge=1)
-    aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit")
+                                            json="aio.intra_op_parallelism", ge=1, needs=_DRIVE)
+    aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit", needs=_DRIVE)
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
-                                       json="aio.overlap_events")
+                                       json="aio.overlap_events", needs=_DRIVE)
 
     @property
     def uses_nvme(self) -> bool:
@@ -214,36 +227,6 @@ class OffloadConfig(ConfigSection):
                        "of the host, and is updated there; leave the flag out, or keep the state on cpu")
 
 
-# settings that apply only to NVMe
-_NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
-                  "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
-_HOST_SETTINGS = {"offload_update", "delayed_param_update"}  # settings that apply only to optimizer state on the host
-# settings that apply only to offloaded state
-_OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
-                     "param": {"offload_param_pin_memory"}}
-
-
-def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
-    """A sentence for each section with settings that have no effect. Ignores defaults, and switches of a JSON file
-    (`of_file`) that are off, since DeepSpeed's guide writes those defaults out."""
-    changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
-               and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
-    for kind, state in (("optimizer", "the optimizer's state is"), ("param", "the parameters are")):
-        location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
-        nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
-        unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
-        names = [name for name in changed if name in unread]
-        wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
-        if names and location == "none":
-            yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
-        elif names:
-            yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
-    aio = [name for name in changed if name.startswith("aio_")]
-    if aio and not offload.uses_nvme:
-        either = " or ".join(f"{flag_name(f'offload_{kind}_device')} nvme" for kind in _NVME_SETTINGS)
-        yield f"{flags_have(aio)} no effect here: nothing is on a drive without {either}"
-
-
 _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
 
 
@@ -256,18 +239,19 @@ class RecomputeConfig(ConfigSection):
                                            common=True)
     checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk", ge=1)
     partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
-                                          json=_ACTIVATION_CHECKPOINTING)
+                                          json=_ACTIVATION_CHECKPOINTING, needs="checkpoint_activations")
     cpu_checkpointing: bool = setting(False, "keep inputs on the host", "checkpoint-in-cpu",
-                                      json=_ACTIVATION_CHECKPOINTING)
+                                      json=_ACTIVATION_CHECKPOINTING, needs="checkpoint_activations")
     contiguous_memory_optimization: bool = setting(
         False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing",
-        json=JsonKey(_ACTIVATION_CHECKPOINTING, help="needs `partition_activations`"))
+        json=JsonKey(_ACTIVATION_CHECKPOINTING, help="needs `partition_activations`"), needs="checkpoint_activations")
     number_checkpoints: int | None = setting(None, "chunks that fit into that buffer (default: those of one forward)",
                                              "num-checkpoints", json=_ACTIVATION_CHECKPOINTING, ge=1)
     synchronize_checkpoint_boundary: bool = setting(False, "wait for the device at each chunk",
-                                                    "synchronize-each-layer", json=_ACTIVATION_CHECKPOINTING)
+                                                    "synchronize-each-layer", json=_ACTIVATION_CHECKPOINTING,
+                                                    needs="checkpoint_activations")
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
-                                     json=_ACTIVATION_CHECKPOINTING + "profile")
+                                     json=_ACTIVATION_CHECKPOINTING + "profile", needs="checkpoint_activations")
 
     def check(self, errors: ErrorList) -> None:
         require(self.partition_activations or not self.contiguous_memory_optimization,

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from data.cli import StrictArgumentParser, normalize_flag_names
 from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.config.cli_help import command_parser, require_positive
-from megatron.config.tree import Config, flag_name, require
-from megatron.config.zero_config import unused_offload_settings
+from megatron.config.tree import Config, OffloadConfig, flag_name, require, unused_settings
 from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, format_bytes,
                                         largest_micro_batches, plan_rows)
 from megatron.plan.footprint import PlannedRun
@@ -336,8 +335,8 @@ def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iter
     if not machine.tflops:
         yield "with --tflops X: the time of a step and of the run"
     yield from (f"problem: {sentence}" for sentence in find_problems(requested, machine, host, nvme))
-    yield from (requested.config.translate(f"note: {sentence}") for sentence in
-                unused_offload_settings(requested.config.offload, requested.config.key_names.keys_of_given))
+    yield from (requested.config.translate(f"note: {line}") for line in
+                unused_settings(requested.config, [item.name for item in fields(OffloadConfig)], ()))
     yield ""
 
 

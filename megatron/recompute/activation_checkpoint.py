@@ -240,14 +240,12 @@ class Recomputation:
 
 
 def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
-    """One line for each switch that is on but has no effect in this run."""
+    """One line for each switch that is on but has no effect on this device or with this tensor parallel size."""
     idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
     if device.type == "cpu":
         idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
-    if not config.checkpoint_activations:
-        idle = dict.fromkeys(("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-                              "synchronize_checkpoint_boundary", "profile_backward"), "--checkpoint-activations is off")
-    return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]
+    return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items()
+            if config.checkpoint_activations and getattr(config, name)]
 
 
 # ---- deepspeed.checkpointing ----------------------------------------------------------------------------------------

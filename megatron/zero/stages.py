@@ -11,7 +11,7 @@ Buckets and the step ask this table instead of the stage number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from megatron.config.tree import PrecisionConfig, ZeroConfig, flag_name
 
@@ -48,25 +48,10 @@ def gradient_precisions(policy: StagePolicy, precision: PrecisionConfig, accumul
     return sums if in_place else precision.name, sums
 
 
-def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
-    """One line for each setting that is not at its default and has no effect in this run."""
-    stage, policy = zero.zero_stage, stage_policy(zero.zero_stage)
-    reasons: list[tuple[str, str]] = []
-    if not policy.params_are_sharded:
-        reasons += [(item.name, f"at stage {stage}, where parameters are not sharded") for item in fields(ZeroConfig)
-                    if item.name.startswith("stage3_")]
-    if policy.optim_is_sharded:
-        reasons.append(("allgather_partitions", "here: each device has one way to gather weights"))
-    else:
-        reasons += [(name, f"at stage {stage}, where nothing is sharded")
-                    for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions")]
-    if on_cuda:
-        reasons += [(name, "on GPUs, where a bucket is sent at once")
-                    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if policy.optim_is_sharded else []))]
-        reasons.append(("contiguous_gradients", "on GPUs, where one operation moves the gradients of a bucket"))
-    if precision == "fp32":
-        reasons.append(("load_from_fp32_weights", "in fp32, where the weights are the masters"))
-    reasons.append(("round_robin_gradients", "without offloading to the host"))
-    given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
-    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}" for name, why in reasons
-            if name in given]
+def ineffective_on_gpu_notes(zero: ZeroConfig) -> list[str]:
+    """One line for each setting that is not at its default and has no effect on GPUs."""
+    names = ("reduce_bucket_size", *(["allgather_bucket_size"] if zero.zero_stage else ()))
+    reasons = {**dict.fromkeys(names, "where a bucket is sent at once"),
+               "contiguous_gradients": "where one operation moves the gradients of a bucket"}
+    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect on GPUs, {why}"
+            for name, why in reasons.items() if getattr(zero, name) != getattr(ZeroConfig, name)]

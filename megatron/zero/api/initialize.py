@@ -51,7 +51,7 @@ from megatron.zero.api.torch_interfaces import LRScheduleAdapter, LRSchedulerPro
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.stages import ineffective_setting_notes as zero_notes
+from megatron.zero.stages import ineffective_on_gpu_notes
 from megatron.zero.step_result import to_plain_values
 from megatron.zero.units import muon_split_note, split_muon_groups
 from mpu.groups import Groups
@@ -248,8 +248,7 @@ def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:
     configuration, one value per line."""
     config = engine.config
     lines = [*config.notes]
-    for note in (*engine.notes, *zero_notes(config.zero, precision=config.precision.name,
-                                            on_cuda=engine.device.type == "cuda")):
+    for note in (*engine.notes, *(ineffective_on_gpu_notes(config.zero) if engine.device.type == "cuda" else ())):
         in_keys = config.translate(note)  # keys in place of flags; the file's name tells whose they are
         prefix = f"{ds_config.name}: " if note.startswith(" note: ") and in_keys != note else ""
         lines.append(prefix + in_keys.removeprefix(" note: "))

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import host_memory
-from megatron.config.tree import Config, flag_name
-from megatron.config.zero_config import unused_offload_settings
+from megatron.config.tree import Config, OffloadConfig, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
@@ -210,31 +209,26 @@ def check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_siz
 def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded: bool) -> list[str]:
     """After the engine is built: the achieved offload ratio, and a note for each setting that has no or less effect
     here. `params_are_sharded`: the engine has sharded parameters."""
-    offload = config.offload
-    notes = [f" note: {sentence}" for sentence in unused_offload_settings(offload, config.key_names.keys_of_given)]
-    for name in ("offload_optimizer_device", "offload_param_device"):
-        if getattr(offload, name) == "cpu" and storage.copy_streams is None:
-            notes.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
-    offloads_optimizer = offload.offload_optimizer_device != "none"
-    if offloads_optimizer and offload.offload_update != "auto" and storage.optimizer.location is Location.DEVICE:
-        notes.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
-                     "where the model is")
-    ratio = f"{flag_name('offload_optimizer_ratio')} {offload.offload_optimizer_ratio}"
+    offload, device_is_host = config.offload, storage.copy_streams is None
+    names = [name for name in ("offload_optimizer_device", "offload_param_device") if getattr(offload, name) == "cpu"]
+    if "offload_optimizer_device" in names:
+        names += [name for name in ("offload_update", "offload_optimizer_ratio")
+                  if getattr(offload, name) != getattr(OffloadConfig, name)]
+    notes = [f" note: {flag_name(name)} {getattr(offload, name)} has no effect here: the device is the host"
+             for name in names if device_is_host]
     if storage.device_optimizer is not None:
         notes.append(f" offload: {storage.offload_ratio.achieved:.2f} of the optimizer's state leaves the device, by "
-                     f"whole blocks ({ratio})")
-    elif offloads_optimizer and offload.offload_optimizer_ratio != 1:
-        notes.append(f" note: {ratio} has no effect here: the optimizer's state is where the model is")
-    if offloads_optimizer and offload.delayed_param_update and not storage.delays_update:
+                     f"whole blocks (--offload-optimizer-ratio {offload.offload_optimizer_ratio})")
+    if offload.offload_optimizer_device == "cpu" and offload.delayed_param_update and not storage.delays_update:
         notes.append(" note: --delayed-param-update has no effect here: it is for Adam and its like with "
                      "--offload-optimizer-device cpu of a GPU, updated by the host")
-    device_is_host = offload.offload_param_device == "cpu" and storage.copy_streams is None
-    if offload.offload_param_device != "none" and not params_are_sharded and not device_is_host:
-        notes.append(f" note: {flag_name('offload_param_device')} {offload.offload_param_device} has no effect here: "
-                     f"every parameter is smaller than {flag_name('stage3_param_persistence_threshold')} "
-                     f"{config.zero.stage3_param_persistence_threshold}, and stays whole")
+    place = offload.offload_param_device
+    if place != "none" and not params_are_sharded and not (place == "cpu" and device_is_host):
+        notes.append(f" note: --offload-param-device {place} has no effect here: every parameter is smaller than "
+                     f"--stage3-param-persistence-threshold {config.zero.stage3_param_persistence_threshold}, and "
+                     "stays whole")
     elif isinstance(storage.params, NvmeStorage) and not storage.params.has_nvme_shards:
-        notes.append(f" note: all weights of a rank are within {flag_name('offload_param_max_in_cpu')} "
+        notes.append(f" note: all weights of a rank are within --offload-param-max-in-cpu "
                      f"{offload.offload_param_max_in_cpu}, and stay on the host")
     if storage.has_offloaded_state and config.save.async_save:
         notes.append(" note: --async-save has no effect here: state that is offloaded is not copied, and saved at once")

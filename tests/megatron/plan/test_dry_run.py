@@ -120,7 +120,7 @@ def test_a_folder_that_is_missing_is_named_by_the_key_that_names_it(tmp_path: Pa
 def test_settings_that_nothing_would_read_are_named() -> None:
     unread = ["--offload-optimizer-nvme-path", "/n"]
     assert lines(*BIG, *ON_HOST, *unread)[-2] == (
-        "note: --offload-optimizer-nvme-path has no effect here: --offload-optimizer-device is cpu, not nvme")
+        "note: --offload-optimizer-nvme-path has no effect without --offload-optimizer-device nvme")
     assert not [line for line in lines(*BIG, *on_drive("/n")) if line.startswith("note")]
 
 

@@ -249,7 +249,7 @@ def test_whole_buckets_come_as_near_to_the_ratio_as_they_can() -> None:
 @pytest.mark.parametrize(("where", "line"), [
     ("nvme", " offload: 0.55 of the optimizer's state leaves the device, by whole blocks (--offload-optimizer-ratio "
              "0.5)"),
-    ("cpu", " note: --offload-optimizer-ratio 0.5 has no effect here: the optimizer's state is where the model is")])
+    ("cpu", " note: --offload-optimizer-ratio 0.5 has no effect here: the device is the host")])
 def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> None:
     place = {"offload_optimizer_device": "cpu"} if where == "cpu" else on_nvme("optimizer", tmp_path)
     engine = built(configured(None, **place, offload_optimizer_ratio=0.5))
