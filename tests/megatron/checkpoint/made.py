@@ -260,14 +260,6 @@ def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
 
 
-def make_signed(root: Path, tag: str) -> None:
-    """Turn a tag into what an earlier version saved with --checkpoint-key."""
-    for path in (root / tag).glob("rank*.json"):
-        rewrite(path, lambda part: [entry.update(sha256="0" * 64) for entry in part["files"].values()] and None)
-    for path in ((root / tag / MANIFEST), *(root / tag).glob("rank*.json")):
-        rewrite(path, lambda body: body.update(hmac="0" * 64))
-
-
 def load_candidates(root: Path) -> list[str]:
     """The tag that a load takes, then those that may replace it."""
     choice = choose_tag(root)
