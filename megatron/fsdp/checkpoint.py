@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
@@ -34,7 +32,7 @@ from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
 from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
 from megatron.zero.api.checkpoint_state import (check_param_groups, check_shared_state, hyper_parameters,
-                                                restore_param_groups)
+                                                restore_param_groups, tensor_entries)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import broadcast_json
@@ -134,11 +132,8 @@ def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[
 
 def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
     for bucket in root.buckets:
-        for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
-            dtype = DTYPE_NAMES[bucket.master_state.dtype if kind == WEIGHT else _state_dtype(optimizer, bucket, kind)]
-            for slot in bucket.layout.slots:
-                yield TensorEntry(kind, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, 1),
-                                  DPSharding(slot.offset, bucket.layout.shard_numel))
+        dtypes = {kind: _state_dtype(optimizer, bucket, kind) for kind in (kinds if bucket.trainable else ())}
+        yield from tensor_entries(bucket.layout, {WEIGHT: bucket.master_state.dtype} | dtypes, 1)
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:

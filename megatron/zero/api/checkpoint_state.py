@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.file_formats import StrictRecord
@@ -124,6 +125,14 @@ def _check_quantisation(state: StrictRecord) -> None:
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
     state.check_all_taken()
+
+
+def tensor_entries(layout: FlatLayout, dtypes: Mapping[str, torch.dtype], tp: int) -> Iterator[TensorEntry]:
+    """What all ranks together save of a bucket: for each kind of state, every parameter."""
+    for kind, dtype in dtypes.items():
+        for slot in layout.slots:
+            yield TensorEntry(kind, slot.name, DTYPE_NAMES[dtype], tp_sharding_of(slot.shape, slot.partition, tp),
+                              DPSharding(slot.offset, layout.shard_numel))
 
 
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
