@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
@@ -119,15 +120,16 @@ def _prepare(model: nn.Module, what: str) -> FSDPRoot:
 def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
     for bucket in root.buckets:
         for parameter, slot, here, offset in local_params(bucket):
+            local = TPSlice(slot.shape, slot.partition)
             weights = bucket.master_state.view(WEIGHT)[here]
             if not len(weights):
                 continue
-            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, weights)
+            yield TensorPiece(slot.name, WEIGHT, local, offset, weights)
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
                 values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
                     len(weights), dtype=_state_dtype(optimizer, bucket, kind))
-                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset, values)
+                yield TensorPiece(slot.name, kind, local, offset, values)
 
 
 def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
@@ -165,8 +167,7 @@ def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) 
     """Read this rank's shard of one kind into `out`, and return it."""
     for _, slot, here, offset in local_params(bucket):
         if here.start < here.stop:
-            found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
-                       out=out[here])
+            found.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition), offset, out[here])
     return out
 
 

@@ -25,7 +25,7 @@ from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, 
 from megatron.checkpoint.file_formats import reraise_as_corrupt
 from megatron.checkpoint.manifest import TensorEntry, rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import tp_sharding_of
+from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
 from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
 from megatron.distributed.collective_log import LOAD
 from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
@@ -110,7 +110,8 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
         # An offloaded segment is read when its file is written.
         data = segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
                                                                            segment.fetch)
-        pieces.append(TensorPiece(slot.name, segment.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, data))
+        local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+        pieces.append(TensorPiece(slot.name, segment.kind, local, offset, data))
     pieces += error_feedback_pieces(engine) if optimizer else ()
     shared = {
         "run_id": run_id,
@@ -224,8 +225,8 @@ def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) ->
 def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot,
                   offset: int, out: Tensor) -> None:
     """out <- this rank's segment of a parameter, from any saved layout or format."""
-    checkpoint.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
-                    tp_size=engine.groups.tp.size, offset=offset, out=out)
+    tp = engine.groups.tp
+    checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
 def _check_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:

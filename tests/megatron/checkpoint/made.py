@@ -23,7 +23,7 @@ from megatron.checkpoint import writer
 from megatron.checkpoint.file_formats import seal_record, unseal_record
 from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, TensorEntry
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
 from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import consistency
@@ -88,7 +88,7 @@ def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int,
         for part in FlatLayout(slots, grid.dp).segments(dp_rank):
             slot, start, stop = part.slot, part.slot_offset, part.slot_offset + part.count
             data = locals_[slot.name].flatten()[start:stop]
-            yield TensorPiece(slot.name, kind, slot.shape, slot.partition, tp_rank, grid.tp, start, data)
+            yield TensorPiece(slot.name, kind, TPSlice(slot.shape, slot.partition, tp_rank, grid.tp), start, data)
 
 
 class ThreadWorld:
@@ -172,7 +172,7 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
     """A small checkpoint of one rank; its content depends on the seed (default: the step) alone. It continues from the
     tag `after`, or else from the one that `latest` names where that is of the same run."""
     data = torch.full((16,), float(step if seed is None else seed))
-    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", (16,), None, 0, 1, 0, data)],
+    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", TPSlice((16,)), 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
                 **{"lineage": Lineage(_parent(root, after, run)), **given})
