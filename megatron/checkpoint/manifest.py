@@ -159,9 +159,9 @@ class TensorEntry:
         return prod(self.sharding.local_shape)
 
 
-def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
-    """The key of a piece, as in `TensorPiece.key`."""
-    return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
+def piece_key(kind: str, name: str, tp_rank: int, offset: int) -> str:
+    """The key of a piece, unique in a checkpoint."""
+    return f"{kind}/{name}/{tp_rank}/{offset}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class Checkpoint:
         start, done = segment.local_start, 0
         for shard, offset, within, count in entry.dp_sharding.locate(start, start + segment.count):
             rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
-            key = piece_key(entry, segment.tp_rank, offset)
+            key = piece_key(entry.kind, entry.name, segment.tp_rank, offset)
             file = self._file_holding(rank, key)
             if (dtype := file.tensors[key].dtype) != entry.dtype:
                 raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {entry.dtype}")
@@ -221,8 +221,6 @@ def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count
 
 def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
-    if not checkpoint.has("weight"):
-        raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
     names = {name: name for name in checkpoint.names("weight")}
     with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
         names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}

@@ -33,8 +33,8 @@ from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclu
                                         last_commit_number, open_staging_folder)
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
-                                          RankManifest, TensorEntry, lineage_to_json, provenance_of,
-                                          rank_manifest_name, tensor_file_name)
+                                          RankManifest, TensorEntry, lineage_to_json, piece_key,
+                                          provenance_of, rank_manifest_name, tensor_file_name)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, unknown_files
@@ -71,8 +71,7 @@ class TensorPiece:
 
     @property
     def key(self) -> str:
-        """Unique in a checkpoint."""
-        return f"{self.kind}/{self.name}/{self.local.stored_rank}/{self.offset}"
+        return piece_key(self.kind, self.name, self.local.stored_rank, self.offset)
 
     def load(self) -> torch.Tensor:
         """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""

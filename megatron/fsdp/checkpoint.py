@@ -54,9 +54,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     with buffers_in_own_dtype(root.module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in root.module.named_buffers()}
     # the scalar state of each parameter, unless all share one step count
-    scalars = {tuple(sorted(values.items())) for values in numbers.values()}
-    has_one_step_count = (len(scalars) == 1 and {name for name, _ in next(iter(scalars))} == {"step"}
-                          and len(numbers) == sum(len(bucket.parameters) for bucket in root.trained))
+    has_one_step_count = (len(numbers) == sum(len(bucket.parameters) for bucket in root.trained)
+                          and all(values == {"step": steps} for values in numbers.values()))
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
@@ -176,7 +175,7 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
     scalars_by_param = engine.get("rule", {}).get("parameters", {})
     number = {id(one): index for index, one in enumerate(params_of(optimizer))}
     state: dict[int, OptimState] = {}
-    kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
+    kinds = [kind for kind in found.kinds if kind != WEIGHT]
 
     def read_shards(bucket: FlatBucket) -> dict[str, Tensor]:
         # in the masters' dtype, as torch's optimizers keep state in the parameter's
