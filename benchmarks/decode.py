@@ -56,7 +56,7 @@ class Task:
 
 
 def our_model(task: Task) -> GPT2:
-    found = load.OpenedModel(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
+    found = load.OpenedModel(Drawn(task.shape).read_slice, task.shape, {}, "fp32", "random weights")
     return load.build_model(found, groups.build(1), load.DTYPES[task.dtype], task.device)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -24,6 +23,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron.checkpoint.reshard import TPSlice  # noqa: E402
 from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.inference import load  # noqa: E402
@@ -42,7 +42,7 @@ class Drawn:
     def __init__(self, shape: ModelConfig) -> None:
         self._flat = {name: parameter.detach().flatten() for name, parameter in GPT2(shape).named_parameters()}
 
-    def read(self, kind: str, name: str, *, offset: int, out: Tensor, **place: Any) -> None:
+    def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: Tensor) -> None:
         out.copy_(self._flat[name][offset : offset + len(out)])
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     shape = ModelConfig(**{key: value for key, value in PRESETS[asked.preset].items() if key != "tokenizer_type"},
                         vocab_size=50257)
     grid, cpu = groups.build(), torch.device("cpu")
-    found = load.OpenedModel(Drawn(shape), shape, {}, "fp32", asked.preset)
+    found = load.OpenedModel(Drawn(shape).read_slice, shape, {}, "fp32", asked.preset)
     models = {name: load.build_model(found, grid, load.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
     rate = bandwidth()
     print(f"{torch.get_num_threads()} threads, {rate / 1e9:.1f} GB/s, int8 over {models['int8'].dtype}")

@@ -25,7 +25,6 @@ from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, cho
                                       scan_tags, tag_names)
 from megatron.checkpoint.verify import check_sizes, verify_tag
 from megatron.config.cli_help import command_parser
-from megatron.config.run_config import refuse_checkpoint_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
 
 if TYPE_CHECKING:
@@ -165,7 +164,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-version", type=float, metavar="V",
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
-    parser.add_argument("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if (options.command in ("merge", "convert")) != (options.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")

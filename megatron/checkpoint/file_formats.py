@@ -66,17 +66,14 @@ def seal_record(fields: Mapping[str, Any]) -> bytes:
 
 
 def unseal_record(data: bytes, where: str) -> object:
-    """The record in `data`, after checking its checksum; drops the signature of older versions."""
+    """The record in `data`, after checking its checksum."""
     text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
     if data[len(text):] != checksum_ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
     try:
-        record = parse_json(str(text, "utf-8") + "}", where)
+        return parse_json(str(text, "utf-8") + "}", where)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not JSON ({error})") from error
-    if isinstance(record, dict):
-        record.pop("hmac", None)
-    return record
 
 
 def checksum_ending(text: bytes | memoryview) -> bytes:

@@ -102,8 +102,7 @@ def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
 FORMAT = 5
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_END_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18}'
-                          rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"([0-9a-f]{8})"}\n\Z')
+_END_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18},"crc32":"([0-9a-f]{8})"}\n\Z')
 _END_BYTES = 250
 """Bytes read from the end of a manifest."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -160,9 +159,9 @@ class TensorEntry:
         return prod(self.sharding.local_shape)
 
 
-def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
-    """The key of a piece, as in `TensorPiece.key`."""
-    return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
+def piece_key(kind: str, name: str, tp_rank: int, offset: int) -> str:
+    """The key of a piece, unique in a checkpoint."""
+    return f"{kind}/{name}/{tp_rank}/{offset}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +383,6 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     for file, value in record.take_field("files", dict).items():
         entry = StrictRecord(value, f"{where}: files[{check_safe_name(file, f'{where}: file')}]")
         files[file] = FileEntry(entry.take_count("size"), entry.take_field("crc32", str))
-        entry.fields.pop("sha256", None)  # signed tags of older versions have it
         entry.check_all_taken()
         if file == name or rank_of_file(file) != rank:
             raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")

@@ -28,7 +28,7 @@ from megatron.checkpoint.json_state import decode_state
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, Manifest, RankManifest, TensorEntry,
                                           manifest_checksum, piece_key, provenance_of, rank_manifest_name,
                                           read_rank_manifest)
-from megatron.checkpoint.reshard import TensorSegment, tp_sharding_of
+from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
 from megatron.checkpoint.tags import (TagChoice, check_tag_exists, choose_tag, latest_file_warning, print_to_stderr,
                                       read_tag_manifest, tag_folder, unknown_files_warning)
@@ -37,7 +37,6 @@ from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import SOLO, Group
-from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
@@ -134,19 +133,21 @@ class Checkpoint:
         where = f"tag {self.tag}: file {rank_manifest_name(rank)}"
         return self._decode_state(self._rank_manifest(rank).state, where, rank)
 
-    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
-        stored, wanted = self._entry(kind, name), tp_sharding_of(shape, partition, tp_size)
+    def read(self, kind: str, name: str, *, offset: int, out: torch.Tensor, **local: Any) -> None:
+        """`read_slice` with the fields of a TPSlice as arguments of their own."""
+        self.read_slice(kind, name, TPSlice(**local), offset, out)
+
+    def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: torch.Tensor) -> None:
+        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor."""
+        stored, wanted = self._entry(kind, name), local.sharding
         if wanted.logical_shape != stored.sharding.logical_shape:
             raise CheckpointError(f"tag {self.tag}: {kind} {name!r}: shape expected {list(wanted.logical_shape)}, "
                                   f"found {list(stored.sharding.logical_shape)}")
-        tp_rank = 0 if partition is None else tp_rank
         if wanted == stored.sharding:
-            self._copy_segment(stored, TensorSegment(tp_rank, offset, 0, out.numel()), out)
+            self._copy_segment(stored, TensorSegment(local.stored_rank, offset, 0, out.numel()), out)
             return
         out.zero_()
-        for run in wanted.to_logical(tp_rank, offset, offset + out.numel()):
+        for run in wanted.to_logical(local.stored_rank, offset, offset + out.numel()):
             for part in stored.sharding.to_local(run.logical_start, run.logical_start + run.count):
                 start = run.local_start - offset + part.logical_start - run.logical_start
                 self._copy_segment(stored, part, out[start:start + part.count])
@@ -156,7 +157,7 @@ class Checkpoint:
         start, done = segment.local_start, 0
         for shard, offset, within, count in entry.dp_sharding.locate(start, start + segment.count):
             rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
-            key = piece_key(entry, segment.tp_rank, offset)
+            key = piece_key(entry.kind, entry.name, segment.tp_rank, offset)
             file = self._file_holding(rank, key)
             if (dtype := file.tensors[key].dtype) != entry.dtype:
                 raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {entry.dtype}")
@@ -214,15 +215,12 @@ def digest_lines(checkpoint: Checkpoint) -> Iterator[str]:
 def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count: int) -> torch.Tensor:
     """`count` elements from `start` of the flattened logical tensor, as fp32."""
     out = torch.empty(count, dtype=torch.float32)
-    shape = checkpoint.shape(kind, name)
-    checkpoint.read(kind, name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    checkpoint.read_slice(kind, name, TPSlice(checkpoint.shape(kind, name)), start, out)
     return out
 
 
 def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
-    if not checkpoint.has("weight"):
-        raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
     names = {name: name for name in checkpoint.names("weight")}
     with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
         names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}

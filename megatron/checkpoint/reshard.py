@@ -101,6 +101,26 @@ def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size:
 
 
 @dataclass(frozen=True)
+class TPSlice:
+    """What one tensor-parallel rank holds of a tensor; by default the whole of it."""
+
+    shape: tuple[int, ...]
+    """Local (tensor-parallel) shape."""
+    partition: Partition | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def sharding(self) -> TPSharding:
+        return tp_sharding_of(self.shape, self.partition, self.tp_size)
+
+    @property
+    def stored_rank(self) -> int:
+        """The rank under which a checkpoint holds it: replicated tensors are stored once."""
+        return 0 if self.partition is None else self.tp_rank
+
+
+@dataclass(frozen=True)
 class DPSharding:
     """Position of a flattened local tensor in a flat buffer that is split into shards of `shard_size` elements."""
 

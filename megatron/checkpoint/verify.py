@@ -84,7 +84,7 @@ def _verify_files(folder: Path, rank: int, files: Mapping[str, FileEntry], manif
     for tensor in manifest.tensors:
         if (piece := manifest.piece_of_rank(tensor, rank)) is None:
             continue
-        key, shape = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (piece[1],)
+        key, shape = piece_key(tensor.kind, tensor.name, rank % manifest.tp_dp_sizes[0], piece[0]), (piece[1],)
         place = stored.get(key)
         if place is None or (place.dtype, place.shape) != (tensor.dtype, shape):
             actual = "nothing" if place is None else f"{place.dtype} {str(list(place.shape)):.80}"

@@ -33,15 +33,14 @@ from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclu
                                         last_commit_number, open_staging_folder)
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
-                                          RankManifest, TensorEntry, lineage_to_json, provenance_of,
-                                          rank_manifest_name, tensor_file_name)
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+                                          RankManifest, TensorEntry, lineage_to_json, piece_key,
+                                          provenance_of, rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, unknown_files
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
-from mpu.split import Partition
 
 T = TypeVar("T")
 
@@ -61,11 +60,7 @@ class TensorPiece:
 
     name: str
     kind: str
-    shape: tuple[int, ...]
-    """Local (tensor-parallel) shape of the full parameter."""
-    partition: Partition | None
-    tp_rank: int
-    tp_size: int
+    local: TPSlice
     offset: int
     data: torch.Tensor | LazyData
     """1-D, on any device."""
@@ -76,8 +71,7 @@ class TensorPiece:
 
     @property
     def key(self) -> str:
-        """Unique in a checkpoint: pieces of replicated tensors are written with tp_rank 0."""
-        return f"{self.kind}/{self.name}/{self.tp_rank}/{self.offset}"
+        return piece_key(self.kind, self.name, self.local.stored_rank, self.offset)
 
     def load(self) -> torch.Tensor:
         """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""
@@ -89,8 +83,8 @@ class TensorPiece:
 
     def to_tensor_entry(self) -> TensorEntry:
         """The manifest entry if one data-parallel rank holds the whole tensor."""
-        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
-                           tp_sharding_of(self.shape, self.partition, self.tp_size), DPSharding(0, prod(self.shape)))
+        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype], self.local.sharding,
+                           DPSharding(0, prod(self.local.shape)))
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,7 @@ class PendingSave:
         self._written: int | None = None
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         place = world.rank if place is None else place
-        own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
+        own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
         entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
                          key=lambda entry: (entry.kind, entry.name))
         self.manifest = Manifest(tag, iteration, run_id, self._lineage.branch, history=self._lineage.history,

@@ -5,18 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, NoReturn
+from typing import Literal
 
 from megatron.config.config_errors import ConfigSection, ErrorList
 from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
 from megatron.errors import ConfigError
 
 NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
-
-
-def refuse_checkpoint_key(file: str) -> NoReturn:
-    """Refuse the retired flag of the commands that read checkpoints."""
-    raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED_MESSAGE}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
@@ -34,7 +33,7 @@ from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
 from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
 from megatron.zero.api.checkpoint_state import (check_param_groups, check_shared_state, hyper_parameters,
-                                                restore_param_groups)
+                                                restore_param_groups, tensor_entries)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import broadcast_json
@@ -55,9 +54,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     with buffers_in_own_dtype(root.module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in root.module.named_buffers()}
     # the scalar state of each parameter, unless all share one step count
-    scalars = {tuple(sorted(values.items())) for values in numbers.values()}
-    has_one_step_count = (len(scalars) == 1 and {name for name, _ in next(iter(scalars))} == {"step"}
-                          and len(numbers) == sum(len(bucket.parameters) for bucket in root.trained))
+    has_one_step_count = (len(numbers) == sum(len(bucket.parameters) for bucket in root.trained)
+                          and all(values == {"step": steps} for values in numbers.values()))
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
@@ -121,24 +119,22 @@ def _prepare(model: nn.Module, what: str) -> FSDPRoot:
 def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
     for bucket in root.buckets:
         for parameter, slot, here, offset in local_params(bucket):
+            local = TPSlice(slot.shape, slot.partition)
             weights = bucket.master_state.view(WEIGHT)[here]
             if not len(weights):
                 continue
-            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, weights)
+            yield TensorPiece(slot.name, WEIGHT, local, offset, weights)
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
                 values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
                     len(weights), dtype=_state_dtype(optimizer, bucket, kind))
-                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset, values)
+                yield TensorPiece(slot.name, kind, local, offset, values)
 
 
 def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
     for bucket in root.buckets:
-        for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
-            dtype = DTYPE_NAMES[bucket.master_state.dtype if kind == WEIGHT else _state_dtype(optimizer, bucket, kind)]
-            for slot in bucket.layout.slots:
-                yield TensorEntry(kind, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, 1),
-                                  DPSharding(slot.offset, bucket.layout.shard_numel))
+        dtypes = {kind: _state_dtype(optimizer, bucket, kind) for kind in (kinds if bucket.trainable else ())}
+        yield from tensor_entries(bucket.layout, {WEIGHT: bucket.master_state.dtype} | dtypes, 1)
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
@@ -170,8 +166,7 @@ def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) 
     """Read this rank's shard of one kind into `out`, and return it."""
     for _, slot, here, offset in local_params(bucket):
         if here.start < here.stop:
-            found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
-                       out=out[here])
+            found.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition), offset, out[here])
     return out
 
 
@@ -180,7 +175,7 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
     scalars_by_param = engine.get("rule", {}).get("parameters", {})
     number = {id(one): index for index, one in enumerate(params_of(optimizer))}
     state: dict[int, OptimState] = {}
-    kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
+    kinds = [kind for kind in found.kinds if kind != WEIGHT]
 
     def read_shards(bucket: FlatBucket) -> dict[str, Tensor]:
         # in the masters' dtype, as torch's optimizers keep state in the parameter's

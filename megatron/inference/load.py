@@ -26,6 +26,7 @@ from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.int8_weights import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint, read_recorded_model
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import find_tag_of_step, parse_checkpoint_path
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
 from megatron.config.model_config import QuantizeConfig
@@ -77,20 +78,18 @@ class MoQWeights:
         """Whether the grid of a matrix fits int8 and is not blended with unquantized values."""
         return name in self._names and self._rounding(name).blend == 0 and self._rounding(name).grid.fits_int8
 
-    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: Tensor) -> None:
-        """As `Checkpoint.read`; `kind` may also be one of an int8 model."""
-        tp = Group(tp_rank, tp_size, tuple(range(tp_size)))
+    def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: Tensor) -> None:
+        """As `Checkpoint.read_slice`; `kind` may also be one of an int8 model."""
+        tp = Group(local.tp_rank, local.tp_size, tuple(range(local.tp_size)))
         if kind == SCALE_KIND:
-            local = (shape[0], *self._checkpoint.shape(WEIGHT, name)[1:])
-            group = self._matrix(name, local, partition, tp).group_of_row
+            shape = (local.shape[0], *self._checkpoint.shape(WEIGHT, name)[1:])
+            group = self._matrix(name, shape, local.partition, tp).group_of_row
             out.copy_(self._rounding(name).grid.scale[group[offset : offset + len(out)]])
             return
         numbers = torch.empty(len(out)) if kind == INT8_KIND else out
-        self._checkpoint.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
-                              offset=offset, out=numbers)
+        self._checkpoint.read_slice(WEIGHT, name, local, offset, numbers)
         if name in self._names:
-            rounded, matrix = self._rounding(name), self._matrix(name, shape, partition, tp)
+            rounded, matrix = self._rounding(name), self._matrix(name, local.shape, local.partition, tp)
             for strip in row_blocks_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
                 place = strip.view_in(numbers)
                 x = place.to(self._dtype).float()
@@ -112,8 +111,7 @@ class MoQWeights:
         def read_strips(matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
             for strip in row_blocks_of(matrix, Segment(matrix.slot, 0, 0, matrix.slot.numel), 0):
                 flat = torch.empty(strip.rows * strip.width)
-                self._checkpoint.read(WEIGHT, name, shape=matrix.slot.shape, partition=None, tp_rank=0, tp_size=1,
-                                      offset=strip.start, out=flat)
+                self._checkpoint.read_slice(WEIGHT, name, TPSlice(matrix.slot.shape), strip.start, flat)
                 yield flat.view(strip.rows, strip.width).to(self._dtype).float(), strip.group, matrix
 
         survey = QuantGroupStats({name: matrix}, read_strips, lambda mine, op: mine, _HOST)
@@ -136,8 +134,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class OpenedModel:
     """A model whose weights are not read yet."""
 
-    read: Callable[..., None]
-    """`Checkpoint.read`, or another with its arguments."""
+    read_slice: Callable[[str, str, TPSlice, int, Tensor], None]
+    """`Checkpoint.read_slice`, or another with its arguments."""
     shape: ModelConfig
     data: Mapping[str, Any]
     """The section of its configuration with the tokenizer."""
@@ -154,12 +152,7 @@ class OpenedModel:
         shape, partition = tuple(parameter.shape), partition_of(parameter)
         if kind == SCALE_KIND:
             shape, partition = shape[:1], partition if partition is not None and partition.dim == 0 else None
-
-        def read(start: int, out: Tensor) -> None:
-            self.read(kind, name, shape=shape, partition=partition, tp_rank=tp.rank, tp_size=tp.size,
-                      offset=start, out=out)
-
-        return read
+        return partial(self.read_slice, kind, name, TPSlice(shape, partition, tp.rank, tp.size))
 
 
 @dataclass(frozen=True)
@@ -224,12 +217,12 @@ def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) ->
         tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
     checkpoint = open_checkpoint(root, tag, world=groups.world, int8=True)
     recorded = all_succeed_or_raise(lambda: read_recorded_model(checkpoint), groups.world)
-    opened = OpenedModel(checkpoint.read, recorded.shape, recorded.data, recorded.precision,
+    opened = OpenedModel(checkpoint.read_slice, recorded.shape, recorded.data, recorded.precision,
                          f"{checkpoint.tag} of {root}", recorded.tokenizer)
     if checkpoint.has(INT8_KIND):
         return replace(opened, precision="int8", has_int8_levels=lambda name: True)
     moq = all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[recorded.precision]), groups.world)
-    return opened if moq is None else replace(opened, read=moq.read, has_int8_levels=moq.has_int8_levels)
+    return opened if moq is None else replace(opened, read_slice=moq.read_slice, has_int8_levels=moq.has_int8_levels)
 
 
 def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
@@ -238,7 +231,7 @@ def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
     weights = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
     assert_same_weights(weights, groups.world)
     tokenizer_fields = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
-    return OpenedModel(weights.read, weights.model, tokenizer_fields, "fp32", folder)
+    return OpenedModel(weights.read_slice, weights.model, tokenizer_fields, "fp32", folder)
 
 
 def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:

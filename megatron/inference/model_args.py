@@ -16,7 +16,6 @@ from typing import Any
 
 from data.cli import StrictArgumentParser
 from megatron.config.cli_help import command_parser
-from megatron.config.run_config import refuse_checkpoint_key
 from megatron.config.schema import location_presence
 from megatron.config.tree import require
 from megatron.distributed import process_group
@@ -52,7 +51,6 @@ def model_parser(module: str, description: str, examples: str) -> StrictArgument
     add = parser.add_argument
     add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
-    add("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
     add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
     add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="split each layer over this many ranks, whatever the model was trained on (1)")

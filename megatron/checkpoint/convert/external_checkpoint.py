@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, final
@@ -23,7 +23,7 @@ from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantise
                                               scales_from_maxima)
 from megatron.checkpoint.manifest import tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, read_recorded_model
-from megatron.checkpoint.reshard import tp_sharding_of
+from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import LazyData, SaveReport, TensorPiece, save
 from megatron.config.tree import Config, ModelConfig
@@ -81,19 +81,17 @@ class ExternalCheckpoint:
                                   f"{list(found.shape)} of {found.dtype}; the file does not match its own description")
         return found
 
-    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: Tensor) -> None:
-        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
+    def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: Tensor) -> None:
+        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor."""
         assert kind == "weight", kind
         if self._last[0] != name:
             self._last = name, self.tensor(name).contiguous().view(-1)
-        flat, sharding = self._last[1], tp_sharding_of(shape, partition, tp_size)
+        flat, sharding = self._last[1], local.sharding
         if sharding.logical_shape != self.shapes[name]:
             raise CheckpointError(f"{self.where}: {name}: shape expected {list(sharding.logical_shape)}, "
                                   f"found {list(self.shapes[name])}")
         out.zero_()
-        tp_rank = 0 if partition is None else tp_rank
-        for segment in sharding.to_logical(tp_rank, offset, offset + out.numel()):
+        for segment in sharding.to_logical(local.stored_rank, offset, offset + out.numel()):
             source = flat[segment.logical_start:segment.logical_start + segment.count]
             out[segment.local_start - offset:][:segment.count].copy_(source)
 
@@ -193,15 +191,14 @@ def _lazy_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tupl
                  quantise: bool) -> list[TensorPiece]:
     """One weight as fp32, or as int8 levels and scales. The matrix is then read twice, since the two are written to
     different places of the file."""
-    def read(start: int, out: Tensor) -> None:
-        source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    read = partial(source.read_slice, "weight", name, TPSlice(shape))
 
     def load_whole() -> Tensor:
         read(0, whole := torch.empty(prod(shape)))
         return whole
 
     def piece(kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> TensorPiece:
-        return TensorPiece(name, kind, shape, None, 0, 1, 0, LazyData(prod(shape), dtype, load))
+        return TensorPiece(name, kind, TPSlice(shape), 0, LazyData(prod(shape), dtype, load))
 
     if not quantise or not is_quantised(name, shape):
         return [piece("weight", shape, torch.float32, load_whole)]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, parameter_shapes
 from megatron.checkpoint.convert.importers import HUGGING_FACE, REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import describe_format
 from megatron.config.hf_config import HF_CONFIG_FILE, model_fields_of, read_json_object
 from megatron.config.schema import require
@@ -159,7 +160,7 @@ def weights_of_gpt2(model: GPT2) -> OpenedModel:
                for name, tensor in model.named_parameters()}
     weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
                                                             for name, tensor in tensors.items()})
-    return OpenedModel(weights.read, shape, {}, "fp32", "the given model")
+    return OpenedModel(weights.read_slice, shape, {}, "fp32", "the given model")
 
 
 def check_same_shape(model: Any, opened: OpenedModel) -> None:
@@ -265,8 +266,7 @@ def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iter
         parameters = dict(model.named_parameters())
         for name, shape in parameter_shapes(opened.shape).items():
             values = torch.empty(shape)
-            opened.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
-                        out=values.view(-1))
+            opened.read_slice("weight", name, TPSlice(shape), 0, values.view(-1))
             values = values.t() if HUGGING_FACE.is_transposed(name) else values
             parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(values)
 

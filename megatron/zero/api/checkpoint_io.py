@@ -25,18 +25,17 @@ from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, 
 from megatron.checkpoint.file_formats import reraise_as_corrupt
 from megatron.checkpoint.manifest import TensorEntry, rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES
+from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
 from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
-from megatron.distributed.collective_log import LOAD, SAVE
+from megatron.distributed.collective_log import LOAD
 from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
                                               raise_if_arguments_differ)
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, check_shared_state,
-    checkpoint_label, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
-    restore_param_groups, shared_state_label)
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, checkpoint_label,
+    error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups,
+    shared_state_label, tensor_entries)
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
@@ -102,9 +101,8 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
                       scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
                       rng: bool, frozen: bool, **options: Any) -> PendingSave:
-    """The save of checkpoint `tag` under `root`, for the caller to finish; `options` are `PendingSave`'s. The client
-    state must have been checked. Collective over the world."""
-    engine.assert_collective_call(SAVE)
+    """The save of checkpoint `tag` under `root`, for the caller to finish; `options` are `PendingSave`'s. The caller
+    has checked the client state, and that every rank makes this call. Collective over the world."""
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
     tp = engine.groups.tp
@@ -113,7 +111,8 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
         # An offloaded segment is read when its file is written.
         data = segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
                                                                            segment.fetch)
-        pieces.append(TensorPiece(slot.name, segment.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, data))
+        local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+        pieces.append(TensorPiece(slot.name, segment.kind, local, offset, data))
     pieces += error_feedback_pieces(engine) if optimizer else ()
     shared = {
         "run_id": run_id,
@@ -146,11 +145,8 @@ def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) ->
     """What all ranks together save. Replicas of an unsharded bucket divide the writing as if it were sharded."""
     groups = engine.groups
     for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
-        layout = FlatLayout(bucket.layout.slots, groups.dp.size)
-        for kind in kinds if bucket.trainable else ("weight",):
-            for slot in layout.slots:
-                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.master_state.dtype], tp_sharding_of(
-                    slot.shape, slot.partition, groups.tp.size), DPSharding(slot.offset, layout.shard_numel))
+        dtypes = dict.fromkeys(kinds if bucket.trainable else ("weight",), bucket.master_state.dtype)
+        yield from tensor_entries(FlatLayout(bucket.layout.slots, groups.dp.size), dtypes, groups.tp.size)
     if len(kinds) > 1:
         yield from error_feedback_tensors(engine)
 
@@ -164,9 +160,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
                 options: LoadOptions) -> None:
     """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
     scale unless that is off. Mismatches raise before anything changes."""
-    engine.assert_collective_call(LOAD)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
-    all_succeed_or_raise(lambda: check_shared_state(checkpoint), engine.groups.world)
     optimizer, shared = options.optimizer and bool(engine.buckets), checkpoint.shared_state
     where = shared_state_label(checkpoint)
     if options.counters and not shared["engine"]:
@@ -233,8 +227,8 @@ def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) ->
 def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot,
                   offset: int, out: Tensor) -> None:
     """out <- this rank's segment of a parameter, from any saved layout or format."""
-    checkpoint.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
-                    tp_size=engine.groups.tp.size, offset=offset, out=out)
+    tp = engine.groups.tp
+    checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
 def _check_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.file_formats import StrictRecord
 from megatron.checkpoint.manifest import SHARED_STATE_FILE, TensorEntry
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import TensorPiece
 from megatron.errors import CheckpointError
@@ -149,17 +149,25 @@ def _is_same_kind(current: Any, value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def tensor_entries(layout: FlatLayout, dtypes: Mapping[str, torch.dtype], tp: int) -> Iterator[TensorEntry]:
+    """What all ranks together save of a bucket: for each kind of state, every parameter."""
+    for kind, dtype in dtypes.items():
+        for slot in layout.slots:
+            yield TensorEntry(kind, slot.name, DTYPE_NAMES[dtype], tp_sharding_of(slot.shape, slot.partition, tp),
+                              DPSharding(slot.offset, layout.shard_numel))
+
+
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
     """The error feedback of this rank."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for exchange in engine.compressed_exchanges:
         for slot in _nonempty_slots(exchange.layout):
             shape, partition = _worker_error_shape(slot, dp.size)
-            yield TensorPiece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                              exchange.one_bit_mean.worker_error[slot.offset : slot.end])
+            yield TensorPiece(slot.name, WORKER_ERROR, TPSlice(shape, partition, tp.rank, tp.size),
+                              dp.rank * slot.numel, exchange.one_bit_mean.worker_error[slot.offset : slot.end])
         for segment in exchange.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            yield TensorPiece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size,
+            yield TensorPiece(slot.name, SERVER_ERROR, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
                               segment.slot_offset, exchange.one_bit_mean.server_error[start:start + segment.count])
 
 
@@ -188,28 +196,27 @@ def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
     began hold no errors."""
     dp, tp = engine.groups.dp, engine.groups.tp
-    read = partial(checkpoint.read, tp_rank=tp.rank, tp_size=tp.size)
     for exchange in engine.compressed_exchanges:
         for slot in _nonempty_slots(exchange.layout):
             if (WORKER_ERROR, slot.name) not in checkpoint.tensors:  # a new parameter (strict=False)
                 continue
             out = exchange.one_bit_mean.worker_error[slot.offset : slot.end]
             ranks = _saved_ranks(engine, checkpoint, slot)
-            shape, partition = _worker_error_shape(slot, ranks)
-            read_rank = partial(read, WORKER_ERROR, slot.name, shape=shape, partition=partition)
+            local = TPSlice(*_worker_error_shape(slot, ranks), tp.rank, tp.size)
             if ranks == dp.size:
-                read_rank(offset=dp.rank * slot.numel, out=out)
+                checkpoint.read_slice(WORKER_ERROR, slot.name, local, dp.rank * slot.numel, out)
                 continue
             out.zero_()
             for rank in range(ranks):
                 one = out.new_empty(slot.numel)
-                read_rank(offset=rank * slot.numel, out=one)
+                checkpoint.read_slice(WORKER_ERROR, slot.name, local, rank * slot.numel, one)
                 out.add_(one, alpha=1 / ranks)
         for segment in exchange.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
             if (SERVER_ERROR, slot.name) in checkpoint.tensors:
-                read(SERVER_ERROR, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
-                     out=exchange.one_bit_mean.server_error[start : start + segment.count])
+                local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+                checkpoint.read_slice(SERVER_ERROR, slot.name, local, segment.slot_offset,
+                                      exchange.one_bit_mean.server_error[start : start + segment.count])
 
 
 def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:

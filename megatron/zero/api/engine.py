@@ -37,6 +37,7 @@ from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
                                              load_module_weights, restore_rng_streams, begin_engine_save,
                                              write_state_dict)
+from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
                                                ProgressiveLayerDrop)
@@ -535,6 +536,7 @@ class Engine:
             self._print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones")
             return None, None
         checkpoint = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
+        all_succeed_or_raise(lambda: check_shared_state(checkpoint), self.groups.world)
         return str(checkpoint.folder), self.restore(checkpoint, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,
@@ -542,8 +544,8 @@ class Engine:
 
     @STATUS.in_activity(LOAD)
     def restore(self, checkpoint: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
-        """`load_checkpoint` for an open checkpoint; returns the client_state. Collective with equal arguments."""
-        self.core.assert_collective_call(LOAD)
+        """`load_checkpoint` for an open checkpoint that passed `check_shared_state`; returns the client_state.
+        Collective with equal arguments."""
         assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
         self.finish_step()
         load_engine(self.core, checkpoint, self.lr_scheduler, options)

@@ -23,7 +23,7 @@ from megatron.checkpoint import writer
 from megatron.checkpoint.file_formats import seal_record, unseal_record
 from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, TensorEntry
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
 from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import consistency
@@ -88,7 +88,7 @@ def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int,
         for part in FlatLayout(slots, grid.dp).segments(dp_rank):
             slot, start, stop = part.slot, part.slot_offset, part.slot_offset + part.count
             data = locals_[slot.name].flatten()[start:stop]
-            yield TensorPiece(slot.name, kind, slot.shape, slot.partition, tp_rank, grid.tp, start, data)
+            yield TensorPiece(slot.name, kind, TPSlice(slot.shape, slot.partition, tp_rank, grid.tp), start, data)
 
 
 class ThreadWorld:
@@ -172,7 +172,7 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
     """A small checkpoint of one rank; its content depends on the seed (default: the step) alone. It continues from the
     tag `after`, or else from the one that `latest` names where that is of the same run."""
     data = torch.full((16,), float(step if seed is None else seed))
-    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", (16,), None, 0, 1, 0, data)],
+    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", TPSlice((16,)), 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
                 **{"lineage": Lineage(_parent(root, after, run)), **given})
@@ -258,14 +258,6 @@ def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     changed = change(header)
     text = json.dumps(header if changed is None else changed).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
-
-
-def make_signed(root: Path, tag: str) -> None:
-    """Turn a tag into what an earlier version saved with --checkpoint-key."""
-    for path in (root / tag).glob("rank*.json"):
-        rewrite(path, lambda part: [entry.update(sha256="0" * 64) for entry in part["files"].values()] and None)
-    for path in ((root / tag / MANIFEST), *(root / tag).glob("rank*.json")):
-        rewrite(path, lambda body: body.update(hmac="0" * 64))
 
 
 def load_candidates(root: Path) -> list[str]:

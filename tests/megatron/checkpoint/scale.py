@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.checkpoint import writer
 from megatron.checkpoint.manifest import MANIFEST, Lineage, TensorEntry, read_manifest
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, tp_sharding_of
+from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.writer import LazyData, TensorPiece
 from megatron.config.tree import ModelConfig
 from megatron.distributed import consistency
@@ -162,10 +162,9 @@ class Model:
         for layout, _ in self.buckets:
             for part in layout.segments(dp_rank):
                 for kind in KINDS:
-                    yield TensorPiece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
-                                      part.slot_offset, LazyData(part.count,
-                                                                 torch.float32,
-                                                                 lambda n=part.count: load(n)))
+                    local = TPSlice(part.slot.shape, part.slot.partition, self.tp_rank, TP)
+                    data = LazyData(part.count, torch.float32, lambda n=part.count: load(n))
+                    yield TensorPiece(part.slot.name, kind, local, part.slot_offset, data)
 
     def kept(self) -> int:
         return sum(layout.shard_numel for layout, _ in self.buckets)
@@ -253,7 +252,7 @@ def _write_the_others(folder: Path, size: int) -> None:
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
-                      if piece.partition is not None or piece.tp_rank == 0]
+                      if piece.local.partition is not None or piece.local.tp_rank == 0]
             writer.collect_rank_files(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
 
 
@@ -270,8 +269,7 @@ def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cos
         model, checkpoint = Model(size // TP, world.rank % TP), found[world.rank]
         for piece in model.pieces(world.rank // TP):
             out = torch.full((piece.count,), torch.nan)
-            checkpoint.read(piece.kind, piece.name, shape=piece.shape, partition=piece.partition,
-                            tp_rank=piece.tp_rank, tp_size=TP, offset=piece.offset, out=out)
+            checkpoint.read_slice(piece.kind, piece.name, piece.local, piece.offset, out)
             assert not out.any(), piece.name
         assert checkpoint.rank_state(world.rank) == {"seed": world.rank}
 

@@ -28,6 +28,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import PendingSave, RankFiles, SaveReport, TensorPiece
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
@@ -43,7 +44,7 @@ CPU = torch.device("cpu")
 
 def save_of(root: Path, step: int, data: torch.Tensor, copy: HostSnapshot, **states: Any) -> PendingSave:
     content: dict[str, Any] = dict(rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1})
-    piece = TensorPiece("w", "weight", tuple(data.shape), None, 0, 1, 0, data)
+    piece = TensorPiece("w", "weight", TPSlice(tuple(data.shape)), 0, data)
     return PendingSave(root, f"global_step{step}", pieces=[piece], world=SOLO, run_id="run", iteration=step,
                        hold=copy.copy_tensors, **{**content, **states})
 
@@ -63,8 +64,7 @@ def held_back() -> Iterator[threading.Event]:
 
 def weight(root: Path, step: int, count: int) -> list[float]:
     out = torch.empty(count)
-    open_checkpoint(root, f"global_step{step}").read("weight", "w", shape=(count,), partition=None, tp_rank=0,
-                                                     tp_size=1, offset=0, out=out)
+    open_checkpoint(root, f"global_step{step}").read_slice("weight", "w", TPSlice((count,)), 0, out)
     return out.tolist()
 
 

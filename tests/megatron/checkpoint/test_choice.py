@@ -13,13 +13,13 @@ import pytest
 
 from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.commit import clean_up_save_root
-from megatron.checkpoint.manifest import MANIFEST, rank_of_file, read_commit_number
+from megatron.checkpoint.manifest import MANIFEST, rank_of_file
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import (PENDING_LATEST, commit_records, find_tag_of_step, latest_tag,
                                       parse_checkpoint_path, read_tag_manifest, tag_names)
 from megatron.checkpoint.verify import verify_share, verify_tag
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, load_candidates, make_signed, printed, save_grid, save_solo
+from tests.megatron.checkpoint.made import Grid, load_candidates, printed, save_grid, save_solo
 
 
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
@@ -286,16 +286,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2):
         save_grid(root, Grid(2, 1), step=step)
     return root
-
-
-def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: Path) -> None:
-    save_grid(tmp_path, Grid(1, 2))
-    make_signed(tmp_path, "global_step1")
-    assert b',"hmac":"' in (tmp_path / "global_step1" / MANIFEST).read_bytes()
-    assert len(verify_tag(tmp_path, "global_step1")) == 6
-    assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
-    assert zero_to_fp32.open_tag(tmp_path, "global_step1").output_tensors()
-    assert read_commit_number(tmp_path / "global_step1") == 1
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean
                                         exclusive_access, lock_save_root)
 from megatron.checkpoint.manifest import Lineage
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import commit_records, tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import PendingSave
@@ -76,7 +77,7 @@ def value(root: Path, tag: str) -> float:
 
     verify_tag(root, tag)
     out = torch.empty(16)
-    open_checkpoint(root, tag).read("weight", "w", shape=(16,), partition=None, tp_rank=0, tp_size=1, offset=0, out=out)
+    open_checkpoint(root, tag).read_slice("weight", "w", TPSlice((16,)), 0, out)
     assert out.unique().numel() == 1
     return out[0].item()
 

@@ -17,6 +17,7 @@ from megatron import fsdp, zero
 from megatron.checkpoint import cli, zero_to_fp32
 from megatron.checkpoint.convert.fp32_state_dict import LazyStateDict
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import TensorPiece, save
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.model import GPT2
@@ -150,8 +151,8 @@ def save_pieces(root: Path, pieces: list[TensorPiece], buffers: dict[str, torch.
 def test_dtypes_buffers_and_frozen_parameters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     half = {dtype: torch.randn(6).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)}
-    pieces = [TensorPiece(str(dtype), "weight", (6,), None, 0, 1, 0, value) for dtype, value in half.items()]
-    learnt = TensorPiece("torch.float16", "exp_avg", (6,), None, 0, 1, 0, torch.zeros(6))
+    pieces = [TensorPiece(str(dtype), "weight", TPSlice((6,)), 0, value) for dtype, value in half.items()]
+    learnt = TensorPiece("torch.float16", "exp_avg", TPSlice((6,)), 0, torch.zeros(6))
     buffers = {"mask": torch.tensor([[True, False]]), "count": torch.tensor(7), "mean": torch.ones(2).bfloat16()}
     save_pieces(tmp_path, [*pieces, learnt], buffers)
     for name in ("out.safetensors", "out.bin"):
@@ -179,7 +180,7 @@ class Tied(nn.Module):
 
 def test_a_model_is_filled_tied_names_included_and_another_model_is_refused(tmp_path: Path) -> None:
     value = torch.randn(4, 3)
-    save_pieces(tmp_path, [TensorPiece("table.weight", "weight", (4, 3), None, 0, 1, 0, value.flatten())])
+    save_pieces(tmp_path, [TensorPiece("table.weight", "weight", TPSlice((4, 3)), 0, value.flatten())])
     model = zero.load_state_dict_from_zero_checkpoint(Tied(), tmp_path)
     assert model.head.weight is model.table.weight and torch.equal(model.table.weight, value)
     with pytest.raises(CheckpointError, match="only one of the model and the checkpoint"):
@@ -302,7 +303,7 @@ def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> 
     """Eight matrices of 12 MB, split over tp 2 along the columns, in files of 24 MB."""
     tp, side = 2, 1732
     saved = ThreadWorld(tp).run(lambda world: save_pieces(tmp_path, [
-        TensorPiece(f"m{i}", "weight", (side, side // tp), Partition(1), world.rank, tp, 0,
+        TensorPiece(f"m{i}", "weight", TPSlice((side, side // tp), Partition(1), world.rank, tp), 0,
                     torch.full((side * side // tp,), float(i))) for i in range(8)], world=world))
     assert saved == [None, None]
     done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path /

@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint import int8_weights
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.zero_to_fp32 import main as merge
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
@@ -112,13 +113,12 @@ def test_what_is_written_is_quantised_by_the_rule(folder: Path) -> None:
     for name in source.names("weight"):
         shape = source.shape("weight", name)
         numbers = torch.empty(shape)
-        source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0, out=numbers.view(-1))
+        source.read_slice("weight", name, TPSlice(shape), 0, numbers.view(-1))
         expected = zip(("int8", "scale"), by_the_rule(numbers)) if int8_weights.is_quantised(name, shape) else \
             [("weight", numbers.numpy())]
         for kind, array in expected:
             found = torch.empty(array.shape, dtype=torch.int8 if kind == "int8" else torch.float32)
-            written.read(kind, name, shape=array.shape, partition=None, tp_rank=0, tp_size=1, offset=0,
-                         out=found.view(-1))
+            written.read_slice(kind, name, TPSlice(array.shape), 0, found.view(-1))
             assert np.array_equal(found.numpy(), array), (kind, name)
     assert written.names("int8") == written.names("scale") and len(written.names("int8")) == 9
 
@@ -160,6 +160,5 @@ def test_a_hugging_face_folder_can_be_the_source(folder: Path, tmp_path: Path) -
         for name in ours.names(kind):
             one, other = (torch.empty(ours.shape(kind, name)) for _ in range(2))
             for found, out in ((ours, one), (theirs, other)):
-                found.read(kind, name, shape=tuple(out.shape), partition=None, tp_rank=0, tp_size=1, offset=0,
-                           out=out.view(-1))
+                found.read_slice(kind, name, TPSlice(tuple(out.shape)), 0, out.view(-1))
             assert torch.equal(one, other), (kind, name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.convert.export_huggingface import export_huggingface
 from megatron.checkpoint.convert.importers import open_external_checkpoint
-from megatron.checkpoint.reader import digest_lines, open_checkpoint
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
 from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import GPT2
@@ -121,9 +121,7 @@ def test_a_trained_run_exported_gives_the_logits_of_the_run(tp: int, tmp_path: P
     found, model = open_checkpoint(root), GPT2(tiny_model())
     for name, parameter in model.named_parameters():
         shape = found.shape("weight", name)
-        flat = torch.empty(torch.Size(shape).numel())
-        found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0, out=flat)
-        parameter.data[:shape[0]] = flat.view(shape)
+        parameter.data[:shape[0]] = read_logical(found, "weight", name, 0, torch.Size(shape).numel()).view(shape)
     with torch.no_grad():
         ours = model.logits(model.hidden_states(tokens()))
     torch.testing.assert_close(ours, hf_logits(folder), atol=1e-5, rtol=0)

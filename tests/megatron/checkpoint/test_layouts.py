@@ -32,8 +32,7 @@ def check_all_runs(checkpoint: Checkpoint, grid: Grid, padding: float) -> None:
     for rank in range(grid.tp * grid.dp):
         for piece in runs(logical(), grid, rank % grid.tp, rank // grid.tp, padding):
             out = torch.full((piece.count,), torch.nan)
-            checkpoint.read(piece.kind, piece.name, shape=piece.shape, partition=piece.partition,
-                            tp_rank=piece.tp_rank, tp_size=grid.tp, offset=piece.offset, out=out)
+            checkpoint.read_slice(piece.kind, piece.name, piece.local, piece.offset, out)
             assert torch.equal(out, piece.load()), (piece.kind, piece.name, rank, grid)
 
 

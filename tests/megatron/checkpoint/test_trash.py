@@ -23,6 +23,7 @@ from megatron.checkpoint import commit, writer
 from megatron.checkpoint.commit import DELETER, TRASH_PREFIX, BackgroundDeleter, Keep, clean_up_save_root
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import process_group
 from megatron.distributed.rank_status import STATUS
@@ -43,7 +44,7 @@ def in_background() -> Iterator[None]:
 
 
 def save(root: Path, step: int, last: int = 1) -> None:
-    piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
+    piece = TensorPiece("w", "weight", TPSlice((4,)), 0, torch.ones(4))
     writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run", iteration=step, keep=Keep(last))
 

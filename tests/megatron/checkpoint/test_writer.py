@@ -30,6 +30,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.safetensors_io import SafetensorsReader
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import LazyData, TensorPiece
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise
@@ -175,7 +176,7 @@ def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: st
 def save_on_rank(rank: int, world_size: int, root: str, full: int) -> str:
     """Save with a disk that is full for rank `full` only (-1: none)."""
     world = build().world
-    piece = TensorPiece("w", "weight", (4,), Partition(0), rank, world_size, 0, torch.full((4,), float(rank)))
+    piece = TensorPiece("w", "weight", TPSlice((4,), Partition(0), rank, world_size), 0, torch.full((4,), float(rank)))
     disk = FullDisk(0 if rank == full else 10**9)
     try:
         with patched(disk):
@@ -193,12 +194,12 @@ def test_real_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
         assert first == second and first.startswith("StorageError: ") and f"/rank{full}.safetensors" in first
     check_untouched(tmp_path)
     out = torch.empty(8)
-    open_checkpoint(tmp_path).read("weight", "w", shape=(8,), partition=None, tp_rank=0, tp_size=1, offset=0, out=out)
+    open_checkpoint(tmp_path).read_slice("weight", "w", TPSlice((8,)), 0, out)
     assert out.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def save_one(root: Path, data: torch.Tensor | LazyData, **changes: Any) -> None:
-    piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, data)
+    piece = TensorPiece("w", "weight", TPSlice((4,)), 0, data)
     options: dict[str, Any] = dict(pieces=[piece], rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1},
                                    world=SOLO, run_id="run", iteration=2)
     writer.save(root, "global_step2", **{**options, **changes})
@@ -324,7 +325,7 @@ def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
 
 def save(rank: int, world_size: int, root: str, step: int, hold: Any = None, load: Any = None) -> None:
     data = torch.full((4,), float(rank)) if load is None else LazyData(4, torch.float32, load)
-    piece = TensorPiece("w", "weight", (4,), Partition(0), rank, world_size, 0, data)
+    piece = TensorPiece("w", "weight", TPSlice((4,), Partition(0), rank, world_size), 0, data)
     writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={}, hold=hold,
                 layout={"tp": world_size, "dp": 1}, world=build().world, run_id="job", iteration=step)
 

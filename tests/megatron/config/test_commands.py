@@ -24,7 +24,7 @@ from megatron.tune.cli import parse as tune
 COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
     "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),
     "report": (report().parse_args, ["run"], "--outptu", "--output"),
-    "checkpoint": (checkpoint, ["list", "run"], "--checkpoint_kye", "--checkpoint-key"),
+    "checkpoint": (checkpoint, ["list", "run"], "--checkpoint_verison", "--checkpoint-version"),
     "generate": (generate().parse_args, [], "--loda", "--load"), "serve": (serve().parse_args, [], "--prot", "--port"),
     "evaluate": (evaluate().parse_args, ["--task", "wikitext", "--data", "x"], "--protocl", "--protocol"),
     "webtext": (webtext().parse_args, ["clean", "x", "--output", "y"], "--overwrit", ""),

@@ -164,7 +164,6 @@ def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     (["--load", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--load", "a", "--nonsense"], "--nonsense"),
     (["--load", "a", "--temperature", "0", "x"], "--greedy takes the likeliest"),
     (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load", "a", "--stop", ""], "--stop"),
-    (["--load", "a", "--checkpoint-key", "k"], "--checkpoint-key k is not a flag here: checkpoints are not signed"),
     (["--load-hf", "a", "--ckpt-step", "2"], "--ckpt-step goes with --load"),
     (["--load", "a", "--interactive", "x"], "prompts on the command line and --interactive"),
     (["--load", "a", "--interactive", "--jsonl"], "for a person"),

@@ -57,12 +57,12 @@ def reads(rank: int, world: int, folder: Path, tp: int) -> list[tuple[dict[str, 
     groups, found, count = mpu_groups.build(tp), [], [0]
 
     def counting(kind: type[Any]) -> Any:
-        real = kind.read
+        real = kind.read_slice
 
         def read(*args: Any, **kwargs: Any) -> None:
             count[0] += 1
             real(*args, **kwargs)
-        return patch.object(kind, "read", read)
+        return patch.object(kind, "read_slice", read)
 
     for cell in CELLS:
         with counting(Checkpoint), counting(ExternalCheckpoint), patch.object(load, "BROADCAST_ELEMENTS", 1000):
@@ -87,7 +87,7 @@ def test_one_of_the_ranks_reads_and_all_have_its_bits(folder: Path, world: int, 
 
 
 def fails(rank: int, world: int, folder: Path, tp: int, culprit: int, dtype: str) -> str:
-    groups, real, calls = mpu_groups.build(tp), Checkpoint.read, [0]
+    groups, real, calls = mpu_groups.build(tp), Checkpoint.read_slice, [0]
 
     def read(*args: Any, **kwargs: Any) -> None:
         calls[0] += 1
@@ -95,7 +95,7 @@ def fails(rank: int, world: int, folder: Path, tp: int, culprit: int, dtype: str
             raise CheckpointError(f"rank {rank} cannot read")
         real(*args, **kwargs)
 
-    with patch.object(Checkpoint, "read", read), pytest.raises(CheckpointError) as caught:
+    with patch.object(Checkpoint, "read_slice", read), pytest.raises(CheckpointError) as caught:
         build(folder, ("run", dtype), groups)
     return str(caught.value)
 
