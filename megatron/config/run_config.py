@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
+from megatron.config.schema import BOOLEAN, COUNT_FROM_0, NEVER, JsonKey, flag_name, require, setting
 from megatron.errors import ConfigError
 
 NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
@@ -156,7 +156,7 @@ class AutotuningConfig(ConfigSection):
     tunes nothing."""
 
     autotuning: bool = setting(False, "accepted; python -m megatron.tune with the same flags is what tunes",
-                               json=_AUTOTUNING + "enabled")
+                               json=_AUTOTUNING + "enabled", needs=NEVER)
     autotuning_fast: bool = setting(
         True, "leave sizes of buckets as they are (--no-autotuning-fast: try some)", json=_AUTOTUNING + "fast")
     autotuning_results_dir: str = setting(
@@ -193,7 +193,3 @@ class AutotuningConfig(ConfigSection):
         require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
                 f"--autotuning-end-profile-step {self.autotuning_end_profile_step} is before "
                 f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")
-
-    def notes(self) -> list[str]:
-        note = " note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"
-        return [note] if self.autotuning else []

@@ -95,12 +95,6 @@ class FairScaleArguments:
                                  or getattr(self.cpu_offload, "offload_params", self.cpu_offload)),
             grad_predivide_factor=factor, sync_module_states=self.sync_module_states)
 
-    def notes(self) -> list[str]:
-        """Notes on arguments that have no effect."""
-        return [f"note: FullyShardedDataParallel({one.name}={getattr(self, one.name)!r}) has no effect: "
-                f"{one.metadata['no_effect']}"
-                for one in fields(self) if one.metadata and getattr(self, one.name) != one.default]
-
 
 _ELSEWHERE = {"sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
               "auto_wrap_policy": "wrap the model with megatron.fsdp.auto_wrap(model, policy) inside enable_wrap()",
@@ -129,8 +123,11 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         check_shardable(module, settings, group)
         shard_module(module, settings, group)
         self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
-        for line in self.arguments.notes() if group.rank == 0 else ():
-            print(line, flush=True)
+        for one in fields(self.arguments) if group.rank == 0 else ():
+            value = getattr(self.arguments, one.name)
+            if one.metadata and value != one.default:
+                print(f"note: FullyShardedDataParallel({one.name}={value!r}) has no effect: "
+                      f"{one.metadata['no_effect']}", flush=True)
 
     @property
     def module(self) -> nn.Module:

@@ -69,6 +69,7 @@ def test_a_setting_of_another_optimizer_is_noted(name: str) -> None:
     ("--zero-stage 2 --stage3-max-live-parameters 5 --stage3-max-reuse-distance 0 --bf16 --no-load-from-fp32-weights",
      "--stage3-max-live-parameters has no effect without --zero-stage 3"),
     ("--no-reduce-scatter", "--reduce-scatter has no effect without --zero-stage 1 or 2 or 3"),
+    ("--autotuning", "--autotuning has no effect: python -m megatron.tune with the same flags is what tunes"),
     ("--no-load-from-fp32-weights", "--load-from-fp32-weights has no effect without --fp16 or --bf16"),
     ("--zero-stage 2 --no-allgather-partitions",
      "--allgather-partitions has no effect: each device has one way to collect updated weights"),
