@@ -235,8 +235,9 @@ def open_tag(root: Path, tag: str | None = None) -> TagReader:
     with explain_damage(root):
         tags = sorted({path.parent.name.removeprefix(".aside-") for path in root.glob("*/manifest.json")})
         chosen = tag or latest_tag(root)
-        require(chosen in tags, root, f"holds no tag {chosen!r:.80}, which `latest` names or -t, but "
-                f"{', '.join(tags) or 'none'}")
+        require(bool(tags), root, "holds no checkpoint" if root.is_dir() else "there is no such folder")
+        require(chosen in tags, root, ("has no usable `latest`" if chosen is None else f"holds no tag {chosen!r:.80}")
+                + f"; it holds {', '.join(tags)}")
         folder = root / str(chosen)
         if not folder.exists():  # a kill while it was replaced
             folder = root / f".aside-{chosen}"

@@ -110,6 +110,10 @@ class ServeApp:
 
         error: HttpError | None = None
         try:
+            # uvicorn's own limit holds for heads that come in several parts
+            if self._limits.max_header_bytes < sum(len(name) + len(value) + 4 for name, value in (
+                    *scope["headers"], (scope["raw_path"], scope["query_string"]))):
+                raise HttpError(400, f"the head is longer than {self._limits.max_header_bytes} bytes")
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             self._auth.check_host(headers.get("host"))
             if path not in PATHS_WITHOUT_KEY:

@@ -188,7 +188,7 @@ def test_list_shows_parents_and_other_branches(tmp_path: Path, capsys: pytest.Ca
         save_solo(tmp_path, step, after=after)
     assert main(["list", str(tmp_path)]) == 0
     ends = [line.partition(" bytes")[2] for line in capsys.readouterr().out.splitlines()]
-    assert ends == ["", "  after global_step2", "  after global_step4 (deleted or replaced)  other branch",
+    assert ends == ["", "  after global_step2", "  after global_step4 (not in this folder)  other branch",
                     "  after global_step4  latest"]
     assert main(["list", f"{tmp_path}:global_step7"]) == 0
     assert capsys.readouterr().out.endswith(" bytes  after global_step4  latest\n")

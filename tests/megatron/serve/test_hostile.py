@@ -74,7 +74,8 @@ WIRE: list[tuple[int, bytes]] = [  # some of what h11 refuses, and all that is o
     # headers
     (400, b"GET /health HTTP/1.1\r\n\r\n"), (400, GET + b"Host: localhost\r\n\r\n"), (400, GET + b"no colon\r\n\r\n"),
     (403, GET + b" folded: x\r\n\r\n"), (400, GET + b"A: b\x00c\r\n\r\n"), (400, GET + b"A: " + b"b" * 200000),
-    (400, GET + b"A: b\r\n" * 50000), (400, b"G" * 100000), (400, b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\n\r\n"),
+    (400, GET + b"A: b\r\n" * 50000), (400, GET + b"A: " + b"b" * 17000 + b"\r\n\r\n"), (400, b"G" * 100000),
+    (400, b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\n\r\n"),
     *((403, b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") for host in (
         b"evil.example", b"localhost.evil.example", b"127.0.0.1.evil.example", b"", b"10.0.0.1", b"[::2]",
         b"localhost@evil.example", b"evil.example:5000", b"localhost:x", b"[", b"]", b"[]", b":", b"a:b:c", b"\xff",
