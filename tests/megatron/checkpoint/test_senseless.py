@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron import zero
 from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
@@ -256,3 +258,13 @@ def test_it_is_named(what: str, run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         resumes(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_an_engine_refuses_it_as_a_run_does(tmp_path: Path) -> None:
+    engine = zero.initialize(model=torch.nn.Linear(2, 2), config={
+        "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}})[0]
+    engine.save_checkpoint(tmp_path, TAG)
+    NAMED["counters of another type"][1](tmp_path / TAG)
+    reseal(tmp_path / TAG)
+    with pytest.raises(CheckpointError, match="field 'micro_steps' must be int"):
+        engine.load_checkpoint(tmp_path)

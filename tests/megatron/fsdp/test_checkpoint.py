@@ -61,6 +61,26 @@ def load(rank: int, world: int, folder: str, way: str) -> Any:
     return state, state_of(model, optimizer)
 
 
+def step_counts(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+    model = around(nn.Linear(4, 4), "whole")
+    optimizer = adamw(model)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    parameters = list(optimizer.state)
+    for number, parameter in enumerate(parameters):
+        optimizer.state[parameter]["step"] += number % 2
+    before = [float(optimizer.state[parameter]["step"]) for parameter in parameters]
+    save_checkpoint(model, optimizer, folder)
+    load_checkpoint(model, optimizer, folder)
+    return before, [float(optimizer.state[parameter]["step"]) for parameter in parameters]
+
+
+def test_every_parameter_keeps_its_own_step_count(tmp_path: Path) -> None:
+    ((before, after),) = run_ranks(step_counts, 1, str(tmp_path))
+    assert before == after and set(before) == {2.0, 3.0}
+
+
 @pytest.mark.parametrize("way, other, worlds", [
     ("nested", "torch", (2, 3)), ("torch", "whole", (1, 2)),
     pytest.param("whole", "twice nested", (3, 4), marks=pytest.mark.slow)])
