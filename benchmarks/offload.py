@@ -44,7 +44,7 @@ def step(engine: Engine) -> float:
         grads.start_reduction()
         grads.end_backward(ends_step=True)
     begin = time.perf_counter()
-    engine.core.step(1e-4)
+    engine.core.step()
     engine.core.engine_storage.wait_for_writes()
     return time.perf_counter() - begin
 

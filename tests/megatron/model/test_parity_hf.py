@@ -140,11 +140,13 @@ def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: di
     for step, batch in enumerate(batches):
         share = batch.chunk(groups.dp.size)[groups.dp.rank].chunk(accumulation)
         losses, report = [], None
+        for group in engine.param_groups:
+            group["lr"] = schedule(step)
         for part in share:
             loss = engine(part[:, :-1], part[:, 1:], grad_scale=engine.backward_scale)
             engine.backward(loss)
             losses.append(loss.item())
-            report = engine.step(schedule(step))
+            report = engine.step()
         assert report is not None
         found.append((sum(losses) / len(losses), report.grad_norm))
     return found

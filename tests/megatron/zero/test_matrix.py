@@ -95,13 +95,15 @@ def batches(steps: int) -> list[Tensor]:
 def train(cell: Cell, grid: Groups, steps: int) -> Trained:
     """The run of one cell on this rank."""
     engine = gpt2_engine(cell.config(), grid)
+    for group in engine.param_groups:
+        group["lr"] = LR
     losses, norms, scales = [], [], []
     for rows in batches(steps):
         loss = 0.0
         for part in rows.view(cell.accumulation, cell.dp, -1, LENGTH + 1)[:, grid.dp.rank]:
             micro_loss = gpt2_loss(engine, part)
             engine.backward(micro_loss)
-            report = engine.step(LR)
+            report = engine.step()
             loss += micro_loss.item() / cell.accumulation
         assert report is not None and report.applied
         losses.append(loss)

@@ -104,6 +104,8 @@ def poisoned(module: nn.Module, kind: str, value: float) -> Iterator[None]:
 
 def take_step(engine: ZeroEngine, grid: Groups, number: int, case: Case | None = None) -> Any:
     """Optimizer step `number`; with a case, one that goes wrong."""
+    for group in engine.param_groups:
+        group["lr"] = LR
     draw = torch.Generator().manual_seed(number)
     rows = torch.randint(61, (MICRO_BATCHES, grid.dp.size, ROWS, LENGTH + 1), generator=draw)
     for micro, part in enumerate(rows[:, grid.dp.rank]):
@@ -112,7 +114,7 @@ def take_step(engine: ZeroEngine, grid: Groups, number: int, case: Case | None =
                 engine.backward(gpt2_loss(engine, part))
         else:
             engine.backward(gpt2_loss(engine, part))
-        report = engine.step(LR)
+        report = engine.step()
     return report
 
 

@@ -43,6 +43,8 @@ def built(world: int, **settings: Any) -> ZeroEngine:
 def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
     """The reference: every forward and backward is with the weights of one step ago, put into an exact engine."""
     dp, names = engine.groups.dp, [*weights(engine)]
+    for group in engine.param_groups:
+        group["lr"] = RATE
     before: dict[str, Tensor] | None = None
     losses = []
     for batch in rows:
@@ -54,7 +56,7 @@ def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
         if before is not None:
             put(engine, newest, names)
         before = newest
-        engine.step(RATE)
+        engine.step()
     return losses
 
 
