@@ -178,7 +178,8 @@ def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) 
             "peak": {"moment": peak.name, "total": peak.total, **{kind: getattr(peak, kind) for kind in KINDS}},
             "device": peak.total, "host": run.offloaded_host_bytes, "nvme": run.nvme_bytes,
             "node_host": on_node * machine.ranks_per_node, "node_nvme": run.nvme_bytes * machine.ranks_per_node,
-            **({} if machine.rates is None else {"step": step_time(run, machine.rates).as_dict()}),
+            **({} if machine.rates is None or run.nvme_bytes else  # no rate of a drive is known
+               {"step": step_time(run, machine.rates).as_dict()}),
             "sent_gradients": traffic.gradients,
             "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices,
             "cards": {card: {"fits": peak.total <= capacity, "largest_micro_batch": count}
@@ -269,13 +270,13 @@ def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[d
                 + (f", measured with {rates.ranks} rank{'s' * (rates.ranks > 1)}" if rates.ranks else ""))
     tokens = requested.config.global_batch_size(requested.dp) * requested.config.seq_length
     cells = [[*row_label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
-              f"{tokens / row['step']['total']:,.0f}"] for row in rows]
+              f"{tokens / row['step']['total']:,.0f}"] for row in rows if "step" in row]
     yield from align_columns([[*CARDS_HEAD, *PARTS, "tokens/s"], *cells], left=(0, 1))
     config = requested.config
     not_predicted = [what for what, is_used in (
         (f"what --optimizer {config.optim.optimizer} does otherwise than Adam",
          config.optim.optimizer not in ("adam", "adamw")),
-        ("the drive", "nvme" in (requested.placement.optimizer, requested.placement.params)),
+        ("rows with state on a drive", any("step" not in row for row in rows)),
         ("--compile", config.train.compile), ("--quantize-training", config.quantize.quantize_training),
         ("--memory-centric-tiled-linear", config.model.memory_centric_tiled_linear)) if is_used]
     if not_predicted:
