@@ -280,14 +280,6 @@ def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
         open_checkpoint(tmp_path, tag)
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pristine")
-    for step in (1, 2):
-        save_grid(root, Grid(2, 1), step=step)
-    return root
-
-
 @pytest.fixture
 def root(tmp_path: Path, pristine: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "root"))

@@ -23,14 +23,6 @@ from tests.megatron.helpers import TINY, train
 TREE = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pristine")
-    for step in (1, 2):
-        save_grid(root, Grid(2, 1), step=step)
-    return root
-
-
 @pytest.fixture
 def root(tmp_path: Path, pristine: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "root with space; touch x"))
