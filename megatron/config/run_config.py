@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import BOOLEAN, COUNT_FROM_0, NEVER, JsonKey, flag_name, require, setting
+from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
 from megatron.errors import ConfigError
 
 NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
@@ -155,8 +155,8 @@ class AutotuningConfig(ConfigSection):
     """The search for the fastest settings of a machine, by `python -m megatron.tune` (docs/tune.md). Training itself
     tunes nothing."""
 
-    autotuning: bool = setting(False, "accepted; python -m megatron.tune with the same flags is what tunes",
-                               json=_AUTOTUNING + "enabled", needs=NEVER)
+    autotuning: bool = setting(False, "python -m megatron.tune with the same flags is what tunes",
+                               json=_AUTOTUNING + "enabled", is_unread=True)
     autotuning_fast: bool = setting(
         True, "leave sizes of buckets as they are (--no-autotuning-fast: try some)", json=_AUTOTUNING + "fast")
     autotuning_results_dir: str = setting(

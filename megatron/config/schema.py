@@ -174,25 +174,26 @@ class FieldSetting:
     is_location: bool = False  # a path, which may differ between nodes: ranks compare only whether it is given
     range: NumberRange | None = None  # of a number
     needs: Needs | None = None  # the settings without which it has no effect (tree.unused_settings says so)
+    unread_because: str = ""  # why it is accepted and never read
 
 
 Needs = Mapping[str, tuple[Any, ...]]
 """Field -> the values of which one is needed, none: any that is on. One of the fields suffices."""
-NEVER: Needs = {}  # of a setting that is accepted and never read; its help is "accepted; WHY"
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
             metavar: str | None = None, common: bool = False, is_location: bool = False,
             ge: float | None = None, gt: float | None = None, le: float = math.inf,
-            needs: str | Needs | None = None) -> Any:
+            needs: str | Needs | None = None, is_unread: bool = False) -> Any:
     """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it, `ge` or `gt`
     and `le` bound its numbers (ConfigSection checks them); `needs` is a switch, or the values of a choice, without
-    which it has no effect."""
+    which it has no effect. With `is_unread` it is accepted and never read, and `help` says why."""
     allowed = NumberRange(gt, le, excludes_low=True) if gt is not None else None if ge is None else NumberRange(ge, le)
     keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
     needs = {needs: ()} if isinstance(needs, str) else needs
-    return field(default=default,
-                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, common, is_location, allowed, needs)})
+    declared = FieldSetting(f"accepted; {help}" if is_unread else help, aliases, keys, metavar, common, is_location,
+                            allowed, needs, help if is_unread else "")
+    return field(default=default, metadata={"setting": declared})
 
 
 def setting_of(item: Field[Any]) -> FieldSetting:

@@ -264,7 +264,7 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
         if is_news:
             missing = (f"{flag_name(switch)} {' or '.join(map(str, wanted))}".rstrip()
                        for switch, wanted in needs.items())
-            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(_FIELDS[name]).help.split('; ')[1]}"
+            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(_FIELDS[name]).unread_because}"
             idle.setdefault(why, []).append(name)
     yield from (f"{flags_have(names)} no effect{why}" for why, names in idle.items())
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
@@ -278,8 +278,9 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
 
 
 def _missing_needs(name: str, values: Mapping[str, Any]) -> Needs | None:
-    """The outermost need of a field that is not met; None if all are."""
-    needs = setting_of(_FIELDS[name]).needs
+    """The outermost need of a field that is not met, empty for a field that is never read; None if all are met."""
+    declared = setting_of(_FIELDS[name])
+    needs = {} if declared.unread_because else declared.needs
     if needs is None:
         return None
     outer = next(filter(None, (_missing_needs(switch, values) for switch in needs)), None)

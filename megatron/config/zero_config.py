@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import (EXPONENT, MAX_INT64, NEVER, NUMBER_FROM_0, JsonKey, flag_name, one_of, require,
+from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, flag_name, one_of, require,
                                     setting)
 
 
@@ -114,7 +114,7 @@ class ZeroConfig(ConfigSection):
     reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time on CPU (on GPUs: a block)",
                                       "zero-reduce-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64)
     allgather_partitions: bool = setting(
-        True, "accepted; each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION, needs=NEVER)
+        True, "each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION, is_unread=True)
     allgather_bucket_size: int = setting(500_000_000, "weights collected at a time on CPU (on GPUs: a block)",
                                          "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION, ge=1, le=MAX_INT64,
                                          needs=_SHARDED)
@@ -123,8 +123,8 @@ class ZeroConfig(ConfigSection):
         json=_ZERO_OPTIMIZATION, needs={"fp16": (), "bf16": ()})
     ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_ZERO_OPTIMIZATION)
     round_robin_gradients: bool = setting(
-        False, "accepted; each rank copies to the host only its own part of the gradients, an equal one",
-        json=_ZERO_OPTIMIZATION, needs=NEVER)
+        False, "each rank copies to the host only its own part of the gradients, an equal one",
+        json=_ZERO_OPTIMIZATION, is_unread=True)
     sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION,
                                   ge=1, le=MAX_INT64)
     stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
