@@ -31,7 +31,7 @@ from megatron.report.cli import main as report_command
 from megatron.report.history import RunHistory
 from megatron.report.page import report_page
 from megatron.serve import cli as serve
-from megatron.serve.app import playground_response
+from megatron.serve.app import playground
 from tests.megatron.report.written import CONFIG, evaluation, step, write
 
 TEXTS = {
@@ -115,11 +115,11 @@ def of_a_session(text: str, capfd: Any) -> str:
 def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     """The prompt and its answer in two steps."""
     parts = [text[:3], text[3:]]
-    wording: Any = SimpleNamespace(new_text=lambda _: parts.pop(0), decode=lambda _: text)
-    shown = AnswerWriter(wording, out, jsonl)
+    shown = AnswerWriter(out, jsonl)
     shown.prompts.append(text)
     for ended in (None, "length"):
-        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), finish_reason=ended, tokens=[1], logprobs=[0.0])
+        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), finish_reason=ended, tokens=[1], logprobs=[0.0],
+                                   new_text=lambda: parts.pop(0), answer=lambda: text)
         shown.write_ready(now)
     return out.getvalue()
 
@@ -217,8 +217,8 @@ def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:
-    shown = playground_response()
-    for way in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval(", b"srcdoc"):
-        assert way not in shown.body
-    policy = shown.headers["Content-Security-Policy"]
+    shown, headers = playground()
+    for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "srcdoc"):
+        assert way not in shown
+    policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy

@@ -19,7 +19,7 @@ from megatron.config.tree import require
 from megatron.evaluate.scoring import EvalContext, continuation_request
 from megatron.evaluate.tasks import document_requests
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator, SequenceDetokenizer
+from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
 from mpu.collectives import all_gather_json
@@ -73,13 +73,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The texts of all requests, on every rank; data parallel ranks share the work."""
-        dp, tokenizer, detokenizer = self._context.groups.dp, self._tokenizer, SequenceDetokenizer(self._tokenizer)
+        dp, tokenizer = self._context.groups.dp, self._tokenizer
         wanted = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
         self._decoder = self._decoder or Decoder(self._scorer.model, self._context.batch_size)
         generator = Generator(self._decoder, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod,
-                              should_stop=detokenizer.has_stop_string)
-        texts = {str(text.request.number): detokenizer.decode(text)
-                 for text in generator.generate(wanted[dp.rank :: dp.size])}
+                              decode=tokenizer.decode)
+        texts = {str(text.request.number): text.answer() for text in generator.generate(wanted[dp.rank :: dp.size])}
         everywhere = {int(number): text for part in all_gather_json(texts, dp) for number, text in part.items()}
         return [everywhere[number] for number in range(len(wanted))]
 

@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise
     from megatron.inference import load
-    from megatron.inference.frontends import InteractiveSession, PromptBatchRunner
+    from megatron.inference.frontends import run_session, write_answers
     from mpu.collectives import broadcast_json
 
     env = process_group.init(must_match=flags_to_compare(args))
@@ -147,11 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load.load_model(source, groups, process_group.device_for(env, None))
     log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
     if interactive:
-        InteractiveSession(loaded, groups, config, terminal).run()
+        run_session(loaded, groups, config, terminal)
     else:
-        runner = PromptBatchRunner(loaded, groups, config, args.batch_size)
         with open_output(args) if first else nullcontext() as out:
-            speed = runner.write_answers(prompts, out, jsonl=args.jsonl)
+            speed = write_answers(loaded, groups, config, args.batch_size, prompts, out, jsonl=args.jsonl)
         log(speed)
     process_group.shutdown()
     return 0

@@ -7,23 +7,24 @@
 All tensor parallel ranks call it with the same requests in the same order. Sampling applies the repetition penalty,
 the temperature, top-k, top-p and min-p, in this order, then takes the largest log-probability plus Gumbel noise.
 The noise of a token depends only on the key of its sequence and on the token id, so the other sequences of a batch
-and the number of ranks do not change a text. `SequenceDetokenizer` decodes the sequences as they grow.
+and the number of ranks do not change a text.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice, takewhile
 from random import Random
-from typing import TYPE_CHECKING, Literal, final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from data.tokenizer import REPLACEMENT_CHARACTER, Tokenizer
+from data.tokenizer import REPLACEMENT_CHARACTER
 from megatron.inference.request import Request, Sampling
 from mpu.collectives import broadcast_into
 
@@ -84,187 +85,7 @@ def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[
     return scores
 
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens of one prefill."""
-
-FinishReason = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
-"""dropped: cancelled; not finite: the model produced a non-finite logit."""
-
-
-@dataclass(eq=False)
-class GeneratedSequence:
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    """New tokens, without the end-of-document token."""
-    logprobs: list[float] = field(default_factory=list)
-    """Of each new token, under the model without sampling settings."""
-    finish_reason: FinishReason | None = None
-    rng: Random = field(init=False, repr=False)
-    """Seeded by the request, so that other sequences do not change the text."""
-
-    def __post_init__(self) -> None:
-        self.rng = Random(self.request.random_stream)
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.request.prompt, *self.tokens]
-
-
-StopCondition = Callable[[GeneratedSequence], bool]
-"""Whether a text ends after its newest token."""
-
-BannedTokens = Callable[[GeneratedSequence], Sequence[int]]
-"""Tokens that a text may not have next."""
-
-
-@final
-class Generator:
-    def __init__(self, decoder: Decoder | EngineDecoder, *, vocabulary: int, eod: int | None,
-                 sliding_window: bool = False, should_stop: StopCondition = lambda text: False,
-                 banned_tokens: BannedTokens = lambda text: ()) -> None:
-        """Token ids from `vocabulary` on are padding and never sampled. At the end of the position table a text ends
-        or, with `sliding_window`, continues from its last tokens, with a new prefill for each token."""
-        self._decoder, self._vocabulary, self._eod, self._sliding_window = decoder, vocabulary, eod, sliding_window
-        self._should_stop, self._banned_tokens = should_stop, banned_tokens
-        self._rows: list[GeneratedSequence] = []
-
-    @property
-    def free_slots(self) -> int:
-        return self._decoder.rows - len(self._rows)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._rows)
-
-    def start(self, requests: Sequence[Request]) -> list[GeneratedSequence]:
-        """The new texts with their first tokens; some may have ended already."""
-        assert len(requests) <= self.free_slots, "no row is free"
-        first, texts = len(self._rows), [GeneratedSequence(request) for request in requests]
-        self._rows += texts
-        for rows in self._prefill_batches(range(first, len(self._rows))):
-            self._sample(self._rows[rows.start : rows.stop], self._prefill(rows))
-        self._remove_finished()
-        return texts
-
-    def _prefill_batches(self, rows: range) -> Iterator[range]:
-        """Splits rows so that the prompts of a batch have at most PREFILL_TOKENS tokens, or are one prompt."""
-        start, tokens = rows.start, 0
-        for row in rows:
-            tokens += len(self._rows[row].request.prompt)
-            if tokens > PREFILL_TOKENS and row > start:
-                yield range(start, row)
-                start, tokens = row, len(self._rows[row].request.prompt)
-        if start < rows.stop:
-            yield range(start, rows.stop)
-
-    def step(self) -> list[GeneratedSequence]:
-        """One token for every running text; returns these texts."""
-        texts = [*self._rows]
-        if texts:
-            self._sample(texts, self._decode())
-            self._remove_finished()
-        return texts
-
-    def cancel(self, number: int) -> None:
-        """Ends a running text; does nothing for one that has ended."""
-        for text in self._rows:
-            if text.request.number == number:
-                text.finish_reason = "dropped"
-        self._remove_finished()
-
-    def generate(self, requests: Iterable[Request]) -> Iterator[GeneratedSequence]:
-        """Texts in the order in which they end."""
-        waiting = iter(requests)
-        while (starting := list(islice(waiting, self.free_slots))) or self._rows:
-            texts = self.start(starting) if starting else self.step()
-            yield from [text for text in texts if text.finish_reason is not None]
-
-    def _prefill(self, rows: Sequence[int]) -> Tensor:
-        """-> [b, V]; a text longer than the position table is read from its last tokens."""
-        return self._decoder.prefill(rows, [self._rows[row].ids[-self._decoder.max_positions:] for row in rows])
-
-    def _decode(self) -> Tensor:
-        """-> [b, V]. Rows past the position table are prefilled again after the decode step of the others."""
-        texts, length = self._rows, self._decoder.max_positions
-        past = [row for row, text in enumerate(texts) if len(text.ids) > length]
-        if len(past) == len(texts):
-            return self._prefill(past)
-        if past:  # the decode step appends to all rows: make room for a token whose logits are not used
-            self._decoder.prefill(past, [texts[row].ids[-1:] for row in past])
-        logits = self._decoder.decode_step([text.tokens[-1] for text in texts])
-        return logits.index_copy(0, torch.tensor(past, device=logits.device), self._prefill(past)) if past else logits
-
-    def _sample(self, sequences: Sequence[GeneratedSequence], logits: Tensor) -> None:
-        """Appends the next token to each sequence. logits: [b, V]."""
-        logits = logits[:, : self._vocabulary].float()
-        banned = [(row, token) for row, text in enumerate(sequences) for token in self._banned_tokens(text)
-                  if 0 <= token < logits.shape[1]]
-        allowed = logits
-        if banned:
-            rows, ids = torch.tensor(banned, device=logits.device).unbind(1)
-            allowed = logits.index_put((rows, ids), logits.new_tensor(-math.inf))
-        tokens = _sample_by_settings(sequences, allowed)
-        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        sampled = torch.stack([tokens.double(), logprobs.double()])  # one tensor: one wait for the device
-        broadcast_into(sampled, 0, self._decoder.model.tp).wait()  # logits of the ranks may differ in their last bits
-        for text, token, logprob in zip(sequences, *sampled.tolist(), strict=True):
-            self._append_token(text, int(token), logprob)
-
-    def _append_token(self, sequence: GeneratedSequence, token: int, logprob: float) -> None:
-        if not math.isfinite(logprob):
-            sequence.finish_reason = "not finite"
-            return
-        if token == self._eod:
-            sequence.finish_reason = "eod"
-            return
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        if self._should_stop(sequence):
-            sequence.finish_reason = "stop"
-        elif len(sequence.tokens) >= sequence.request.max_new_tokens:
-            sequence.finish_reason = "length"
-        elif len(sequence.ids) > self._decoder.max_positions and not self._sliding_window:
-            sequence.finish_reason = "positions"
-
-    def _remove_finished(self) -> None:
-        """Frees the rows of texts that have ended; the last row moves into each."""
-        for row in reversed(range(len(self._rows))):
-            if self._rows[row].finish_reason is not None:
-                if self._rows[row].finish_reason == "not finite":
-                    self._decoder.clear_row(row)
-                last = self._rows.pop()
-                if row < len(self._rows):
-                    self._rows[row] = last
-                    self._decoder.move_row(len(self._rows), row)
-
-
-def _sample_by_settings(sequences: Sequence[GeneratedSequence], logits: Tensor) -> Tensor:
-    """[b, V] -> [b] tokens; sequences with equal settings are sampled together."""
-    keys = torch.tensor([text.rng.getrandbits(64) - (1 << 63) for text in sequences])
-    if logits.is_cuda:
-        keys = keys.pin_memory().to(logits.device, non_blocking=True)
-    rows_by_settings: dict[Sampling, list[int]] = {}
-    for place, text in enumerate(sequences):
-        rows_by_settings.setdefault(text.request.sampling, []).append(place)
-    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    for settings, rows in rows_by_settings.items():
-        seen = [sequences[place].ids for place in rows]
-        if len(rows_by_settings) == 1:
-            return sample_tokens(logits, settings, keys, seen)
-        index = torch.tensor(rows, device=logits.device)
-        tokens.index_copy_(0, index, sample_tokens(logits[index], settings, keys[index], seen))
-    return tokens
-
-
-def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], max_new_tokens: int, sampling: Sampling,
-             seed: int) -> list[GeneratedSequence]:
-    """One text for each prompt, in order, each with its own random numbers."""
-    requests = (Request(number, tuple(prompt), max_new_tokens, sampling, f"{seed}/{number}")
-                for number, prompt in enumerate(prompts))
-    return sorted(generator.generate(requests), key=lambda text: text.request.number)
-
-
-# ---- text of growing sequences -----------------------------------------------------------------------------------
+# ---- sequences and their text ------------------------------------------------------------------------------------
 
 DecodeFn = Callable[[Iterable[int]], str]
 
@@ -286,8 +107,6 @@ class Detokenizer:
         self._stable_characters = 0  # characters of the text that stay
         self._overlap_characters = 0  # characters of the window's text that are among those
         self.text = ""
-        self.num_shown = 0
-        """Characters that `new_text` has returned."""
         self.offsets: list[int] = []
         """Length of the text before each token, where U+FFFD stands for a part of a character."""
         self.extend(ids)
@@ -304,41 +123,241 @@ class Detokenizer:
             self.text = self.text[: self._stable_characters] + self._decode(self._window)[self._overlap_characters:]
 
 
-@final
-class SequenceDetokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._detokenizers: WeakKeyDictionary[GeneratedSequence, Detokenizer] = WeakKeyDictionary()
+FinishReason = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
+"""dropped: cancelled; not finite: the model produced a non-finite logit."""
 
-    def _detokenizer_of(self, sequence: GeneratedSequence) -> Detokenizer:
-        detokenizer = self._detokenizers.setdefault(sequence, Detokenizer(self._tokenizer.decode))
-        detokenizer.extend(sequence.tokens[len(detokenizer.offsets):])
-        return detokenizer
 
-    def has_stop_string(self, sequence: GeneratedSequence) -> bool:
-        stops = sequence.request.stops
-        return bool(stops) and any(stop in self._detokenizer_of(sequence).text for stop in stops)
+class TokenScores(NamedTuple):
+    """Log-probabilities of the tokens of a text, without the first, which has no context."""
 
-    def decode(self, sequence: GeneratedSequence) -> str:
+    logprobs: list[float]
+    top_logprobs: list[tuple[tuple[int, float], ...]]
+    """At each position: (token, log-probability), the likeliest first."""
+
+
+@dataclass(eq=False)
+class GeneratedSequence:
+    request: Request
+    decode: InitVar[DecodeFn | None] = None
+    """The tokenizer's; None: without text."""
+    tokens: list[int] = field(default_factory=list)
+    """New tokens, without the end-of-document token."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each new token, under the model without sampling settings."""
+    finish_reason: FinishReason | None = None
+    scores: TokenScores | None = None
+    """Once the text has ended, if the request has `top_logprobs`."""
+
+    def __post_init__(self, decode: DecodeFn | None) -> None:
+        self._detokenizer, self.num_shown = None if decode is None else Detokenizer(decode), 0
+
+    @cached_property
+    def rng(self) -> Random:
+        """Seeded by the request, so that other sequences do not change the text."""
+        return Random(self.request.random_stream)
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.request.prompt, *self.tokens]
+
+    @property
+    def has_ended(self) -> bool:
+        """With its scores, if they are asked for."""
+        return self.finish_reason is not None and (self.request.top_logprobs is None or self.scores is not None)
+
+    def detokenized(self) -> Detokenizer:
+        """The text of all new tokens, with the stop string that ended it."""
+        assert self._detokenizer is not None
+        self._detokenizer.extend(self.tokens[len(self._detokenizer.offsets):])
+        return self._detokenizer
+
+    def answer(self) -> str:
         """The text before the first stop string."""
-        text = self._detokenizer_of(sequence).text
-        ends = [place for stop in sequence.request.stops if (place := text.find(stop)) >= 0]
+        text = self.detokenized().text
+        ends = [place for stop in self.request.stops if (place := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
-    def token_offsets(self, sequence: GeneratedSequence) -> Sequence[int]:
-        return self._detokenizer_of(sequence).offsets
-
-    def stable_text(self, sequence: GeneratedSequence) -> str:
-        """The prefix that later tokens cannot change: while a text runs, its last bytes may begin a character, and its
-        last characters a stop string."""
-        text = self.decode(sequence)
-        if sequence.finish_reason is not None:
-            return text
-        held_back = max(map(len, sequence.request.stops), default=1) - 1
-        return text[: max(0, len(text) - held_back)].rstrip(REPLACEMENT_CHARACTER)
-
-    def new_text(self, sequence: GeneratedSequence) -> str:
-        """What has become stable since the last call."""
-        detokenizer, text = self._detokenizer_of(sequence), self.stable_text(sequence)
-        start, detokenizer.num_shown = detokenizer.num_shown, max(detokenizer.num_shown, len(text))
+    def new_text(self) -> str:
+        """What has become stable since the last call: later tokens cannot change it. While a text runs, its last bytes
+        may begin a character, and its last characters a stop string."""
+        text = self.answer()
+        if self.finish_reason is None:
+            held_back = max(map(len, self.request.stops), default=1) - 1
+            text = text[: max(0, len(text) - held_back)].rstrip(REPLACEMENT_CHARACTER)
+        start, self.num_shown = self.num_shown, max(self.num_shown, len(text))
         return text[start:]
+
+
+# ---- continuous batching -----------------------------------------------------------------------------------------
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one prefill."""
+LOGITS_CHUNK_BYTES = 64 << 20
+"""Logits of a chunk of positions that are scored."""
+
+
+@final
+class Generator:
+    def __init__(self, decoder: Decoder | EngineDecoder, *, vocabulary: int, eod: int | None,
+                 sliding_window: bool = False, decode: DecodeFn | None = None) -> None:
+        """Token ids from `vocabulary` on are padding and never sampled. At the end of the position table a text ends
+        or, with `sliding_window`, continues from its last tokens, with a new prefill for each token. `decode`: the
+        tokenizer's, for stop strings and the text of the sequences."""
+        self._decoder, self._vocabulary, self._eod, self._sliding_window = decoder, vocabulary, eod, sliding_window
+        self._decode = decode
+        self._rows: list[GeneratedSequence] = []
+        self._to_score = deque[GeneratedSequence]()
+
+    @property
+    def free_slots(self) -> int:
+        return self._decoder.rows - len(self._rows)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._rows or self._to_score)
+
+    def start(self, requests: Iterable[Request]) -> list[GeneratedSequence]:
+        """The new texts with their first tokens; some may have ended already. A request for no token is only scored."""
+        texts = [GeneratedSequence(request, self._decode) for request in requests]
+        begin = len(self._rows)
+        for text in texts:
+            if text.request.max_new_tokens:
+                self._rows.append(text)
+            else:
+                text.finish_reason = "length"
+                self._to_score.append(text)
+        assert self.free_slots >= 0, "no row is free"
+        # batches of at most PREFILL_TOKENS tokens, or of one prompt
+        while begin < len(self._rows):
+            sizes = accumulate(len(text.request.prompt) for text in self._rows[begin:])
+            end = begin + max(1, sum(1 for _ in takewhile(lambda size: size <= PREFILL_TOKENS, sizes)))
+            self._sample(self._rows[begin:end], self._prefill(range(begin, end)))
+            begin = end
+        self._remove_finished()
+        return texts
+
+    def step(self) -> list[GeneratedSequence]:
+        """One token for every running text, and the scores of one text that has ended; returns these texts."""
+        texts = [*self._rows]
+        if texts:
+            # texts past the position table are prefilled again, after the decode step of the others
+            past = [row for row, text in enumerate(texts)
+                    if len(text.request.prompt) + len(text.tokens) > self._decoder.max_positions]
+            if len(past) == len(texts):
+                logits = self._prefill(past)  # [b, V]
+            else:
+                if past:  # the decode step appends to all rows: make room for a token whose logits are not used
+                    self._decoder.prefill(past, [texts[row].tokens[-1:] for row in past])
+                logits = self._decoder.decode_step([text.tokens[-1] for text in texts])
+                if past:
+                    logits = logits.index_copy(0, torch.tensor(past, device=logits.device), self._prefill(past))
+            self._sample(texts, logits)
+            self._remove_finished()
+        if self._to_score:  # one a step: the running texts wait for it
+            texts.append(self._to_score.popleft())
+            texts[-1].scores = self._score(texts[-1])
+        return texts
+
+    def cancel(self, number: int) -> None:
+        """Ends a text that runs or is to be scored; does nothing for one that has ended."""
+        self._to_score = deque(text for text in self._to_score if text.request.number != number)
+        for text in self._rows:
+            if text.request.number == number:
+                text.finish_reason = "dropped"
+        self._remove_finished()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[GeneratedSequence]:
+        """Texts in the order in which they end."""
+        waiting = iter(requests)
+        while (starting := list(islice(waiting, self.free_slots))) or self._rows:
+            texts = self.start(starting) if starting else self.step()
+            yield from [text for text in texts if text.finish_reason is not None]
+
+    def _prefill(self, rows: Sequence[int]) -> Tensor:
+        """-> [b, V]; a text longer than the position table is read from its last tokens."""
+        return self._decoder.prefill(rows, [self._rows[row].ids[-self._decoder.max_positions:] for row in rows])
+
+    def _sample(self, texts: Sequence[GeneratedSequence], logits: Tensor) -> None:
+        """Appends the next token to each text. logits: [b, V]."""
+        allowed = logits = logits[:, : self._vocabulary].float()
+        banned = [(row, token) for row, text in enumerate(texts) if len(text.tokens) < text.request.min_new_tokens
+                  for token in text.request.end_tokens if 0 <= token < logits.shape[1]]
+        if banned:
+            rows, ids = torch.tensor(banned, device=logits.device).unbind(1)
+            allowed = logits.index_put((rows, ids), logits.new_tensor(-math.inf))
+        rows_by_settings: dict[Sampling, list[int]] = {}
+        for row, text in enumerate(texts):
+            rows_by_settings.setdefault(text.request.sampling, []).append(row)
+        tokens = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
+        for settings, group in rows_by_settings.items():  # texts with equal settings are sampled together
+            keys = torch.tensor([texts[row].rng.getrandbits(64) - (1 << 63) for row in group])
+            if logits.is_cuda:
+                keys = keys.pin_memory().to(logits.device, non_blocking=True)
+            seen = [texts[row].ids for row in group] if settings.repetition_penalty != 1 else ()
+            if len(group) == len(texts):
+                tokens = sample_tokens(allowed, settings, keys, seen)
+            else:
+                index = torch.tensor(group, device=logits.device)
+                tokens.index_copy_(0, index, sample_tokens(allowed[index], settings, keys, seen))
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        sampled = torch.stack([tokens.double(), logprobs.double()])  # one tensor: one wait for the device
+        broadcast_into(sampled, 0, self._decoder.model.tp).wait()  # logits of the ranks may differ in their last bits
+        for text, token, logprob in zip(texts, *sampled.tolist(), strict=True):
+            self._append_token(text, int(token), logprob)
+
+    def _append_token(self, text: GeneratedSequence, token: int, logprob: float) -> None:
+        request = text.request
+        if not math.isfinite(logprob):
+            text.finish_reason = "not finite"
+            return
+        if token == self._eod:
+            text.finish_reason = "eod"
+            return
+        text.tokens.append(token)
+        text.logprobs.append(logprob)
+        if token in request.end_tokens or request.stops and any(stop in text.detokenized().text
+                                                                for stop in request.stops):
+            text.finish_reason = "stop"
+        elif len(text.tokens) >= request.max_new_tokens:
+            text.finish_reason = "length"
+        elif (len(request.prompt) + len(text.tokens) > self._decoder.max_positions) and not self._sliding_window:
+            text.finish_reason = "positions"
+
+    def _remove_finished(self) -> None:
+        """Frees the rows of texts that have ended; the last row moves into each."""
+        for row in reversed(range(len(self._rows))):
+            text = self._rows[row]
+            if text.finish_reason is None:
+                continue
+            if text.finish_reason == "not finite":
+                self._decoder.clear_row(row)
+            elif text.request.top_logprobs is not None and text.finish_reason != "dropped":
+                self._to_score.append(text)
+            last = self._rows.pop()
+            if row < len(self._rows):
+                self._rows[row] = last
+                self._decoder.move_row(len(self._rows), row)
+
+    @torch.inference_mode()
+    def _score(self, text: GeneratedSequence) -> TokenScores:
+        """Scores every token of a text, and the likeliest tokens there, in another forward over the text."""
+        model, scores = self._decoder.model, TokenScores([], [])
+        tokens, most = torch.tensor(text.ids, device=model.device), text.request.top_logprobs or 0
+        if len(tokens) > 1:
+            hidden = model.hidden_states(tokens[None, :-1])[0]  # [s - 1, h]
+            chunk = max(1, LOGITS_CHUNK_BYTES // (4 * self._vocabulary))
+            for rows, targets in zip(hidden.split(chunk), tokens[1:].split(chunk), strict=True):
+                found = model.logits(rows)[:, : self._vocabulary].float().log_softmax(-1)  # [n, V]
+                values, places = found.topk(min(most, self._vocabulary))
+                scores.logprobs.extend(found.gather(1, targets[:, None])[:, 0].tolist())
+                scores.top_logprobs.extend(tuple(zip(*pair, strict=True)) for pair in zip(
+                    places.tolist(), values.tolist(), strict=True))
+        return scores
+
+
+def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], max_new_tokens: int, sampling: Sampling,
+             seed: int, end_tokens: tuple[int, ...] = (), min_new_tokens: int = 0) -> list[GeneratedSequence]:
+    """One text for each prompt, in order, each with its own random numbers."""
+    requests = (Request(number, tuple(prompt), max_new_tokens, sampling, f"{seed}/{number}", end_tokens=end_tokens,
+                        min_new_tokens=min_new_tokens) for number, prompt in enumerate(prompts))
+    return sorted(generator.generate(requests), key=lambda text: text.request.number)

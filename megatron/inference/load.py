@@ -8,7 +8,7 @@ for bit; where the grid fits int8 its levels are used directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import gcd
@@ -33,6 +33,8 @@ from megatron.config.model_config import QuantizeConfig
 from megatron.config.tree import ModelConfig, require
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator
 from megatron.inference.int8 import Int8, activation_dtype, allocate_levels
 from megatron.inference.model_args import TOKENIZER_FLAGS, ModelSource
 from megatron.model.gpt2 import GPT2
@@ -161,6 +163,15 @@ class LoadedModel:
     tokenizer: Tokenizer
     description: str
 
+    @property
+    def eod(self) -> int | None:
+        """The token that ends a document; None: the model does not know it."""
+        return self.tokenizer.eod if self.tokenizer.eod < self.model.config.known_vocab_size else None
+
+    def generator(self, rows: int, sliding_window: bool = False) -> Generator:
+        return Generator(Decoder(self.model, rows), vocabulary=self.tokenizer.vocab_size, eod=self.eod,
+                         sliding_window=sliding_window, decode=self.tokenizer.decode)
+
 
 def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
     """One tensor parallel group of all ranks."""
@@ -267,31 +278,42 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
     (default: by the device). Collective: a read error of one rank is raised on all."""
     require(dtype == torch.int8 or opened.precision != "int8",
             f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
-    model = empty_model(opened.shape, groups.tp)
+    model, tp, dp, world = empty_model(opened.shape, groups.tp), groups.tp, groups.dp, groups.world
     parameters = dict(model.named_parameters())
     other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
     matrices = {name: parameter for name, parameter in parameters.items()
                 if dtype == torch.int8 and is_quantised(name, parameter.shape)}
-    stored = all_succeed_or_raise(lambda: [name for name in matrices if opened.has_int8_levels(name)], groups.world)
+    stored = all_succeed_or_raise(lambda: [name for name in matrices if opened.has_int8_levels(name)], world)
     maxima = _row_maxima(opened, {name: matrices[name] for name in matrices if name not in stored}, groups)
+
+    def read(name: str, numbers: Tensor, scale: Tensor | None) -> None:
+        parameter, where = parameters[name], f"{opened.name}: {name}"
+        if scale is None:
+            read_finite(opened.reader(name, parameter, tp), where, numbers)
+        elif name in stored:
+            stored_scale = torch.empty(len(scale))
+            opened.reader(name, parameter, tp, INT8_KIND)(0, numbers.view(-1))
+            opened.reader(name, parameter, tp, SCALE_KIND)(0, stored_scale)
+            scale.copy_(stored_scale)
+        else:
+            scale.copy_(quantise_into(numbers, opened.reader(name, parameter, tp), where, maxima.get(name)))
 
     def fill() -> None:
         all_levels = allocate_levels({name: matrix.shape for name, matrix in matrices.items()}, device)
         for name, parameter in parameters.items():
-            reader, where = partial(opened.reader, name, parameter, groups.tp), f"{opened.name}: {name}"
-            if name not in matrices:
+            numbers, scale = all_levels.get(name), None
+            if numbers is None:
                 numbers = torch.empty(parameter.shape, dtype=other_dtype, device=device)
-                _read_and_broadcast(partial(_read_blocks, reader(), where, numbers), (numbers,), groups.dp)
-                set_parameter(model, name, numbers)
-                continue
-            levels = all_levels[name]
-            scale = torch.empty(len(levels), dtype=other_dtype, device=device)
-            read = (partial(_read_int8, reader, levels, scale) if name in stored else
-                    partial(_quantize, reader(), where, levels, scale, maxima.get(name)))
-            _read_and_broadcast(read, (levels, scale), groups.dp)
-            set_parameter(model, name, Int8(levels, scale))
+            else:
+                scale = torch.empty(len(numbers), dtype=other_dtype, device=device)
+            # the first data parallel rank reads, and broadcasts what it has
+            all_succeed_or_raise(partial(read, name, numbers, scale) if dp.rank == 0 else lambda: None, dp)
+            for tensor in (numbers,) if scale is None else (numbers, scale):
+                for part in tensor.view(-1).split(BROADCAST_ELEMENTS):
+                    broadcast_into(part, 0, dp).wait()
+            set_parameter(model, name, numbers if scale is None else Int8(numbers, scale))
 
-    all_succeed_or_raise(fill, groups.world)
+    all_succeed_or_raise(fill, world)
     return model.eval().requires_grad_(False)
 
 
@@ -303,11 +325,22 @@ def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
     return model
 
 
-def _read_and_broadcast(read: Callable[[], None], tensors: Sequence[Tensor], dp: Group) -> None:
-    """`read` fills the tensors on the first rank, which broadcasts them. Collective."""
-    all_succeed_or_raise(read if dp.rank == 0 else lambda: None, dp)
-    for part in (part for tensor in tensors for part in tensor.view(-1).split(BROADCAST_ELEMENTS)):
-        broadcast_into(part, 0, dp).wait()
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, nn.Parameter(value, requires_grad=False))
+
+
+def read_finite(read: ReadRange, where: str, out: Tensor) -> None:
+    """Reads a tensor in blocks; raises CheckpointError if it is not finite in its dtype."""
+    flat = out.view(-1)
+    block = torch.empty(min(READ_ELEMENTS, len(flat)))
+    for start in range(0, len(flat), READ_ELEMENTS):
+        part = block[: min(READ_ELEMENTS, len(flat) - start)]
+        read(start, part)
+        place = flat[start : start + len(part)].copy_(part)
+        if not bool(place.isfinite().all()):
+            raise CheckpointError(f"{where} is not finite in {str(out.dtype).removeprefix('torch.')}; ask for another "
+                                  "--dtype")
 
 
 def _row_maxima(opened: OpenedModel, matrices: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
@@ -322,31 +355,3 @@ def _row_maxima(opened: OpenedModel, matrices: Mapping[str, Tensor], groups: Gro
     flat = torch.cat(own)
     all_reduce_into(flat, groups.tp, "max").wait()
     return dict(zip(sharded, flat.split([len(matrix) for matrix in sharded.values()]), strict=True))
-
-
-def _read_blocks(read: ReadRange, where: str, out: Tensor) -> None:
-    flat = out.view(-1)
-    block = torch.empty(min(READ_ELEMENTS, len(flat)))
-    for start in range(0, len(flat), READ_ELEMENTS):
-        part = block[: min(READ_ELEMENTS, len(flat) - start)]
-        read(start, part)
-        place = flat[start : start + len(part)].copy_(part)
-        if not bool(place.isfinite().all()):
-            raise CheckpointError(f"{where} is not finite in {str(out.dtype).removeprefix('torch.')}; ask for another "
-                                  "--dtype")
-
-
-def _quantize(read: ReadRange, where: str, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
-    scale.copy_(quantise_into(levels, read, where, maxima))
-
-
-def _read_int8(reader: Callable[[str], ReadRange], levels: Tensor, scale: Tensor) -> None:
-    reader(INT8_KIND)(0, levels.view(-1))
-    stored = torch.empty(len(levels))
-    reader(SCALE_KIND)(0, stored)
-    scale.copy_(stored)
-
-
-def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Parameter(value, requires_grad=False))

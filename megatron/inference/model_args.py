@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from data.cli import StrictArgumentParser
@@ -108,12 +107,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, switches: Sequence[str] 
     for name in (*IGNORED_SWITCHES, *switches):
         add(name, action="append_const", const=name, dest="meaningless")
     for name in (*IGNORED_OPTIONS, *values):
-        add(name, action="append", type=partial(_flag_itself, name), dest="meaningless")
-
-
-def _flag_itself(flag: str, value: str) -> str:
-    """In place of its value, an ignored flag has its name."""
-    return flag
+        add(name, action="append", type=lambda value, name=name: name, dest="meaningless")  # in place of its value
 
 
 def translate_megatron_flags(args: argparse.Namespace) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.config_errors import ErrorList
-from megatron.config.tree import require
+from megatron.config.config_errors import ConfigErrors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +19,16 @@ class Sampling:
     """Always the likeliest token, after the repetition penalty."""
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require(0 < self.temperature < float("inf"), f"--temperature is {self.temperature:g}: expected more "
-                         "than 0; --greedy takes the likeliest token")
-        problems.require(self.top_k >= 0, f"--top-k is {self.top_k}: expected 0 (all) or more")
-        problems.require(0 < self.top_p <= 1, f"--top-p is {self.top_p:g}: expected more than 0, at most 1")
-        problems.require(0 <= self.min_p <= 1, f"--min-p is {self.min_p:g}: expected 0 to 1")
-        problems.require(0 < self.repetition_penalty < float("inf"), "--repetition-penalty is "
-                         f"{self.repetition_penalty:g}: expected more than 0; 1 changes nothing")
-        problems.raise_if_any()
+        problems = [f"--{name} is {value:g}: expected {expected}" for name, value, is_good, expected in (
+            ("temperature", self.temperature, 0 < self.temperature < float("inf"),
+             "more than 0; --greedy takes the likeliest token"),
+            ("top-k", self.top_k, self.top_k >= 0, "0 (all) or more"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),
+            ("min-p", self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition-penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"),
+             "more than 0; 1 changes nothing")) if not is_good]
+        if problems:
+            raise ConfigErrors(problems)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Request:
     """Seed of its random numbers."""
     stops: tuple[str, ...] = ()
     """Stop strings, which are not part of the answer."""
+    end_tokens: tuple[int, ...] = ()
+    """The text ends after one of these, which is part of it."""
+    min_new_tokens: int = 0
+    """Before, no end token is sampled."""
     top_logprobs: int | None = None
     """For a server: once the text has ended all its tokens are scored, with this many likeliest at each position."""
 
@@ -58,14 +62,6 @@ class GenerationConfig:
     """At the end of the position table, continue from the last tokens."""
     max_length: int | None = None
     """Tokens of a prompt and its answer together."""
-
-    def check_prompt(self, prompt: tuple[int, ...], positions: int, location: str) -> None:
-        """Raises ConfigError if a model with this many positions cannot answer a prompt."""
-        what = f"{location}a prompt of {len(prompt)} tokens, and"
-        require(len(prompt) <= positions or self.sliding_window, f"{what} the model has {positions} positions: shorten "
-                "it, or give --past-the-end slide, which reads the last ones")
-        require(self.max_length is None or len(prompt) < self.max_length,
-                f"{what} --seq-length, a text with its prompt, is {self.max_length}")
 
     def make_requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
         """One request for each answer to a prompt, numbered from `first` on."""

@@ -10,7 +10,7 @@ import argparse
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
@@ -92,21 +92,18 @@ class AuthPolicy:
         self._any_host = not is_loopback(host)
         self._allowed_hosts = {host.lower(), *(name.lower() for name in allowed)}
 
-    def check_host(self, header: str | None) -> None:
-        """Refuses a Host header that is not one of our names."""
-        if self._any_host or header is None:
-            return
-        match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", header)
-        name = (match[1] or match[3]).lower() if match else ""
-        if not is_loopback(name) and name not in self._allowed_hosts:
-            raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
-                            "--allowed-host admits another name")
-
-    def check_key(self, header: str | None) -> None:
-        if self._key is None:
-            return
-        scheme, _, given = (header or "").partition(" ")
-        good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
-        if scheme.lower() != "bearer" or not good:
-            raise HttpError(401, "this server wants a key: send it as Authorization: Bearer KEY",
-                            code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))
+    def check(self, headers: Mapping[str, str], needs_key: bool) -> None:
+        """Refuses a Host header that is not one of our names, and a request without the key."""
+        host = headers.get("host")
+        if not self._any_host and host is not None:
+            match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", host)
+            name = (match[1] or match[3]).lower() if match else ""
+            if not is_loopback(name) and name not in self._allowed_hosts:
+                raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
+                                "--allowed-host admits another name")
+        if needs_key and self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
+            if scheme.lower() != "bearer" or not good:
+                raise HttpError(401, "this server wants a key: send it as Authorization: Bearer KEY",
+                                code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))

@@ -1,78 +1,83 @@
-"""What both APIs share: the request for texts that they are translated to, and a strict reader of JSON bodies.
-
-Each key of a body is read once with its type and range; keys that are left over are refused by name.
-"""
+"""What both APIs share: a request and its texts, which grow, and a strict reader of JSON bodies."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, final
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, final
 
 from data.strict_json import decode_utf8, parse_json
 from data.tokenizer import Tokenizer
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field
-from megatron.serve.scheduler import SequenceLogprobs
 
 MAX_QUOTED_CHARACTERS = 60
 """Of an unknown key in an error message."""
-Number = TypeVar("Number", int, float)
 
 
-def parse_json_object(body: bytes) -> dict[str, Any]:
+class NumberKey(NamedTuple):
+    """A whole number where the default is one."""
+
+    default: float
+    low: float
+    high: float
+
+
+class NeutralKey(NamedTuple):
+    """A key that is supported only with values that change nothing."""
+
+    accepted: Collection[Any]
+    why: str
+
+
+KeyKind = type[bool] | type[str] | type[object] | NumberKey | NeutralKey
+"""bool: absent is false; str: valid Unicode; object: any value, which the API checks."""
+
+
+def read_json(body: bytes) -> Any:
     try:
-        found = parse_json(decode_utf8(body))
+        return parse_json(decode_utf8(body))
     except ValueError as error:
         raise HttpError(400, f"the body is {str(error)[:200]}") from None
-    if not isinstance(found, dict):
+
+
+def read_keys(given: Any, kinds: Mapping[str, KeyKind]) -> dict[str, Any]:
+    """The value of each known key, checked; None: not given. Other keys are refused by name."""
+    if not isinstance(given, dict):
         raise HttpError(400, "expected a JSON object")
+    found = {}
+    for name, kind in kinds.items():
+        value = found[name] = given.get(name)
+        if isinstance(kind, NumberKey):
+            default, low, high = kind
+            is_whole = isinstance(default, int)
+            if value is None:
+                found[name] = default
+            elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float) \
+                    or not low <= value <= high:
+                raise invalid_field(name, f"expected a whole number from {low} to {high}" if is_whole
+                                    else f"expected a number from {low:g} to {high:g}")
+            else:
+                found[name] = type(default)(value)
+        elif isinstance(kind, NeutralKey):
+            if value is not None and not any(type(value) is type(one) and value == one for one in kind.accepted):
+                raise invalid_field(name, kind.why)
+        elif kind is bool:
+            if value is not None and not isinstance(value, bool):
+                raise invalid_field(name, "expected true or false")
+            found[name] = bool(value)
+        elif kind is str and value is not None:
+            check_text(value, name)
+    if unknown := sorted(name for name, value in given.items() if name not in kinds and value is not None):
+        first = unknown[0][:MAX_QUOTED_CHARACTERS]
+        raise HttpError(400, f"{first!r}" + (f" and {len(unknown) - 1} more keys are" if unknown[1:] else " is")
+                        + " not known here", param=ascii(first)[1:-1])
     return found
 
 
-@final
-class StrictJson:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._remaining = {name: value for name, value in values.items() if value is not None}
-
-    def take(self, name: str) -> Any:
-        return self._remaining.pop(name, None)
-
-    def take_bool(self, name: str) -> bool:
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid_field(name, "expected true or false")
-        return bool(value)
-
-    def take_number(self, name: str, default: Number, low: float, high: float) -> Number:
-        """A whole number where the default is one."""
-        value = self.take(name)
-        if value is None:
-            return default
-        is_whole = isinstance(default, int)
-        is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise invalid_field(name, f"expected a whole number from {low} to {high}" if is_whole
-                                else f"expected a number from {low:g} to {high:g}")
-        return type(default)(value)
-
-    def require_neutral(self, name: str, accepted: Collection[Any], why: str) -> None:
-        """For a key that is supported only with values that change nothing."""
-        value = self.take(name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
-            raise invalid_field(name, why)
-
-    def reject_unknown(self) -> None:
-        if self._remaining:
-            first, *others = sorted(self._remaining)
-            more = f" and {len(others)} more keys are" if others else " is"
-            raise HttpError(400, f"{first[:MAX_QUOTED_CHARACTERS]!r}{more} not known here",
-                            param=ascii(first[:MAX_QUOTED_CHARACTERS])[1:-1])
-
-
-def valid_text(value: Any, name: str) -> str:
+def check_text(value: Any, name: str) -> str:
     """Refuses lone surrogates."""
     if not isinstance(value, str):
         raise invalid_field(name, "expected a text")
@@ -97,9 +102,6 @@ class ServedModel:
     def max_new_tokens(self) -> int:
         return min(self.limits.max_new_tokens or self.positions, self.positions)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(int(token) for token in self.tokenizer.encode(text))
-
     def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         """An empty prompt becomes the end-of-document token."""
         if not ids and self.eod is not None:
@@ -112,16 +114,18 @@ class ServedModel:
                             code="context_length_exceeded")
         return ids
 
-    def check_num_sequences(self, count: int, name: str) -> None:
+    def check_num_texts(self, count: int, name: str) -> None:
         if count > self.limits.max_texts:
             raise invalid_field(name, f"{count} texts in one request, and at most {self.limits.max_texts} are taken")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False)
 class ApiRequest:
-    """What a client asks for; a subclass for each API formats the answer."""
+    """What a client asks for, and its texts: `RequestQueue` lets them grow. A subclass for each API formats the answer.
+    Used by one thread at a time: the clients', or for a while the one that parses and formats."""
 
     model: ServedModel
+    _: KW_ONLY
     prompts: tuple[tuple[int, ...], ...]
     shown_prompts: tuple[str, ...]
     """Texts that the answers to each prompt begin with."""
@@ -134,32 +138,36 @@ class ApiRequest:
     """With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without."""
     is_streaming: bool = False
 
-    def generation_requests(self) -> list[Request]:
-        """In the order of the prompts, each with its own random numbers."""
+    def __post_init__(self) -> None:
         prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
-        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
-                        self.top_logprobs) for place, prompt in enumerate(prompts)]
+        self.texts = [GeneratedSequence(
+            Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
+                    top_logprobs=self.top_logprobs), self.model.tokenizer.decode)
+            for place, prompt in enumerate(prompts)]
+        """In the order of the prompts, each with its own random numbers."""
+        self.changed = asyncio.Event()
+        self.error: Exception | None = None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+    def is_done(self) -> bool:
+        return all(text.has_ended for text in self.texts)
 
-    def full_response(self, sequences: Sequence[GeneratedSequence],
-                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
+    async def wait_for_change(self) -> None:
+        """Raises the error of a failed request, and ConnectionResetError for a cancelled one."""
+        if not self.is_done:
+            await self.changed.wait()
+            self.changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """(of the prompts, new)"""
+        return sum(map(len, self.prompts)), sum(len(text.tokens) for text in self.texts)
+
+    def full_response(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
+    def new_chunks(self) -> list[dict[str, Any]]:
         """Of a streamed answer: the new text since the last call, and what follows the text once all have ended."""
         raise NotImplementedError
-
-
-def build_sampling(temperature: float, *, top_k: int, top_p: float, min_p: float = 0.0,
-                   repetition_penalty: float = 1.0) -> Sampling:
-    if temperature == 0:
-        return Sampling(greedy=True, repetition_penalty=repetition_penalty)
-    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                    repetition_penalty=repetition_penalty)
-
-
-def new_seed() -> int:
-    return secrets.randbelow(1 << 31)

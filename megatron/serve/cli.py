@@ -52,8 +52,7 @@ def build_parser() -> StrictArgumentParser:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    require(all(map(find_spec, ("starlette", "uvicorn"))),
-            f"{MODULE} needs Starlette and uvicorn: pip install starlette uvicorn (the extra [serve])")
+    require(find_spec("uvicorn") is not None, f"{MODULE} needs uvicorn: pip install uvicorn (the extra [serve])")
     require(0 <= args.port < 65536, f"--port is {args.port}: expected 0 to 65535")
     require(args.batch_size >= 1, f"--batch-size is {args.batch_size}: expected 1 or more")
     name = args.model_name
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop_handler.listening() as stop, \
             bind_listener(args.host, args.port) if is_listener else nullcontext() as listener:
         from megatron.inference import load
-        from megatron.serve.app import build_executor, run_server
+        from megatron.serve.app import run_server
         from megatron.serve.scheduler import run_worker
 
         env = process_group.init(must_match=flags_to_compare(args))
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load.load_model(source, groups, process_group.device_for(env, None))
         stop.mark_started()
         if listener is None:
-            run_worker(build_executor(loaded, args.batch_size), groups.world)
+            run_worker(loaded.generator(args.batch_size), groups.world)
         else:
             folder = Path((args.load_hf or args.load).partition(":")[0]).resolve().name
             name = args.model_name or folder.encode("ascii", "replace").decode() or "gpt2"

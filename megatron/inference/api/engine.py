@@ -171,11 +171,9 @@ def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, ar
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if arguments.seed is None else arguments.seed, model.tp, 0)
     copies = arguments.num_return_sequences
     with cache.acquire(len(prompts) * copies, longest + most) as decoder:
-        generator = Generator(decoder, vocabulary=vocabulary, eod=None,  # eos is a token of the answer
-                              should_stop=lambda text: text.tokens[-1] in arguments.eos_ids,
-                              banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
+        generator = Generator(decoder, vocabulary=vocabulary, eod=None)  # eos is a token of the answer
         several = [prompt for prompt in prompts for _ in range(copies)]
-        texts = texts_of(generator, several, most, arguments.sampling(), seed)
+        texts = texts_of(generator, several, most, arguments.sampling(), seed, arguments.eos_ids, least)
     if any(text.finish_reason == "not finite" for text in texts):
         raise NumericsError("generate: the model produced non-finite logits: give init_inference dtype=torch.bfloat16 "
                             "or torch.float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
@@ -19,13 +20,12 @@ from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
 from megatron.errors import ConfigError
-from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, SequenceDetokenizer,
+from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, TokenScores,
                                            candidate_probabilities, gumbel_noise, sample_tokens)
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import ServerLimits
 from megatron.serve.api_request import ServedModel
-from megatron.serve.openai_api import parse_completion
-from megatron.serve.scheduler import SequenceLogprobs
+from megatron.serve.openai_api import OpenAICompletion, parse_completion
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -219,29 +219,30 @@ class Counting:
 def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_for_its_end(length: int) -> None:
     most = 3 * DECODE_WINDOW * length
 
-    def subject_of(counts: Any) -> ServedModel:
-        return ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0)
+    def asked(counts: Any, **given: object) -> OpenAICompletion:
+        served = ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0)
+        return parse_completion(json.dumps(given).encode(), served)
 
     counts = Counting()
-    job = parse_completion({"prompt": "x" * length, "max_tokens": 0, "echo": True, "logprobs": 2}, subject_of(counts))
-    text = GeneratedSequence(job.generation_requests()[0], finish_reason="length")
+    job = asked(counts, prompt="x" * length, max_tokens=0, echo=True, logprobs=2)
     likely = ((65, -1.0), (66, -2.0))
-    job.full_response([text], {0: SequenceLogprobs(0, (-1.0,) * (length - 1), (likely,) * (length - 1))})
+    job.texts[0].finish_reason = "length"
+    job.texts[0].scores = TokenScores([-1.0] * (length - 1), [likely] * (length - 1))
+    job.full_response()
     assert counts.decoded <= most
 
     counts = Counting()
-    job = parse_completion({"prompt": "x", "max_tokens": length, "stream": True, "logprobs": 0}, subject_of(counts))
-    text, parts = GeneratedSequence(job.generation_requests()[0]), []
+    job = asked(counts, prompt="x", max_tokens=length, stream=True, logprobs=0)
+    (text,), parts = job.texts, []
     for _ in range(length):
         text.tokens.append(65)
         text.logprobs.append(-1.0)
-        parts += job.new_chunks([text])
+        parts += job.new_chunks()
     assert len(parts) == length and counts.decoded <= most
 
     counts = Counting()
-    wording: Any = SequenceDetokenizer(counts)  # type: ignore[arg-type]
-    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")))
+    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")), counts.decode)
     for _ in range(length):
         text.tokens.append(65)
-        assert not wording.has_stop_string(text)
+        assert "zz" not in text.detokenized().text
     assert counts.decoded <= most

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.inference.frontends import InteractiveSession
+from megatron.inference.frontends import run_session
 from megatron.inference.load import LoadedModel
 from megatron.inference.prompts import Prompt, PromptSource, StreamingPrompts, Terminal
 from megatron.inference.request import GenerationConfig, Sampling
@@ -180,7 +180,7 @@ def thinks(rank: int, world: int) -> str:
     model = GPT2(tiny_model(vocab_size=tokenizer.vocab_size), made.tp)
     with redirect_stdout(out), redirect_stderr(io.StringIO()), patch.object(sys, "stdin", Slow("hello\n")):
         wish = GenerationConfig(4, Sampling(greedy=True))
-        InteractiveSession(LoadedModel(model, tokenizer, ""), made, wish, Terminal() if rank == 0 else None).run()
+        run_session(LoadedModel(model, tokenizer, ""), made, wish, Terminal() if rank == 0 else None)
     return out.getvalue()
 
 

@@ -19,18 +19,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from data.tokenizer import ByteLevelTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference import load
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
-from megatron.inference.request import Request, Sampling
+from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 from megatron.serve import cli, scheduler
 from megatron.serve.admission import AuthPolicy, ServerLimits
+from megatron.serve.api_request import ApiRequest, ServedModel
 from megatron.serve.app import run_server
 from megatron.serve.cli import bind_listener, main
-from megatron.serve.scheduler import RequestQueue, ServerMetrics, StepExecutor, TokenEvent, run_leader, run_worker
+from megatron.serve.scheduler import RequestQueue, ServerMetrics, run_leader, run_worker
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, own_signals, tiny_model
@@ -119,7 +121,7 @@ def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None
 
 
 def test_without_its_libraries_it_says_what_to_install() -> None:
-    with patch.object(cli, "find_spec", lambda name: None), pytest.raises(ConfigError, match="pip install starlette"):
+    with patch.object(cli, "find_spec", lambda name: None), pytest.raises(ConfigError, match="pip install uvicorn"):
         main(["--load", "a"])
 
 
@@ -277,11 +279,11 @@ def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) 
 TURNS, BEATS = 4, 3
 
 
-def lead(rank: int, world: int) -> tuple[int, list[object]]:
+def lead(rank: int, world: int) -> tuple[int, list[tuple[int, int, str | None, bool]]]:
     """(plans that were broadcast, events) of a leader that has a few requests, and then none for a few heartbeats."""
     made = groups.build(world)
     model = GPT2(tiny_model(), made.tp)
-    executor = StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), model, 257)
+    generator = Generator(Decoder(model, 2), vocabulary=257, eod=None)
     events, plans, broadcast = [], 0, scheduler.broadcast_json
 
     def counted(*arguments: object) -> object:
@@ -292,30 +294,36 @@ def lead(rank: int, world: int) -> tuple[int, list[object]]:
     with patch.object(scheduler, "HEARTBEAT_SECONDS", 0.1), patch.object(scheduler, "POLL_SECONDS", 0.02), \
             patch.object(scheduler, "broadcast_json", counted):
         if rank > 0:
-            run_worker(executor, made.world)
+            run_worker(generator, made.world)
             return plans, []
         queue = RequestQueue(2, 9, ServerMetrics())
-        queue.submit([Request(0, (5, 6), 4, Sampling(greedy=True)) for _ in range(2)])
-        queue.cancel(queue.submit([Request(0, (5, 6), 4)]), ConnectionResetError())  # before it began
-        queue.submit([Request(0, (5, 6, 7), 0, top_logprobs=2)])
+        served = ServedModel("x", ByteLevelTokenizer(), 16, None, ServerLimits(), 0)
+        first, left, scored = (
+            ApiRequest(served, prompts=(prompt,), shown_prompts=("",), max_new_tokens=most, seed=0, num_samples=samples,
+                       sampling=Sampling(greedy=True), top_logprobs=top)
+            for prompt, most, samples, top in (((5, 6), 4, 2, None), ((5, 6), 4, 1, None), ((5, 6, 7), 0, 1, 2)))
+        queue.submit(first)
+        queue.submit(left)
+        queue.cancel(left, ConnectionResetError())  # before it began
+        queue.submit(scored)
 
         def publish(new: list[Any]) -> None:
             events.extend(new)
             queue.handle_events(new)
 
         began = time.monotonic()
-        finished = run_leader(executor, made.world, queue, publish, lambda: plans >= TURNS + BEATS or
+        finished = run_leader(generator, made.world, queue, publish, lambda: plans >= TURNS + BEATS or
                               time.monotonic() - began > 30, lambda: None, 5)
         assert finished and 0.1 * (plans - TURNS - 1) < time.monotonic() - began < 30
-        return plans, [(one.number, one.count, one.finish_reason) if isinstance(one, TokenEvent) else one.number
-                       for one in events]
+        return plans, [(one.number, one.count, one.finish_reason, one.scores is not None) for one in events]
 
 
 def test_idle_ranks_get_a_plan_every_few_seconds() -> None:
     (plans, events), (received, _) = run_ranks(lead, 2)
     assert plans == received >= TURNS + BEATS + 1  # the last one ends them
-    ends = [one for one in events if isinstance(one, tuple) and one[2]]
-    assert sorted(ends) == [(0, 4, "length"), (1, 4, "length"), (3, 0, "length")] and 3 in events
+    ends = [one for one in events if one[2]]
+    assert sorted(ends) == [(0, 4, "length", False), (1, 4, "length", False), (3, 0, "length", False),
+                            (3, 0, "length", True)]
 
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:

@@ -13,9 +13,6 @@ import pytest
 import torch
 
 from megatron.inference import load
-from megatron.inference.decoder import Decoder
-from megatron.inference.frontends import build_generator
-from megatron.inference.generation import SequenceDetokenizer
 from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
 from mpu import groups
@@ -38,11 +35,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def alone(folder: Path, prompt: str, most: int, sampling: Sampling, stream: str) -> str:
     """By the inference core, one text and nothing beside it."""
     loaded = load.load_model(ModelSource(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
-    wording = SequenceDetokenizer(loaded.tokenizer)
-    generator = build_generator(loaded, Decoder(loaded.model, 1), wording, sliding_window=False)
     ids = tuple(int(token) for token in loaded.tokenizer.encode(prompt))
-    (text,) = generator.generate([Request(0, ids, most, sampling, stream)])
-    return wording.decode(text)
+    (text,) = loaded.generator(1).generate([Request(0, ids, most, sampling, stream)])
+    return text.answer()
 
 
 def test_eight_clients_at_once_get_what_they_would_get_alone(folder: Path, server: Server) -> None:
