@@ -1,9 +1,9 @@
 """Read files through their compression, given by the name: `.gz`, `.xz`, `.zst`.
 
 A compressed file is a sequence of streams (gzip members, zstd frames). Everything before damage is returned to the last
-byte; the next read raises `CorruptStreamError`. So `readline` returns every complete line before it raises, and
-`read_until_damage` everything; `read(n)` of a buffer discards its content when it raises. Checksums come last in a
-stream: if one does not match, data returned before may be wrong, and it is unknown which.
+byte. Then reads raise `CorruptStreamError` or, of a file opened with `until_damage`, see the end of the file, and
+`file.damage` is the error. Checksums come last in a stream: if one does not match, data returned before may be wrong,
+and it is unknown which.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class _GzipDecompressor:
 def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
                          padding_unit: int) -> Iterator[bytes]:
     """The content of all streams of a file in blocks; after the last block before damage `CorruptStreamError`. Zero
-    padding between and after streams: any number of bytes for gzip, multiples of 4 for xz, none for zstd."""
+    padding between and after streams: any number of bytes for gzip, multiples of 4 for xz, none for zstd.
+
+    The call of a decompressor that fails discards what it had found. So a new one gets the stream again, the block at
+    fault byte by byte, and only output of its last byte can be lost."""
     data = b""  # read, and not passed to a decompressor yet
     block_start = position = 0  # of the last block that was read, and its end
     found = found_earlier = 0  # bytes decompressed from this stream, and from those before
@@ -82,40 +85,43 @@ def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _Gzi
         return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after {found_earlier + found} "
                                   f"bytes of what is in it): {why}")
 
-    def next_block() -> bytes:
+    def next_block(size: int = INPUT_BYTES) -> bytes:
         nonlocal block_start, position
-        block = file.read(INPUT_BYTES) or b""
+        block = file.read(size) or b""
         block_start, position = position, position + len(block)
         return block
 
     while True:
         decompressor, stream_start = new_decompressor(), position - len(data)
+        block_at_fault, known = None, 0  # start of the block; bytes of this stream returned before the fault
         while not decompressor.eof:
             if not data and decompressor.needs_input:
-                data = next_block()
+                data = next_block(INPUT_BYTES if block_at_fault is None else
+                                  min(INPUT_BYTES, max(1, block_at_fault - position)))
                 if not data:
                     raise corrupt_at(position, "it ends too early")
+            most = OUTPUT_BYTES if block_at_fault is None else max(1, min(OUTPUT_BYTES, known - found))
             try:
-                part = decompressor.decompress(data, OUTPUT_BYTES)
+                part = decompressor.decompress(data, most)
             except DECOMPRESSION_ERRORS as error:
-                place, reason = position - len(data), error
-                if file.seekable():  # a pipe cannot be read again
-                    part, place, reason = _salvage(file, new_decompressor(), stream_start, block_start, found, error)
-                    yield part
-                    found += len(part)
-                raise corrupt_at(place, reason) from None
+                if block_at_fault is not None:
+                    raise corrupt_at(position, error) from None
+                if not file.seekable():  # a pipe cannot be read again
+                    raise corrupt_at(position - len(data), error) from None
+                decompressor, block_at_fault, known, found, data = new_decompressor(), block_start, found, 0, b""
+                position = file.seek(stream_start)
+                continue
             data = b""
+            if fresh := part[max(0, known - found):]:
+                yield fresh
             found += len(part)
-            if part:
-                yield part
         data = decompressor.unused_data
-        end, zeros = position - len(data), 0
-        while True:
-            data = data or next_block()
-            rest = data.lstrip(b"\0") if padding_unit else data
-            zeros, is_end, data = zeros + len(data) - len(rest), not data, rest
-            if data or is_end:
-                break
+        end = position - len(data)
+        if padding_unit:
+            data = data.lstrip(b"\0")
+        while not data and (block := next_block()):
+            data = block.lstrip(b"\0") if padding_unit else block
+        zeros = position - len(data) - end
         if padding_unit and zeros % padding_unit:
             raise corrupt_at(end, f"{zeros} zero bytes after a stream, expected a multiple of {padding_unit}")
         if not data:
@@ -123,90 +129,57 @@ def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _Gzi
         found_earlier, found = found_earlier + found, 0
 
 
-def _salvage(file: io.RawIOBase, decompressor: _GzipDecompressor | lzma.LZMADecompressor, stream_start: int,
-             last_block: int, skip: int, error: Exception) -> tuple[bytes, int, Exception]:
-    """(output of the call that raised `error`, position of the damage, its reason): a new decompressor gets the stream
-    again, the last block byte by byte, so that only output of its last byte can be lost. The first `skip` bytes of the
-    stream's content are known."""
-    salvaged, found, place = bytearray(), 0, stream_start
-    file.seek(stream_start)
-    try:
-        while not decompressor.eof and (data := file.read(min(INPUT_BYTES, max(1, last_block - place)))):
-            place += len(data)
-            while data or not (decompressor.needs_input or decompressor.eof):
-                part, data = decompressor.decompress(data, max(1, min(OUTPUT_BYTES, skip - found))), b""
-                salvaged += part[max(0, skip - found):]
-                found += len(part)
-    except DECOMPRESSION_ERRORS as refusal:
-        error = refusal
-    return bytes(salvaged), place, error
+DECOMPRESSORS: dict[str, tuple[Any, int]] = {
+    ".gz": (_GzipDecompressor, 1), ".xz": (partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4),
+    ".zst": (ZSTD and ZSTD.ZstdDecompressor, 0)}
+"""Suffix -> new decompressor, unit of zero padding."""
 
 
-class _DecompressedFile(io.RawIOBase):
-    """A readable file of the blocks of `_decompressed_blocks`."""
+class _DecompressedBlocks(io.RawIOBase):
+    """The blocks of `_decompressed_blocks` as a file."""
 
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Iterator[bytes], until_damage: bool) -> None:
+        self._blocks, self._until_damage = blocks, until_damage
         self._rest = memoryview(b"")
-        self._damage: CorruptStreamError | None = None
+        self.damage: CorruptStreamError | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            while not self._rest and self._damage is None and (block := next(self._blocks, None)) is not None:
-                self._rest = memoryview(block)  # empty if nothing could be salvaged
+            if not self._rest:
+                self._rest = memoryview(next(self._blocks, b""))
         except CorruptStreamError as damage:
-            self._damage = damage
-        if not self._rest and self._damage is not None:
-            raise self._damage
-        view = memoryview(buffer).cast("B")
-        data, self._rest = self._rest[:len(view)], self._rest[len(view):]
-        view[:len(data)] = data
-        return len(data)
+            self.damage = damage
+        if self.damage is not None and not self._until_damage:
+            raise self.damage
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+class DecompressedFile(io.BufferedReader):
+    """What `open_decompressed` gives."""
+
+    @property
+    def damage(self) -> CorruptStreamError | None:
+        """Why the file ended early, once a read has met its end."""
+        return getattr(self.raw, "damage", None)
 
 
 @contextmanager
-def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
-    """Open a file, decompressed according to its name."""
+def open_decompressed(path: str, *, until_damage: bool = False) -> Iterator[DecompressedFile]:
+    """Open a file, decompressed according to its name. `until_damage`: damage is its end, and not an error."""
     with open(path, "rb", buffering=0) as file:
-        name, readable = path.lower(), cast(io.RawIOBase, file)
-        if name.endswith(".gz"):
-            readable = _DecompressedFile(_decompressed_blocks(file, _GzipDecompressor, 1))
-        elif name.endswith(".xz"):
-            readable = _DecompressedFile(_decompressed_blocks(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4))
-        elif name.endswith(".zst"):
-            if ZSTD is None:
+        readable = cast(io.RawIOBase, file)
+        if is_compressed(path):
+            new_decompressor, padding_unit = DECOMPRESSORS[path[path.rindex("."):].lower()]
+            if new_decompressor is None:
                 raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
-            readable = _DecompressedFile(_decompressed_blocks(file, ZSTD.ZstdDecompressor, 0))
-        with io.BufferedReader(cast(Any, readable), OUTPUT_BYTES) as buffered:
+            readable = _DecompressedBlocks(_decompressed_blocks(file, new_decompressor, padding_unit), until_damage)
+        with DecompressedFile(readable, OUTPUT_BYTES) as buffered:
             yield buffered
-
-
-def read_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
-    """`file.read(size)` of an opened file, and the damage if it ended the read early."""
-    parts: list[bytes] = []
-    try:
-        while size > 0 and (part := file.read1(size)):
-            parts.append(part)
-            size -= len(part)
-    except CorruptStreamError as damage:
-        return b"".join(parts), damage
-    return b"".join(parts), None
-
-
-def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
-    """`file.readline(size)` in the same way."""
-    parts, last = [], b""
-    try:
-        while size > 0 and not last.endswith(b"\n") and (ahead := file.peek(1)[:size]):
-            last = file.read(ahead.find(b"\n") + 1 or len(ahead))
-            parts.append(last)
-            size -= len(last)
-    except CorruptStreamError as damage:
-        return b"".join(parts), damage
-    return b"".join(parts), None
 
 
 def skip_line(file: BinaryIO, size: int = 1 << 20) -> int:
@@ -222,14 +195,12 @@ def skip_line(file: BinaryIO, size: int = 1 << 20) -> int:
 def find_damage(path: str) -> CorruptStreamError | None:
     """The damage of a compressed file, for a caller that found invalid content: checksums come last, so the damage may
     not have shown yet. Reads the whole file. None: no damage, or unknown."""
-    if not is_compressed(path) or not os.path.isfile(path):  # a pipe cannot be read again
-        return None
-    damage: CorruptStreamError | None = None
-    more = b"more"
-    with suppress(OSError), open_decompressed(path) as file:  # an I/O error: report what was found before
-        while more and not damage:
-            more, damage = read_until_damage(file, OUTPUT_BYTES)
-    return damage
+    if is_compressed(path) and os.path.isfile(path):  # a pipe cannot be read again
+        with suppress(OSError), open_decompressed(path, until_damage=True) as file:
+            while file.read(OUTPUT_BYTES):
+                pass
+            return file.damage
+    return None
 
 
 @contextmanager

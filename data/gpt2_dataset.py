@@ -75,15 +75,11 @@ def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.i
     rows = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     kind, columns = rows.dtype.str.encode(), rows.shape[1] if rows.ndim > 1 else 0
     content = rows.reshape(-1).view(np.uint8).data
-    crc = crc32(content, _row_file_seed(name, kind, len(rows), columns))
+    # The checksum starts with name and shape: others do not fit the same rows.
+    crc = crc32(content, crc32(repr((name, kind, len(rows), columns)).encode()))
     with staged_file(path) as file:
         file.write(ROW_FILE_HEADER.pack(ROW_FILE_MAGIC, ROW_FILE_VERSION, kind, len(rows), columns, crc))
         file.write(content)
-
-
-def _row_file_seed(name: str, kind: bytes, rows: int, columns: int) -> int:
-    """Start of the checksum, so that another content name or shape does not fit the same rows."""
-    return crc32(repr((name, kind, rows, columns)).encode())
 
 
 @final
@@ -101,7 +97,7 @@ class RowFile:
         magic, version, padded_kind, rows, columns, expected = ROW_FILE_HEADER.unpack(
             header.ljust(ROW_FILE_HEADER.size, b"\0"))
         kind = padded_kind.rstrip(b"\0")
-        found = self._file.checksum(_row_file_seed(name, kind, rows, columns), ROW_FILE_HEADER.size)
+        found = self._file.checksum(crc32(repr((name, kind, rows, columns)).encode()), ROW_FILE_HEADER.size)
         if (magic, version) != (ROW_FILE_MAGIC, ROW_FILE_VERSION) or found != expected:
             raise DataError(f"{self._path}: damaged, or made from something else: has the checksum {found:08x}, "
                             f"expected {expected:08x}; {REBUILD_HINT}")

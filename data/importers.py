@@ -13,13 +13,12 @@ import filecmp
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data.cli import StrictArgumentParser, run_command
 from data.compressed import is_compressed, read_errors_for
@@ -49,19 +48,18 @@ class TokenFile:
     last_token: int
 
 
-def print_warning(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: Tokenizer,
-                  warn: Callable[[str], None] = print_warning) -> str:
+def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str],
+                  tokenizer: Tokenizer) -> str:
     """Write the corpus of token files, in order; returns a summary."""
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     check_unchanged = change_detector(inputs)
     files = [inspect_token_file(path) for path in inputs]  # check every file before anything is written
-    _check_distinct(files)
-    for line in order_warnings(files, tokenizer.eod):
-        warn(line)
+    for before, path in combinations([file.path for file in files], 2):
+        with read_errors_for(path):
+            is_same_file = os.path.samefile(before, path)
+            if is_same_file or filecmp.cmp(before, path, shallow=False):
+                raise DataError(f"{path}: is {'the same file as' if is_same_file else 'a copy of'} {before}: every "
+                                "token would be there twice; name it once")
     make_folder(Path(prefix).parent)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         _copy_tokens(files, writer, tokenizer)
@@ -101,79 +99,67 @@ def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
 
 def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
     """Warnings that the files may not be one stream in order, at most one of each kind."""
-    first, warnings = files[0], []
+    first, warnings = files[0], dict[str, str]()
     if first.tokens_offset and first.first_token != eod:
-        warnings.append(
+        warnings["start"] = (
             f"{first.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
             f"{first.first_token} instead of {eod}: its first document is cut, or the tokenizer is another one "
             "(--tokenizer-type). Is it not the first shard? Make one corpus of all shards, in their order: "
             "python -m data.importers --input SHARD... --output-prefix PREFIX")
-    for before, after in pairwise(files):  # end-of-document ids before documents in one file, after them in another
+    for before, after in pairwise(files):
+        # End-of-document ids come before documents in one file, after them in another.
         if before.tokens_offset != after.tokens_offset:
-            which = ("has a header of llm.c, and {} has none" if before.tokens_offset else
-                     "has no header, and {} has llm.c's")
-            warnings.append(
-                f"{before.path}: {which.format(after.path)}: are they of one program? Documents are cut as the first "
-                "file has them; import the others by themselves, and join the corpora with data.merge")
-            break
-        if before.last_token == after.first_token == eod:
-            warnings.append(
-                f"{before.path}: ends with the end-of-document id, and {after.path} begins with it: one is written "
-                "with it after each document, the other before? Import them by themselves, and join the corpora "
-                "with data.merge")
-            break
-    for before, after in pairwise(files):  # names that differ only in numbers, not in ascending order
+            which = f"has a header of llm.c, and {after.path} has none" if before.tokens_offset else (
+                f"has no header, and {after.path} has llm.c's")
+            warnings.setdefault("ends", f"{before.path}: {which}: are they of one program? Documents are cut as the "
+                                "first file has them; import the others by themselves, and join the corpora with "
+                                "data.merge")
+        elif before.last_token == after.first_token == eod:
+            warnings.setdefault("ends", f"{before.path}: ends with the end-of-document id, and {after.path} begins "
+                                "with it: one is written with it after each document, the other before? Import them "
+                                "by themselves, and join the corpora with data.merge")
+        # Names that differ only in numbers should ascend.
         parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
         if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
-            warnings.append(f"{after.path}: comes after {before.path}: are the files in their order? A document may "
-                            "go on from one in the next")
-            break
-    return warnings
-
-
-def _check_distinct(files: Sequence[TokenFile]) -> None:
-    """Raise if a file is given twice, also as a copy."""
-    for before, file in combinations([file.path for file in files], 2):
-        with read_errors_for(file):
-            is_same_file = os.path.samefile(before, file)
-            if is_same_file or filecmp.cmp(before, file, shallow=False):
-                raise DataError(f"{file}: is {'the same file as' if is_same_file else 'a copy of'} {before}: every "
-                                "token would be there twice; name it once")
+            warnings.setdefault("names", f"{after.path}: comes after {before.path}: are the files in their order? A "
+                                "document may go on from one in the next")
+    return [warnings[kind] for kind in ("start", "ends", "names") if kind in warnings]
 
 
 def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
-    """Copy the tokens of all files as one stream, in which documents may cross files, and the documents' sizes."""
+    """Copy the tokens of all files as one stream, in which documents may cross files, and the documents' sizes.
+    Raises for an id outside the vocabulary, with its position."""
     read = document_start = 0  # tokens read; start of the current document
     after = 0 if files[0].first_token == tokenizer.eod else 1  # 1: cut after the end-of-document id; 0: before it
-    for file, ids in _token_blocks(files, tokenizer.vocab_size):
-        cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
-        cuts = cuts[cuts > document_start]
-        sizes = np.diff(cuts, prepend=document_start)
-        read += len(ids)
-        document_start = int(cuts[-1]) if len(cuts) else document_start
-        if max(sizes.max(initial=0), read - document_start) > MAX_DOCUMENT_TOKENS:
-            raise DataError(
-                f"{file.path}: a document that ends here, or goes on, has more than {MAX_DOCUMENT_TOKENS} tokens: "
-                f"expected the end-of-document id {tokenizer.eod} between documents; {OTHER_TOKENIZER_HINT}")
-        writer.add_tokens(ids)
-        writer.add_sizes(sizes)
-    writer.add_sizes([read - document_start] if read > document_start else [])
-
-
-def _token_blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:
-    """Blocks of tokens in order; DataError with the position of an id outside the vocabulary."""
     for file in files:
         left = file.num_tokens
-        with read_errors_for(file.path), open(file.path, "rb") as opened:
+        with read_errors_for(file.path):
+            opened = open(file.path, "rb", buffering=0)
             opened.seek(file.tokens_offset)
-            while len(ids := np.fromfile(opened, TOKEN_DTYPE, min(BLOCK_ENTRIES, left))):
-                if int(ids.max()) >= vocab_size:
-                    at = int((ids >= vocab_size).argmax())
+        with opened:
+            while True:
+                with read_errors_for(file.path):
+                    ids = np.fromfile(opened, TOKEN_DTYPE, min(BLOCK_ENTRIES, left))
+                if not len(ids):
+                    break
+                if int(ids.max()) >= tokenizer.vocab_size:
+                    at = int((ids >= tokenizer.vocab_size).argmax())
                     raise DataError(
                         f"{file.path}: token {file.num_tokens - left + at} (of {file.num_tokens}, from 0): expected "
-                        f"an id from 0 to {vocab_size - 1}, found {ids[at]}; {OTHER_TOKENIZER_HINT}")
-                left -= len(ids)
-                yield file, ids
+                        f"an id from 0 to {tokenizer.vocab_size - 1}, found {ids[at]}; {OTHER_TOKENIZER_HINT}")
+                cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
+                cuts = cuts[cuts > document_start]
+                sizes = np.diff(cuts, prepend=document_start)
+                read, left = read + len(ids), left - len(ids)
+                document_start = int(cuts[-1]) if len(cuts) else document_start
+                if max(sizes.max(initial=0), read - document_start) > MAX_DOCUMENT_TOKENS:
+                    raise DataError(
+                        f"{file.path}: a document that ends here, or goes on, has more than {MAX_DOCUMENT_TOKENS} "
+                        f"tokens: expected the end-of-document id {tokenizer.eod} between documents; "
+                        f"{OTHER_TOKENIZER_HINT}")
+                writer.add_tokens(ids)
+                writer.add_sizes(sizes)
+    writer.add_sizes([read - document_start] if read > document_start else [])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -182,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     add_tokenizer_arguments(parser)
     args = parser.parse_args(argv)
-    print(import_tokens(args.input, args.output_prefix, build_tokenizer(args)))
+    tokenizer = build_tokenizer(args)
+    for line in order_warnings(list(map(inspect_token_file, args.input)), tokenizer.eod):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    print(import_tokens(args.input, args.output_prefix, tokenizer))
 
 
 if __name__ == "__main__":

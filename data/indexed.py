@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.sampling import index_dtype
-from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
+from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32, is_still_at
 
 T = TypeVar("T")
 
@@ -172,11 +172,7 @@ class StableFile:
         self.size, self._mtime_ns = status.st_size, status.st_mtime_ns
 
     def is_still_at_path(self) -> bool:
-        """Whether its path still names this file."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
-        except OSError:
-            return False
+        return is_still_at(self._file, self._path)
 
     def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
         """`count` values from byte `offset` on; DataError if the file has changed."""

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -125,10 +125,11 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
                                          f"into {prefix} (once)"), file=sys.stderr, flush=True)
             check_unchanged()  # since the checksums; each build checks the time from here on
             if are_tokens:
-                import_tokens(found.files, prefix, tokenizer, warn=lambda line: None)  # warnings come at every start
+                import_tokens(found.files, prefix, tokenizer)
             else:
                 build_corpus(found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
+    # At every start, and not only when it is built:
     warnings = order_warnings(list(map(inspect_token_file, found.files)), tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
     files = format_count(len(found.files), "file of tokens" if are_tokens else "file")
@@ -181,6 +182,17 @@ class Datasets:
             (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
 
 
+@dataclass(frozen=True)
+class DocumentRange:
+    """A range of documents of a source."""
+
+    source: str
+    corpus: IndexedCorpus
+    documents: range
+    weight: Fraction | None
+    flag: str
+
+
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, json_key: str = "text",
@@ -191,112 +203,71 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                               for k, part in enumerate(PARTS))
         return Datasets(train, valid, test)
     read_options = TextReadOptions(json_key, Separator.parse(document_separator))
-    builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
-    for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
-        check_sources(words, flag)  # all of them, before the first conversion
+    words_of = dict(zip(PARTS, (train_data, valid_data, test_data)))
+    for part, words in words_of.items():
+        check_sources(words, f"--{part}-data")  # all of them, before the first conversion
+    # --split cuts the sources of --train-data; a source of --valid-data or --test-data is of that part alone.
     shares = dict(zip(PARTS, parse_split(split)))
-    replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
-    split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
-    ranges_of_part: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
-    for name, weight in parse_sources(train_data, "--train-data"):
-        corpus = builder.open_corpus(name, "--train-data")
-        ranges = split_documents([shares[part] for part in split_parts], corpus.num_documents)
-        for part, documents in zip(split_parts, ranges):
-            ranges_of_part[part].append(DocumentRange(name, corpus, documents, weight))
-    for part, words in replaced.items():
-        for name, weight in parse_sources(words, f"--{part}-data"):
-            corpus = builder.open_corpus(name, f"--{part}-data")
-            ranges_of_part[part].append(DocumentRange(name, corpus, range(corpus.num_documents), weight,
-                                                      f"--{part}-data"))
-    # Named sources must be usable; a part that --split leaves too small is only absent, with a note.
-    datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
-                for part in PARTS}
-    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(builder.notes))
-
-
-@dataclass(frozen=True)
-class DocumentRange:
-    """A range of documents of a source."""
-
-    source: str
-    corpus: IndexedCorpus
-    documents: range
-    weight: Fraction | None
-    flag: str = "--train-data"
-
-
-@dataclass
-class _DatasetBuilder:
-    """Settings common to all sources of a run, and the corpora opened so far."""
-
-    seq_length: int
-    seed: int
-    tokenizer: Tokenizer
-    cache_path: str | None
-    read_options: TextReadOptions
-    split: str
-    notes: list[str] = field(default_factory=list)
-    open_corpora: dict[str, IndexedCorpus] = field(default_factory=dict)
-
-    def open_corpus(self, name: str, flag: str) -> IndexedCorpus:
-        """The corpus of a source, checked against the tokenizer."""
-        if name not in self.open_corpora:
-            with prefix_data_errors(flag):
-                corpus = IndexedCorpus(self.resolve_prefix(name))
-                made_by = corpus.tokenizer
-                if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
-                    raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
-                                    f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "
-                                    "preprocess the text again")
-                corpus.check_vocabulary(self.tokenizer.vocab_size)
-            self.open_corpora[name] = corpus
-        return self.open_corpora[name]
-
-    def resolve_prefix(self, name: str) -> str:
-        """The prefix of the corpus that a name stands for; converts text and token files."""
-        if name in NAMED_CORPORA:
-            return named_corpus(name)
-        if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
-            return name.removesuffix(TOKENS_SUFFIX)
-        if os.path.exists(f"{name}.idx"):
-            return name
-        if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
-            with prefix_storage_errors("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a "
-                                       "folder given with --data-cache-path replaces"):
-                prefix, notes = cached_corpus(name, self.tokenizer, self.read_options, self.cache_path)
-            self.notes += notes
-            return prefix
-        if os.path.isfile(name):
-            raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "
-                            f"or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")
-        return name
-
-    def build_dataset(self, part: str, ranges: Sequence[DocumentRange], *, required: bool) -> Dataset | None:
-        """The blended dataset of one part."""
-        if not required:
-            ranges = [piece for piece in ranges if self.fills_a_sample(part, piece)]
-        if not ranges:
-            return None
+    split_parts = [part for part in PARTS if shares[part] and (part == "train" or not words_of[part])]
+    notes: list[str] = []
+    corpora: dict[str, IndexedCorpus] = {}
+    ranges_of: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
+    for part, words in words_of.items():
+        flag, into = f"--{part}-data", split_parts if part == "train" else [part]
+        for name, weight in parse_sources(words, flag):
+            if name not in corpora:
+                corpora[name] = _open_source(name, flag, tokenizer, read_options, cache_path, notes)
+            cuts = split_documents([shares[one] or Fraction(1) for one in into], corpora[name].num_documents)
+            for one, documents in zip(into, cuts):
+                ranges_of[one].append(DocumentRange(name, corpora[name], documents, weight, flag))
+    datasets: dict[str, Dataset | None] = {}
+    for place, (part, ranges) in enumerate(ranges_of.items()):
+        if part != "train" and not words_of[part]:  # what --split leaves too small is only absent, with a note
+            ranges = [piece for piece in ranges if _fills_a_sample(piece, part, split, seq_length, notes)]
         # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
-        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(ranges))]
-        datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
-                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(ranges, seeds)]
-        if len(datasets) == 1:
-            return datasets[0]
-        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, datasets)]
-        return BlendedDataset(datasets, weights, part)
+        pieces = [GPT2Dataset(piece.corpus, piece.documents, seq_length, seed + place + len(PARTS) * k, part,
+                              cache_path, tokenizer.vocab_size, piece.flag) for k, piece in enumerate(ranges)]
+        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, pieces)]
+        datasets[part] = BlendedDataset(pieces, weights, part) if len(pieces) > 1 else next(iter(pieces), None)
+    return Datasets(**datasets, notes=tuple(notes))
 
-    def fills_a_sample(self, part: str, documents: DocumentRange) -> bool:
-        chosen = documents.documents
-        tokens = int(documents.corpus.sizes[chosen.start:chosen.stop].sum(dtype="int64"))
-        enough = count_samples(tokens, self.seq_length) > 0
-        if not enough:
-            total, kept = documents.corpus.num_documents, len(chosen)
-            why = (f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, "
-                   f"{format_count(tokens, 'token')}, and a sample needs {self.seq_length + 1}")
-            remedy = "a larger share in --split"
-            if total == 1 and not kept:
-                why = f"cuts between documents, and {documents.source} is a single one"
-                remedy = "a --document-separator"
-            self.notes.append(f"{part}: --split {self.split} {why}: not used; give --{part}-data, or {remedy}")
-        return enough
+
+def _open_source(name: str, flag: str, tokenizer: Tokenizer, read_options: TextReadOptions, cache_path: str | None,
+                 notes: list[str]) -> IndexedCorpus:
+    """The corpus that a name stands for, checked against the tokenizer; converts text and token files, with notes."""
+    with prefix_data_errors(flag):
+        prefix = named_corpus(name) if name in NAMED_CORPORA else name
+        if prefix.endswith(TOKENS_SUFFIX) and os.path.exists(prefix.removesuffix(TOKENS_SUFFIX) + ".idx"):
+            prefix = prefix.removesuffix(TOKENS_SUFFIX)
+        if not os.path.exists(f"{prefix}.idx"):
+            if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
+                with prefix_storage_errors("--data-cache-path" if cache_path else f"the cache beside {name}, which a "
+                                           "folder given with --data-cache-path replaces"):
+                    prefix, lines = cached_corpus(name, tokenizer, read_options, cache_path)
+                notes += lines
+            elif os.path.isfile(name):
+                raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a "
+                                f"folder, or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")
+        corpus = IndexedCorpus(prefix)
+        made_by = corpus.tokenizer
+        if made_by and made_by.fingerprint != tokenizer.fingerprint:
+            raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                            f"{tokenizer.facts.description}; change --tokenizer-type and its files, or preprocess the "
+                            "text again")
+        corpus.check_vocabulary(tokenizer.vocab_size)
+    return corpus
+
+
+def _fills_a_sample(piece: DocumentRange, part: str, split: str, seq_length: int, notes: list[str]) -> bool:
+    chosen, total = piece.documents, piece.corpus.num_documents
+    tokens = int(piece.corpus.sizes[chosen.start:chosen.stop].sum(dtype="int64"))
+    if count_samples(tokens, seq_length):
+        return True
+    why = (f"leaves {len(chosen)} of the {format_count(total, 'document')} of {piece.source}, "
+           f"{format_count(tokens, 'token')}, and a sample needs {seq_length + 1}")
+    remedy = "a larger share in --split"
+    if total == 1 and not chosen:
+        why = f"cuts between documents, and {piece.source} is a single one"
+        remedy = "a --document-separator"
+    notes.append(f"{part}: --split {split} {why}: not used; give --{part}-data, or {remedy}")
+    return False

@@ -270,6 +270,14 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def is_still_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether a path still names an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 class LockResult(Enum):
     """Outcome of an attempt to lock."""
 
@@ -326,36 +334,21 @@ class LockFile:
         self.path = Path(path)
         self.holder = ""
         while True:
-            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=_open_without_following)
-            try:
-                self.result = try_lock(self.file)
-                if self._is_current():
-                    break
-            except BaseException:
-                self.file.close()
-                raise
-            self.file.close()  # a former holder has just deleted it
-
-    def _is_current(self) -> bool:
-        """Read or write the holder; False if the opened file was deleted meanwhile."""
-        if self.result is LockResult.HELD_BY_OTHER:
-            self.file.seek(0)
-            self.holder = " ".join(self.file.read(200).split()) or "another process"
-        elif self.result is LockResult.ACQUIRED:
-            try:
-                if not os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
-                    return False
-            except FileNotFoundError:
-                return False
-            self.file.truncate(0)
-            self.file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self.file.flush()
-        return True
-
-
-def _open_without_following(path: str, flags: int) -> int:
-    """The file is truncated, which must not hit the target of a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            # The file is truncated, which must not hit the target of a symbolic link.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self.file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+            self.result = try_lock(self.file)
+            if self.result is LockResult.HELD_BY_OTHER:
+                self.file.seek(0)
+                self.holder = " ".join(self.file.read(200).split()) or "another process"
+            elif self.result is LockResult.ACQUIRED:
+                if not is_still_at(self.file.fileno(), self.path):  # a former holder has just deleted it
+                    self.file.close()
+                    continue
+                self.file.truncate(0)
+                self.file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                self.file.flush()
+            break
 
 
 @contextmanager

@@ -12,13 +12,12 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from io import BufferedReader, BytesIO
+from io import BytesIO
 from stat import S_ISREG
 
 import numpy as np
 
-from data.compressed import (find_damage, is_compressed, open_decompressed, read_errors_for, read_until_damage,
-                             readline_until_damage, skip_line)
+from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for, skip_line
 from data.storage import DataError
 from data.strict_json import decode_utf8, parse_text
 
@@ -119,40 +118,29 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """The lines of a file, in chunks of about `size` bytes; the rest of a line that exceeds `limit` then is skipped."""
     name, offset = os.fspath(path), 0
-    with read_errors_for(name), open_decompressed(name) as file:
+    with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
         status = os.stat(name)
-        if is_compressed(name) or not S_ISREG(status.st_mode):
-            yield from _read_streamed(name, file, size, limit)
-        else:
+        if not is_compressed(name) and S_ISREG(status.st_mode):
             while offset < status.st_size:
                 end = file.seek(min(offset + size, status.st_size))
                 rest_size = skip_line(file, SKIP_BYTES)
                 yield (Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit else
                        Chunk(name, offset, end - offset + rest_size))
                 offset = end + rest_size
-
-
-def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
-    """Chunks of a file that can only be read from its start."""
-    offset, damage = 0, None
-    while damage is None:
-        data, damage = read_until_damage(file, size)
-        skipped = 0
-        if data and damage is None:
-            rest, damage = readline_until_damage(file, limit + 1)
+            return
+        while file.damage is None:  # a file that can only be read from its start: chunks hold their bytes
+            data, skipped = file.read(size), 0
+            rest = file.readline(limit + 1) if data else b""
             if len(rest) <= limit:
                 data += rest
             else:
-                skipped = len(rest)
-                while rest and not rest.endswith(b"\n"):
-                    rest, damage = readline_until_damage(file, SKIP_BYTES)
-                    skipped += len(rest)
-        if not data and damage is None:
-            break
-        at = offset + len(data) + skipped
-        fault = DamagedRest(name, count_lines(data), at, str(damage)) if damage else None
-        yield Chunk(name, offset, len(data), data, skipped_bytes=skipped, damage=fault)
-        offset = at
+                skipped = len(rest) + (0 if rest.endswith(b"\n") else skip_line(file, SKIP_BYTES))
+            if not data and file.damage is None:
+                return
+            end = offset + len(data) + skipped
+            fault = DamagedRest(name, count_lines(data), end, str(file.damage)) if file.damage else None
+            yield Chunk(name, offset, len(data), data, skipped_bytes=skipped, damage=fault)
+            offset = end
 
 
 def parse_lines(chunk: Chunk, data: bytes, key: str,
@@ -214,7 +202,7 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
     with an error chunk at a part of more than `limit` bytes that cannot be cut."""
     name = os.fspath(path)
     offset, buffered, continues = 0, bytearray(), False
-    with read_errors_for(name), open_decompressed(name) as file:
+    with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
         seekable = not is_compressed(name) and S_ISREG(os.stat(name).st_mode)
 
         def chunk(length: int, unfinished: bool) -> Chunk:
@@ -223,9 +211,9 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
 
         while True:
             # doubling, so that uncut text is searched half as often
-            more, damage = read_until_damage(file, max(size, len(buffered)))
+            more = file.read(max(size, len(buffered)))
             buffered += more
-            if damage or not more:
+            if file.damage or not more:
                 break
             end, unfinished = _find_cut(buffered, separator, safe_split_characters)
             if end:
@@ -235,9 +223,9 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
             elif safe_split_characters and len(buffered) > limit:
                 yield Chunk(name, offset, 0, b"", continues, skipped_bytes=len(buffered))
                 return
-        if damage:  # drops the document that contains the damage
+        if file.damage:  # drops the document that contains the damage
             found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
-            fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
+            fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(file.damage))
             yield replace(chunk(found.end() if found else 0, False), damage=fault)
         elif buffered or continues:
             yield chunk(len(buffered), False)

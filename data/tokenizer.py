@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,16 @@ class GPT2BPETokenizer(Tokenizer):
         tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
         alphabet = byte_alphabet()
         token_bytes = [bytes(alphabet[character] for character in token) for token in tokens]
-        ids = self._ids(tokens, vocabulary, vocab_file)
+        ids = list(range(len(tokens) + 1))  # of each token, then of the end of text
+        if vocabulary is not None:
+            try:
+                ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
+            except TypeError as error:
+                raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
+            except KeyError as error:
+                raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
+            if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
+                raise DataError(f"--vocab-file {vocab_file}: ids must be distinct integers from 0")
         self.eod = ids.pop()
         self.vocab_size = max(*ids, self.eod) + 1
         # Engines return ranks; a vocabulary file may number tokens differently.
@@ -97,21 +106,6 @@ class GPT2BPETokenizer(Tokenizer):
         self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
         self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
                                                  json.dumps([*ids, self.eod]).encode())
-
-    @staticmethod
-    def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
-        """The id of each token, then that of the end of text."""
-        if vocabulary is None:
-            return list(range(len(tokens) + 1))
-        try:
-            ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
-        except TypeError as error:
-            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
-        except KeyError as error:
-            raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
-        if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
-            raise DataError(f"--vocab-file {vocab_file}: ids must be distinct integers from 0")
-        return ids
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         ranks = self._engine.encode_to_ranks(text)
@@ -293,7 +287,8 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
     check_tokenizer_files(name, vocab_file, merge_file, tokenizer_path)
     if name == CharacterLevelTokenizer.name:
         return CharacterLevelTokenizer(str(vocab_file))
-    return SentencePieceTokenizer(str(tokenizer_path or vocab_file), _model_flag(tokenizer_path))
+    return (SentencePieceTokenizer(str(vocab_file), "--vocab-file") if tokenizer_path is None else
+            SentencePieceTokenizer(tokenizer_path))
 
 
 def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | None,
@@ -306,12 +301,8 @@ def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | N
                          f"{ByteLevelTokenizer.name}, which needs no file (or {GPT2BPETokenizer.name})")
     used = {GPT2BPETokenizer.name: {"--vocab-file": vocab_file, "--merge-file": merge_file},
             CharacterLevelTokenizer.name: {"--vocab-file": vocab_file},
-            SentencePieceTokenizer.name: {_model_flag(tokenizer_path): tokenizer_path or vocab_file}}
+            SentencePieceTokenizer.name: ({"--vocab-file": vocab_file} if tokenizer_path is None else
+                                          {"--tokenizer-path": tokenizer_path})}
     for flag, path in used.get(name, {}).items():
         if path is not None:
             check_flag_file(path, flag)
-
-
-def _model_flag(tokenizer_path: str | None) -> str:
-    """The flag that named a SentencePiece model; --vocab-file works too."""
-    return "--vocab-file" if tokenizer_path is None else "--tokenizer-path"

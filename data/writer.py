@@ -187,8 +187,18 @@ class CorpusWriter:
         except BaseException as failure:
             error = failure
             raise
-        finally:
-            self._close(error)
+        finally:  # close and remove the drafts, unless an interruption leaves a resume point, and release the name
+            with self._stack:
+                for growing in (self._bin, self._idx):
+                    with suppress(OSError):  # a full disk fails again when the buffer is flushed
+                        growing.file.close()
+                if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
+                        and self._resume_file.exists()):
+                    for path in (*self._drafts.values(), *([self._resume_file] if self._is_resumable else [])):
+                        with suppress(OSError):
+                            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
+                raise StorageFault(f"{self.prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
 
     def _publish(self) -> None:
         """Complete the index and rename all files. From the first removal to the last renaming there is no index, and
@@ -228,17 +238,3 @@ class CorpusWriter:
             for suffix in CORPUS_SUFFIXES:
                 os.replace(self._drafts[suffix], self._targets[suffix])
                 fsync_directory(self._targets[suffix].parent)
-
-    def _close(self, error: BaseException | None) -> None:
-        """Close and remove the drafts, unless an interruption leaves a resume point, and release the name."""
-        with self._stack:
-            for growing in (self._bin, self._idx):
-                with suppress(OSError):  # a full disk fails again when the buffer is flushed
-                    growing.file.close()
-            if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
-                    and self._resume_file.exists()):
-                for path in (*self._drafts.values(), *([self._resume_file] if self._is_resumable else [])):
-                    with suppress(OSError):
-                        path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
-            raise StorageFault(f"{self.prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ STAGES = {
         "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
         lambda args: GlobalStage("dedup", dedup.run_dedup,
                                  dedup.DedupOptions(args.threshold, not args.exact_only, args.memory),
-                                 dedup.write_signature_share)),
+                                 dedup.write_signatures)),
     "decontaminate": StageCommand("leave out evaluation text", {
         "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
         "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
@@ -215,40 +215,43 @@ def add_common_flags(parser: StrictArgumentParser, what: str) -> None:
     add_flags(parser, COMMON_FLAGS)
 
 
-def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
-    """Raise if an input file would be overwritten by outputs of `run` outside the stage folders."""
-    corpora = [prefix.with_name(prefix.name + suffix) for suffix in SUFFIX_OF_PART.values()]
-    outputs = [os.fspath(output / name) for name in REPORTS]
-    for corpus in corpora:
-        outputs += [*corpus_files(corpus), os.fspath(origin_file_of(corpus))]
-    check_outputs_are_not_inputs(files, outputs, "choose another --output and --output-prefix")
-
-
-def run_pipeline(raw: Sequence[str], output: Path, stages: Sequence[Stage], tokenizer: Tokenizer, prefix: Path,
-                 read_options: WebReadOptions, run_options: StageRunOptions) -> None:
-    """Run every stage to its end, then tokenize the last one's parts as `prefix` and write the report."""
-    sources, _ = find_source_files(raw, read_options.format)
-    others = [path for stage in stages if isinstance(stage, MapStage) for path in stage.files]
-    check_outputs([*(source.path for source in sources), *others], output, prefix)
-    folders = [output / f"{STAGE_ORDER.index(stage.name) + 1}-{stage.name}" for stage in stages]
+def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_options: StageRunOptions) -> None:
+    """Run every stage to its end, then tokenize the last one's parts as PREFIX and write the report."""
+    left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
+    stages = [STAGES[name].build_stage(args) for name in STAGE_ORDER if name not in left_out]
+    folders = [args.output / f"{STAGE_ORDER.index(stage.name) + 1}-{stage.name}" for stage in stages]
+    prefix = args.output_prefix or args.output / "corpus"
+    corpora = {part: prefix.with_name(prefix.name + suffix) for part, suffix in SUFFIX_OF_PART.items()}
+    # No input may lie where an output comes: a report or corpus, or the folder of a stage.
+    tokenizer_files = (args.vocab_file, args.merge_file, args.tokenizer_path)
+    sources, _ = find_source_files(args.inputs, read_options.format)
+    files = [*(source.path for source in sources),
+             *(path for stage in stages if isinstance(stage, MapStage) for path in stage.files)]
+    check_outputs_are_not_inputs(
+        [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))],
+        [*(args.output / name for name in REPORTS),
+         *(path for corpus in corpora.values() for path in (*corpus_files(corpus), origin_file_of(corpus)))],
+        "choose another --output and --output-prefix")
     for folder in folders:
-        check_output_is_apart([*raw, *(source.path for source in sources), *others], folder)
+        check_output_is_apart([*args.inputs, *files], folder)
+    tokenizer = tokenizers.build(args.tokenizer_type, *tokenizer_files)
     records: list[StageRecord] = []
-    inputs: list[str | Path] = list(raw)
-    # Later stages read our own output, where escapes make a line longer than its text.
-    later_options = WebReadOptions(on_error=read_options.on_error, max_bytes=8 * read_options.max_bytes)
-    make_folder(output)
+    inputs: list[str | Path] = args.inputs
+    make_folder(args.output)
     for stage, folder in zip(stages, folders):
-        record = run_stage(stage, inputs, folder, later_options if records else read_options, run_options)
+        record = run_stage(stage, inputs, folder, read_options, run_options)
         assert record, "a whole run is not a share"
         print(summary_line(record), file=sys.stderr, flush=True)
         records.append(record)
         if not record.counts.documents_kept:
             raise DataError(f"{folder}: no document is left, see above")
         inputs = [folder]
-    corpora = [tokenize_part(Path(inputs[0]), part, prefix.with_name(prefix.name + suffix), tokenizer,
-                             run_options.workers) for part, suffix in SUFFIX_OF_PART.items()]
-    write_report(output, records, list(filter(None, corpora)))
+        # Later stages read our own output, where escapes make a line longer than its text.
+        read_options = WebReadOptions(on_error=args.on_error, max_bytes=8 * args.max_document_bytes)
+    facts = [tokenize_part(Path(inputs[0]), part, corpus, tokenizer, run_options.workers)
+             for part, corpus in corpora.items()]
+    write_report(args.output, records, list(filter(None, facts)))
+    print((args.output / REPORTS[0]).read_text(encoding="utf-8"), end="")
 
 
 def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers: int) -> dict[str, Any] | None:
@@ -295,14 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                              args.charset)
     running = StageRunOptions(args.workers, args.shard, args.shard_bytes)
     if args.command == "run":
-        left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
-        selected = [STAGES[name].build_stage(args) for name in STAGE_ORDER if name not in left_out]
-        prefix = args.output_prefix or args.output / "corpus"
-        check_outputs(filter(None, (args.vocab_file, args.merge_file, args.tokenizer_path, args.blacklist_domains,
-                                    args.blacklist_extensions)), args.output, prefix)
-        tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
-        run_pipeline(args.inputs, args.output, selected, tokenizer, prefix, reading, running)
-        print((args.output / "report.txt").read_text(encoding="utf-8"), end="")
+        run_pipeline(args, reading, running)
         return
     stage = STAGES[args.command].build_stage(args)
     record = run_stage(stage, args.inputs, args.output, reading, running)

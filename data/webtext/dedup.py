@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import make_folder, staged_file, write_errors_for
-from data.webtext.documents import ReportCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
+from data.webtext.documents import DocumentCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
 from data.webtext.filters import normalized_url
 from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, LineLocation, Rows,
-                                  SignatureFiles, jaccard_similarity, shingle_hashes, write_signatures)
+                                  SignatureFiles, jaccard_similarity, shingle_hashes, signature_file,
+                                  write_signature_file)
 
 MAX_PAIRS_PER_BAND = 32
 PAIRS_PER_BATCH = 64
@@ -66,12 +67,6 @@ class RowSorter:
                 self._spill()
             self._buffered.append(part)
             self._buffered_rows += len(part)
-
-    def add_each(self, rows: Iterable[Sequence[int]]) -> None:
-        """Add rows one by one."""
-        iterator = iter(rows)
-        while part := list(islice(iterator, 1024)):
-            self.add(np.array(part, np.uint64))
 
     def sorted(self) -> Iterator[Rows]:
         """All rows in order, in blocks."""
@@ -157,12 +152,12 @@ class DedupOptions:
     memory: int = 1 << 30
 
 
-def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, report: ReportCounts,
-              share: tuple[int, int] = (0, 1)) -> None:
+def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
+              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
     """Write the kept documents of each input shard. Existing signature files are reused."""
-    work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(options.threshold), options.memory // 4
-    write_signatures(inputs, range(len(inputs)), work, banding, workers)
-    signatures = SignatureFiles(work, len(inputs), banding)
+    write_signatures(inputs, output, options, workers)
+    work, memory = output / ".work", options.memory // 4
+    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(options.threshold))
     dropped = np.zeros(signatures.first_documents[-1], bool)
     # Rows (digest as two numbers, document) give rows (first document, its copy).
     digests, copies, near = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
@@ -175,7 +170,9 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
     if options.near:
         near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
-    drops.add_each(_drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted())))
+    reasons = _drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted()))
+    while part := list(islice(reasons, 1024)):
+        drops.add(np.array(part, np.uint64))
 
     def line_of(document: int) -> dict[str, object]:
         shard, line = signatures.line_number(document)
@@ -190,16 +187,18 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
                 yield document, REASONS[reason]
 
         tasks = _copy_tasks(inputs, output, signatures.first_documents, logged_drops())
-        for counts in ordered_map(copy_undropped_lines, tasks, workers):
-            report(counts)
+        yield from ordered_map(copy_undropped_lines, tasks, workers)
     shutil.rmtree(work)
 
 
-def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
-                          share: tuple[int, int]) -> None:
-    """The slow part of `run_dedup` for one machine; `run_dedup` does the rest."""
-    write_signatures(inputs, machine_share(len(inputs), *share), output / ".work",
-                     Banding.for_threshold(options.threshold), workers)
+def write_signatures(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
+                     share: tuple[int, int] = (0, 1)) -> None:
+    """Write the missing signature files of a share of the shards: the slow part of `run_dedup`."""
+    folder, banding = make_folder(output / ".work"), Banding.for_threshold(options.threshold)
+    missing = [(inputs[number], target) for number in machine_share(len(inputs), *share)
+               if not (target := signature_file(folder, number)).exists()]
+    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
+        pass
 
 
 def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: NDArray[np.bool_],
@@ -288,8 +287,8 @@ class UniqueOptions:
     memory: int = 1 << 28
 
 
-def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int, report: ReportCounts,
-               share: tuple[int, int] = (0, 1)) -> None:
+def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
+               share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
     """Keep the first document of each address."""
     first_documents = [0]
     seen, repeated = RowSorter(output, 3, options.memory // 2), RowSorter(output, 1, options.memory // 2)
@@ -302,8 +301,7 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
     drops = ((document, DUPLICATE_URL) for document, in iterate_rows(repeated.sorted()))
     own_shards = machine_share(len(inputs), *share)
     tasks = islice(_copy_tasks(inputs, output, first_documents, drops), own_shards.start, own_shards.stop)
-    for counts in ordered_map(copy_undropped_lines, tasks, workers):
-        report(counts)
+    yield from ordered_map(copy_undropped_lines, tasks, workers)
 
 
 def url_hash_rows(shard: Path) -> tuple[int, Rows]:

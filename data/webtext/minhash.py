@@ -15,7 +15,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.parallel import ordered_map
-from data.storage import DataError, make_folder, staged_file
+from data.storage import DataError, staged_file
 from data.webtext.documents import parse_shard_line
 
 HashArray = NDArray[np.uint64]
@@ -222,16 +221,6 @@ BATCH_BYTES = 1 << 20
 """Lines of a shard that are in memory at a time."""
 LineLocation = tuple[int, int, int]
 """(shard, offset, size) of a line."""
-
-
-def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path, banding: Banding,
-                     workers: int) -> None:
-    """Write the missing signature files of these shards."""
-    make_folder(folder)
-    missing = [(shards[number], target) for number in shard_numbers
-               if not (target := signature_file(folder, number)).exists()]
-    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
-        pass
 
 
 def signature_file(folder: Path, number: int) -> Path:

@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader, BytesIO
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
-from data.compressed import (COMPRESSED_SUFFIXES, is_compressed, open_decompressed, read_until_damage,
-                             readline_until_damage, skip_line, strip_compression_suffix)
+from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, skip_line,
+                             strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
 from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
@@ -100,8 +100,8 @@ class ReadResult:
         if self.file_range.source.format in ("text", "html", "object"):
             return path
         line, left = 1, self.offset
-        with suppress(OSError), open_decompressed(path) as file:
-            while left > 0 and (part := read_until_damage(file, min(left, 1 << 20))[0]):
+        with suppress(OSError), open_decompressed(path, until_damage=True) as file:
+            while left > 0 and (part := file.read(min(left, 1 << 20))):
                 line += part.count(b"\n")
                 left -= len(part)
         return f"{path}:{line} (byte {self.offset})"
@@ -163,8 +163,8 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
     check_is_file(path)  # it is read twice: for its checksum, then its content
     if format in ("text", "html", "urls"):  # all of an archive, headers included, would become one document
         head = b""
-        with suppress(OSError), open_decompressed(str(path)) as file:  # read errors are counted later
-            head, _ = read_until_damage(file, 512)
+        with suppress(OSError), open_decompressed(str(path), until_damage=True) as file:  # errors are counted later
+            head = file.read(512)
         if kind := archive_kind(head):
             raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
     elif format == "auto":
@@ -174,7 +174,11 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
         if not format:
             raise DataError(
                 f"{path}: its name does not say what it holds; expected {' '.join(FORMAT_OF_SUFFIX)}, or give --format")
-        return SourceFile(str(path), name, _detect_json_layout(path) if format == "json" else format, size)
+        if format == "json":  # an array, one object over several lines, or (most common) an object per line
+            with open_decompressed(str(path), until_damage=True) as file:  # damage is counted later
+                first = file.read(1 << 16).removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
+            format = "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
+        return SourceFile(str(path), name, format, size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
 
@@ -182,14 +186,6 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
 def archive_kind(content: bytes) -> str | None:
     """The archive format, by the first 512 bytes; None if it is none."""
     return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
-
-
-def _detect_json_layout(path: Path) -> str:
-    """Layout of a .json file: an array, one object over several lines, or (most common) an object per line."""
-    with open_decompressed(str(path)) as file:
-        head, _ = read_until_damage(file, 1 << 16)  # damage is counted later
-    first = head.removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
-    return "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
 
 
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
@@ -219,9 +215,10 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
     """All results of a unit, in order. At damage: all that was whole before it, then a fault."""
     for file_range in unit:
         source, end = file_range.source, file_range.start
+        by_lines = source.format in ("jsonl", "urls")
         try:
-            with open_decompressed(source.path) as file:
-                if source.format in ("jsonl", "urls"):
+            with open_decompressed(source.path, until_damage=by_lines) as file:
+                if by_lines:
                     documents = _raw_lines(file, file_range, options)
                 elif source.format == "array":
                     documents = array_elements(file, options.max_bytes)
@@ -230,7 +227,7 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
                     documents = iter([(0, len(content), content) if len(content) <= options.max_bytes else
                                       (0, options.max_bytes, None)])
                 for offset, size, raw in documents:
-                    yield _parse_raw(file_range, offset, size, raw, options)
+                    yield ReadResult(file_range, offset, size, *_parse_raw(source, offset, raw, options))
                     end = offset + size
         except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
             yield ReadResult(file_range, end, 0, fault)
@@ -241,33 +238,31 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
             yield ReadResult(file_range, end, 0, damage)
 
 
-def _raw_lines(file: BufferedReader, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
-    """The lines that begin in the range, without blank ones."""
+def _raw_lines(file: DecompressedFile, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
+    """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
     offset, limit = file_range.start, options.max_bytes
     if offset:  # a line across `start` belongs to the previous range
         file.seek(offset - 1)
         offset += skip_line(file) - 1
     while file_range.stop is None or offset < file_range.stop:
-        raw, damage = readline_until_damage(file, limit + 1)
+        raw = file.readline(limit + 1)
+        is_too_long = len(raw) > limit and not raw.endswith(b"\n")
+        size = len(raw) + (skip_line(file) if is_too_long else 0)
         line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
-        if damage:  # a last line that is a complete object is no part of it
+        if file.damage:  # a last line that is a complete object is no part of it
             if file_range.source.format == "jsonl" and len(raw) <= limit:
                 with suppress(DocumentError):
                     parse_json_line(line, options.text_key, options.url_key)
-                    yield offset, len(raw), line
-            raise damage
+                    yield offset, size, line
+            raise file.damage
         if not raw:
             return
-        size = len(raw)
-        if size > limit and not raw.endswith(b"\n"):
-            size += skip_line(file)
-            yield offset, size, None
-        elif line:
-            yield offset, size, line
+        if line or is_too_long:
+            yield offset, size, None if is_too_long else line
         offset += size
 
 
-def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[RawDocument]:
+def array_elements(file: DecompressedFile | BytesIO, limit: int) -> Iterator[RawDocument]:
     """The elements of a JSON array, split as bytes by brackets, commas and quotes only; the caller parses them. Raises
     DocumentError if the array does not open or close, or if something follows it."""
     offset, buffer, discarded = 0, bytearray(), 0  # of the current part: offset, bytes in memory, bytes discarded
@@ -308,26 +303,25 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[RawDo
         raise DocumentError("not JSON", "not JSON: something follows the array")
 
 
-def _parse_raw(file_range: FileRange, offset: int, size: int, content: bytes | None,
-               options: WebReadOptions) -> ReadResult:
-    kind, repairs = file_range.source.format, Repairs(options.on_error == "replace")
+def _parse_raw(source: SourceFile, offset: int, content: bytes | None,
+               options: WebReadOptions) -> tuple[Document | DocumentError, tuple[str, ...]]:
+    """(document or what is wrong, repairs made)."""
+    kind, repairs = source.format, Repairs(options.on_error == "replace")
     try:
         if content is None:
             raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
         if kind in ("jsonl", "array", "object"):
             line = content.removeprefix(BOM) if kind == "object" else content
-            return ReadResult(file_range, offset, size, *parse_json_line(
-                line, options.text_key, options.url_key, repairs.allowed))
+            return parse_json_line(line, options.text_key, options.url_key, repairs.allowed)
         if kind == "urls":
-            return ReadResult(file_range, offset, size, Document("", decode_utf8(content, repairs)), tuple(repairs))
+            return Document("", decode_utf8(content, repairs)), tuple(repairs)
         if archive := archive_kind(content):
             raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
-        meta = {"file": file_range.source.name}
         if kind == "html":
             text, repaired = decode_page(content, options.charset, repairs.allowed)
-            return ReadResult(file_range, offset, size, Document(text, None, {**meta, "format": "html"}), repaired)
-        document = Document(decode_utf8(content, repairs).removeprefix("\ufeff"), None, meta)
-        return ReadResult(file_range, offset, size, document, tuple(repairs))
+            return Document(text, None, {"file": source.name, "format": "html"}), repaired
+        text = decode_utf8(content, repairs).removeprefix("\ufeff")
+        return Document(text, None, {"file": source.name}), tuple(repairs)
     except DocumentError as fault:
         # The whole file may be of another kind than assumed.
         message = str(fault)
@@ -335,4 +329,4 @@ def _parse_raw(file_range: FileRange, offset: int, size: int, content: bytes | N
             message = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
         elif kind == "object" and "Extra data" in message:
             message += " (are these several objects? `jq -c .` makes a line of each)"
-        return ReadResult(file_range, offset, size, DocumentError(fault.reason, message))
+        return DocumentError(fault.reason, message), ()

@@ -31,7 +31,7 @@ from data.storage import (READ_BYTES, DataError, UsageError, change_detector, cr
                           make_folder, read_json_or_none, staged_file, wait_for_lock, write_errors_for,
                           write_json_atomic)
 from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
-                                    ReportCounts, machine_share, shard_name)
+                                    machine_share, shard_name)
 from data.webtext.readers import (UNREADABLE, ReadResult, SourceFile, WebReadOptions, WorkUnit, find_source_files,
                                   plan_units, read_unit, shards_of_stage, unit_bytes)
 
@@ -242,8 +242,9 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
-    run: Callable[[Sequence[Path], Path, Any, int, ReportCounts, tuple[int, int]], None]
-    """(shards in order, output folder, options, workers, report, share of the shards to write) -> None."""
+    run: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], Iterator[DocumentCounts]]
+    """(shards in order, output folder, options, workers, share of the shards to write) -> counts of each part of the
+    output, once it is written."""
     options: Any
     prepare_share: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], None] | None = None
     """(shards, folder, options, workers, share): work that several machines can share before one of them runs `run`."""
@@ -334,12 +335,13 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     with open_stage_folder(output, key) as (record, folder):
         if record is None and not prepare:
             check_unchanged = change_detector(shards)
-            check_shard_content(sources, run_options.workers)
+            check_sha256({source.path: source.sha256 for source in sources}, run_options.workers)
             counts = run_global_pass(stage, shards, folder, run_options)
             check_unchanged()
             return publish_stage(StageRecord(key, counts, describe_shards_in(folder)), folder, output)
     if record is None and prepare:  # without the lock: other machines prepare their shares at the same time
-        check_shard_content([sources[k] for k in machine_share(len(sources), *run_options.shard)], run_options.workers)
+        own = [sources[k] for k in machine_share(len(sources), *run_options.shard)]
+        check_sha256({source.path: source.sha256 for source in own}, run_options.workers)
         prepare(shards, folder, stage.options, run_options.workers, run_options.shard)
     return record
 
@@ -349,12 +351,9 @@ def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
     """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        def report(part: DocumentCounts) -> None:
-            nonlocal counts
+        for part in stage.run(shards, folder, stage.options, run_options.workers, run_options.shard):
             counts += part
             bar.update(part.bytes_in)
-
-        stage.run(shards, folder, stage.options, run_options.workers, report, run_options.shard)
     return counts
 
 
@@ -371,18 +370,13 @@ def source_fingerprints(sources: Sequence[SourceFile], workers: int) -> list[dic
              "content": source.sha256 or crcs[source]} for source in sources]
 
 
-def check_shard_content(sources: Sequence[SourceFile], workers: int) -> None:
-    """Check the SHA-256 of the shards among `sources`, before work that uses them."""
-    check_sha256({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
-
-
 def run_jobs(jobs: Sequence[tuple[WorkUnit, Path]], stage: MapStage, read_options: WebReadOptions,
              run_options: StageRunOptions) -> list[StageRecord]:
     """The records of all shards; finished ones are not made again."""
     done = {target: record for _, target in jobs
             if target.is_file() and (record := read_stage_record(target.with_suffix(".json")))}
     left = [(unit, target) for unit, target in jobs if target not in done]
-    check_shard_content([piece.source for unit, _ in left for piece in unit], run_options.workers)
+    check_sha256({piece.source.path: piece.source.sha256 for unit, _ in left for piece in unit}, run_options.workers)
     new_records = ordered_map(partial(run_job, stage=stage, reading=read_options), left,
                               min(run_options.workers, len(left)))
     with progress_bar(stage.name, sum(unit_bytes(unit) for unit, _ in jobs)) as bar:

@@ -12,7 +12,7 @@ import gzip
 import html
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, run_command
@@ -68,23 +68,17 @@ def build_sample(folder: Path, packages: Sequence[str] = PACKAGES, workers: int 
     pages, plain, rest = texts[:100], texts[100:120], texts[120:]
     records = [{"text": text, "url": url_of(text)} for text in rest] + planted_documents(rest, rng)
     rng.shuffle(records)
-    half = len(records) // 2
+    lines = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
+    half = len(lines) // 2
+    files = {f"pages/{number:03d}.html": html_page_of(text.split(maxsplit=1)[0], text).encode()
+             for number, text in enumerate(pages)}
+    files |= {f"pages/{number:03d}.txt": text.replace("\n", "\r\n").encode() for number, text in enumerate(plain)}
+    files["crawl-0.jsonl"] = b"".join([*lines[:half], *MALFORMED_LINES])
+    files["crawl-1.jsonl.gz"] = gzip.compress(b"".join(lines[half:]), mtime=0)
     make_folder(folder / "pages")
-    for number, text in enumerate(pages):
-        write_file(folder / "pages" / f"{number:03d}.html", [html_page_of(text.split(maxsplit=1)[0], text).encode()])
-    for number, text in enumerate(plain):
-        write_file(folder / "pages" / f"{number:03d}.txt", [text.replace("\n", "\r\n").encode()])
-    write_file(folder / "crawl-0.jsonl", [*json_lines(records[:half]), *MALFORMED_LINES])
-    write_file(folder / "crawl-1.jsonl.gz", [gzip.compress(b"".join(json_lines(records[half:])), mtime=0)])
-
-
-def json_lines(records: Iterable[dict[str, str]]) -> list[bytes]:
-    return [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
-
-
-def write_file(path: Path, parts: Iterable[bytes]) -> None:
-    with staged_file(path) as file:
-        file.writelines(parts)
+    for name, content in files.items():
+        with staged_file(folder / name) as file:
+            file.write(content)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from data.parallel import ordered_map
 from data.sampling import PARTS, parse_split, split_documents
 from data.storage import make_folder, staged_file, write_errors_for
-from data.webtext.documents import DocumentCounts, ReportCounts, machine_share, parse_shard_line, shard_name
+from data.webtext.documents import DocumentCounts, machine_share, parse_shard_line, shard_name
 from data.webtext.minhash import splitmix64
 
 SPLIT_METHODS = ("hash", "count")
@@ -81,8 +81,8 @@ class ShuffleOptions:
     memory: int = 1 << 30
 
 
-def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int, report: ReportCounts,
-                share: tuple[int, int] = (0, 1)) -> None:
+def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
+                share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
     """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
     work = make_folder(output / ".work")
     total = options.shards or max(1, len(inputs))
@@ -104,7 +104,7 @@ def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, w
                 for line in buckets.lines(bucket):
                     file.write(line)
                     counts.add_kept(len(line), len(line))
-        report(counts)
+        yield counts
     shutil.rmtree(work)
 
 
@@ -122,8 +122,8 @@ class SplitOptions:
     seed: int = 0
 
 
-def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportCounts,
-              share: tuple[int, int] = (0, 1)) -> None:
+def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int,
+              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
     """Write the parts of each shard. A part without documents has no file."""
     shares = parse_split(options.shares)
     firsts, ranges = [0] * len(inputs), []
@@ -134,8 +134,7 @@ def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, worke
         make_folder(output / part)
     tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs), *share)]
     split_one = partial(split_shard, output=output, shares=shares, ranges=ranges, seed=options.seed)
-    for counts in ordered_map(split_one, tasks, workers):
-        report(counts)
+    yield from ordered_map(split_one, tasks, workers)
 
 
 def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Fraction], ranges: Sequence[range],

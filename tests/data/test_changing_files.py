@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from data.split_json import split_json
 from data.storage import DataError, change_detector
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import runner
+from data.webtext.documents import DocumentCounts
 from data.webtext.runner import run_global_stage, run_map_stage
 from data.writer import CorpusWriter
 from tests.data.webtext.stages import REVERSE, SHOUT
@@ -285,8 +286,8 @@ def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(tmp_p
     (tmp_path / "a.jsonl").write_text(LINES)
     run_map_stage(SHOUT, [tmp_path / "a.jsonl"], tmp_path / "stage")
 
-    def run(shards: list[Path], *rest: Any) -> None:
-        REVERSE.run(shards, *rest)
+    def run(shards: list[Path], *rest: Any) -> Iterator[DocumentCounts]:
+        yield from REVERSE.run(shards, *rest)
         touch(shards[0])
 
     with pytest.raises(DataError, match="part-00000.jsonl: changed while it was read"):

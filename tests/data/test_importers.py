@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data import importers
-from data.importers import import_tokens, main
+from data.importers import import_tokens, inspect_token_file, main, order_warnings
 from data.indexed import IndexedCorpus
 from data.sources import Datasets, open_datasets
 from data.storage import DataError
@@ -74,7 +74,7 @@ def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_pa
         if len(set(map(tuple, shards))) == len(shards):  # a copy is refused
             make = draw.choice([nanogpt, llmc])
             files = [make(tmp_path / f"{k}.bin", shard) for k, shard in enumerate(shards)]
-            import_tokens(files, tmp_path / f"c{i}", BYTE, lambda line: None)
+            import_tokens(files, tmp_path / f"c{i}", BYTE)
             assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
 
 
@@ -142,9 +142,8 @@ def test_a_document_that_no_index_can_count_is_told_with_its_file(tmp_path: Path
 
 
 def warned(files: list[Path], tmp_path: Path) -> list[str]:
-    said: list[str] = []
-    import_tokens(files, tmp_path / "out" / "c", BYTE, said.append)
-    return said
+    import_tokens(files, tmp_path / "out" / "c", BYTE)
+    return order_warnings(list(map(inspect_token_file, files)), BYTE.eod)
 
 
 def test_a_first_shard_that_begins_inside_of_a_document_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]

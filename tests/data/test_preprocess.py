@@ -32,6 +32,7 @@ from data.verify import main as verify, verify_corpus
 from data.webtext import __main__ as webtext, dedup
 from data.webtext.runner import GlobalStage, run_global_stage
 from data.writer import CorpusWriter
+from tests.covering import cells
 from tests.data.killing import in_a_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -169,9 +170,9 @@ def put(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.xz", "pipe"])
-@pytest.mark.parametrize("long", [LIMIT, LIMIT + 1, 1599, 1600, 1601, 5000, 100_000])
-@pytest.mark.parametrize("before", [0, 1, 33, 34, 35])
+@pytest.mark.parametrize("kind, long, before", cells(
+    ("jsonl", "jsonl.gz", "jsonl.xz", "pipe"), (LIMIT, LIMIT + 1, 1599, 1600, 1601, 5000, 100_000), (0, 1, 33, 34, 35),
+    each=2))
 def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              kind: str, long: int, before: int) -> None:
     """34 lines fill a chunk nearly, 35 more than that."""
@@ -298,7 +299,7 @@ def test_a_drive_that_fails_is_named_by_every_program(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "v", vocab_size=10) as writer:
         writer.add_documents([1] * 9, [9])
     runs: dict[str, Callable[[], object]] = {
-        "text_files.read_until_damage": lambda: build_corpus([tmp_path / "a.txt"], tmp_path / "c", BYTE),
+        "text_files.open_decompressed": lambda: build_corpus([tmp_path / "a.txt"], tmp_path / "c", BYTE),
         "text_files.skip_line": lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1)] * 3),
         "importers.np.fromfile": lambda: import_tokens([tmp_path / "a.bin"], tmp_path / "c", BYTE),
         "verify.crc32_file": lambda: verify_corpus(str(tmp_path / "v"))}
@@ -336,23 +337,19 @@ def split(folder: Path, content: list[bytes], name: str = "p", shares: tuple[Fra
             if (path := folder / f"{name}.{part}.jsonl").exists()}
 
 
-def test_every_line_is_in_one_part_unchanged_and_in_order(tmp_path: Path) -> None:
-    content = lines(2000)
+def test_every_line_is_in_one_part_unchanged_and_in_order_and_shares_are_met_as_drawing_lots_would(tmp_path: Path
+                                                                                                   ) -> None:
+    content = lines(20_000)
     parts = split(tmp_path, content)
     place = {line: i for i, line in enumerate(content)}
     assert sorted(sum(parts.values(), [])) == sorted(content)
-    for part in parts.values():
-        assert [place[line] for line in part] == sorted(place[line] for line in part)
-
-
-def test_shares_are_met_as_drawing_lots_would(tmp_path: Path) -> None:
-    parts = split(tmp_path, lines(20_000))
-    for name, share in zip(("train", "valid", "test"), SHARES):
+    for part, share in zip(("train", "valid", "test"), SHARES):
+        assert [place[line] for line in parts[part]] == sorted(place[line] for line in parts[part])
         deviation = float(20_000 * share * (1 - share)) ** 0.5
-        assert abs(len(parts[name]) - 20_000 * share) < 4 * deviation  # one split in 16,000 is further off; this is not
+        assert abs(len(parts[part]) - 20_000 * share) < 4 * deviation  # one split in 16,000 is further off; this is not
 
 
-def test_the_part_depends_on_the_text_alone(tmp_path: Path) -> None:
+def test_the_part_depends_on_the_text_and_the_seed_alone(tmp_path: Path) -> None:
     content = lines(1000)
     first = split(tmp_path, content)
     shuffled = random.Random(0).sample(content, 700)
@@ -360,13 +357,8 @@ def test_the_part_depends_on_the_text_alone(tmp_path: Path) -> None:
     of_text = {json.loads(line)["text"]: part for part, found in first.items() for line in found}
     for part, found in again.items():
         assert {of_text[json.loads(line)["text"]] for line in found} == {part}
-
-
-def test_another_seed_draws_other_lots(tmp_path: Path) -> None:
-    training = split(tmp_path, lines(2000))["train"]
-    assert split(tmp_path, training)["train"] == training  # the trap: what was drawn is drawn again
-    parts = split(tmp_path, training, seed=1)
-    assert 0.85 < len(parts["train"]) / len(training) < 0.95 and parts["valid"]
+    parts = split(tmp_path, first["train"], seed=1)  # without another seed, all of it would be training text again
+    assert 0.85 < len(parts["train"]) / len(first["train"]) < 0.95 and parts["valid"]
 
 
 def test_parts_of_another_split_are_not_left_beside(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def make(options: Options) -> DocumentFunction:
 
 
 def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int,
-            report: Callable[[DocumentCounts], None], share: tuple[int, int]) -> None:
+            share: tuple[int, int]) -> Iterator[DocumentCounts]:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     counts = DocumentCounts()
@@ -40,7 +40,7 @@ def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int
         for line in reversed(lines):
             counts.add_kept(len(line), len(line))
             file.write(line)
-    report(counts)
+    yield counts
 
 
 SHOUT = MapStage("shout", make, Options())

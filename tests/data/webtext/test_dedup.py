@@ -19,7 +19,7 @@ import pytest
 from data.storage import DataError
 from data.webtext import dedup, minhash
 from data.webtext.dedup import (DedupOptions, RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup,
-                                write_signature_share)
+                                write_signatures)
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
 from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, Rows,
                                   hash_words, jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes,
@@ -28,9 +28,7 @@ from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
 def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> DocumentCounts:
-    counts = [DocumentCounts()]
-    run_dedup(shards, output, DedupOptions(**options), workers, counts.append)
-    return sum(counts[1:], counts[0])
+    return sum(run_dedup(shards, output, DedupOptions(**options), workers), DocumentCounts())
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -147,13 +145,6 @@ def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(thresho
     assert len(kept.intersection(texts[1:40:2])) <= 6  # 2 are to be expected: bands find such a pair 9 times in 10
 
 
-def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
-    shards = write(plant(2, originals=15, words=150), tmp_path / "in")
-    for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
-        deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
-    assert visible(tmp_path / "1") == visible(tmp_path / "2")
-
-
 def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
     rng = random.Random(4)
     chain = [babble(rng, 400)]
@@ -190,25 +181,24 @@ def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
     assert len(compared) <= 500 + dedup.PAIRS_PER_BATCH
 
 
-def test_signatures_of_several_machines_are_used(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = write(plant(8, originals=8, words=100), tmp_path / "in", 5)
-    deduplicate(shards, tmp_path / "alone")
+def test_output_is_the_same_for_any_workers_memory_and_machines(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write(plant(8, originals=12, words=150), tmp_path / "in", 5)
+    for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
+        deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
+    assert visible(tmp_path / "1") == visible(tmp_path / "2")
     for machine in range(3):
-        write_signature_share(shards, tmp_path / "out", DedupOptions(), 1, (machine, 3))
+        write_signatures(shards, tmp_path / "out", DedupOptions(), 1, (machine, 3))
     monkeypatch.setattr(minhash, "signature_rows", lambda *rest, **named: pytest.fail("made again"))
     deduplicate(shards, tmp_path / "out")
-    assert visible(tmp_path / "out") == visible(tmp_path / "alone")
+    assert visible(tmp_path / "out") == visible(tmp_path / "1")
 
 
-def test_empty_inputs_give_empty_shards(tmp_path: Path) -> None:
+def test_empty_inputs_give_empty_shards_and_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
     shards = write([], tmp_path / "in", 2)
-    assert deduplicate(shards, tmp_path / "out").documents_in == 0
-    assert visible(tmp_path / "out") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
+    assert deduplicate(shards, tmp_path / "empty").documents_in == 0
+    assert visible(tmp_path / "empty") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
     assert deduplicate([], tmp_path / "none").documents_in == 0
-
-
-def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
     (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").to_line() + b"{no\n")
     with pytest.raises(DataError, match=r"part-00000.jsonl: not JSON"):
         deduplicate([shard], tmp_path / "out")
@@ -226,7 +216,7 @@ from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
 minhash.BATCH_BYTES = int(range_bytes)
-run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
+list(run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1))
 print(peak())
 """
 
@@ -335,15 +325,11 @@ def test_bands_find_pairs_with_the_probability_promised(threshold: float) -> Non
 def test_a_signature_depends_on_the_set_of_shingles_alone() -> None:
     rng = np.random.default_rng(3)
     sets = [rng.integers(0, 1 << 64, size, dtype=np.uint64) for size in (1, 70_000, 3, 2, 30_000, 10, 100_000, 1)]
-    together = minhash_signatures(sets)
-    for shingles, found in zip(sets, together):
+    for shingles, found in zip(sets, minhash_signatures(sets)):
         assert (minhash_signatures([np.concatenate([shingles, shingles[::-1]])])[0] == found).all()
-
-
-@pytest.mark.parametrize("threshold", [0, 0.29, 1.01, float("nan")])
-def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
-    with pytest.raises(DataError, match="expected a similarity from 0.3"):
-        Banding.for_threshold(threshold)
+    for threshold in (0, 0.29, 1.01, float("nan")):
+        with pytest.raises(DataError, match="expected a similarity from 0.3"):
+            Banding.for_threshold(threshold)
 
 
 # ----------------------------------------------------------------------------------------------- sorting outside memory
@@ -365,10 +351,7 @@ def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: P
             expected = sorted(map(tuple, np.concatenate(parts).tolist()))
             assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected
     assert os.listdir(tmp_path) == []
-
-
-def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path) -> None:
-    memory = 1 << 14
+    memory = 1 << 14  # which bounds the blocks, even if all rows are equal
     sorter = RowSorter(tmp_path, 2, memory)
     for _ in range(10):
         sorter.add(np.ones((1000, 2), np.uint64))

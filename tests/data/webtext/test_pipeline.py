@@ -236,59 +236,53 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("part-*")}
 
 
-def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
+def shuffle(paths: list[Path], out: Path, workers: int = 1, share: tuple[int, int] = (0, 1), **options: int
+            ) -> DocumentCounts:
+    return sum(split.run_shuffle(paths, out, split.ShuffleOptions(**options), workers, share), DocumentCounts())
+
+
+def split_into(shards: list[Path], out: Path, shares: str, method: str, workers: int = 1,
+               share: tuple[int, int] = (0, 1)) -> DocumentCounts:
+    return sum(split.run_split(shards, out, split.SplitOptions(shares, method), workers, share), DocumentCounts())
+
+
+def test_the_order_is_that_of_the_keys_whatever_memory_shards_and_machines(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
-    counts: list[DocumentCounts] = []
-    split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(seed=5), 1, counts.append)
+    counts = shuffle(shards, tmp_path / "a", seed=5)
     keys = list(islice(split.shuffle_keys(5), 500))
     assert len(set(keys)) == 500
-    assert numbers_of(tmp_path / "out") == sorted(range(500), key=keys.__getitem__) != list(range(500))
-    assert sum(c.documents_kept for c in counts) == sum(c.documents_in for c in counts) == 500
-    assert sorted(os.listdir(tmp_path / "out")) == [shard_name(k) for k in range(4)]
-
-
-def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "in", [200, 300])
-    split.run_shuffle(shards, tmp_path / "a", split.ShuffleOptions(), 1, lambda _: None)
-    split.run_shuffle(shards, tmp_path / "b", split.ShuffleOptions(memory=1000), 2, lambda _: None)
+    assert numbers_of(tmp_path / "a") == sorted(range(500), key=keys.__getitem__) != list(range(500))
+    assert counts.documents_kept == counts.documents_in == 500
+    assert sorted(os.listdir(tmp_path / "a")) == [shard_name(k) for k in range(4)]
+    shuffle(shards, tmp_path / "b", 2, seed=5, memory=1000)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    split.run_shuffle(shards, tmp_path / "c", split.ShuffleOptions(shards=7), 1, lambda _: None)
+    shuffle(shards, tmp_path / "c", seed=5, shards=7)
     assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
     for machine in range(3):
-        options = split.ShuffleOptions(shards=7, memory=9999)
-        split.run_shuffle(shards, tmp_path / "d", options, 1, lambda _: None, (machine, 3))
+        shuffle(shards, tmp_path / "d", share=(machine, 3), seed=5, shards=7, memory=9999)
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
 def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
-    split.run_shuffle([], tmp_path / "none", split.ShuffleOptions(), 1, lambda _: None)
+    shuffle([], tmp_path / "none")
     assert files_of(tmp_path / "none") == {shard_name(0): b""}
     shards = write_shards(tmp_path / "in", [5])
     for machine in range(3):
-        split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(), 1, lambda _: None, (machine, 3))
+        shuffle(shards, tmp_path / "out", share=(machine, 3))
     assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
 
 
 @pytest.mark.parametrize("method", split.SPLIT_METHODS)
-def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> None:
+def test_every_document_is_in_one_part_in_order_for_any_workers_and_machines(method: str, tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [500, 0, 700])
-    counts: list[DocumentCounts] = []
-    split.run_split(shards, tmp_path / "out", split.SplitOptions("80,15,5", method), 1, counts.append)
+    assert split_into(shards, tmp_path / "out", "80,15,5", method).documents_kept == 1200
     found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
     assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)
-    assert sum(c.documents_kept for c in counts) == 1200
     if method == "count":
         assert found == [list(range(960)), list(range(960, 1140)), list(range(1140, 1200))]
     else:
         for part, share in zip(found, (0.80, 0.15, 0.05)):
             assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
-
-
-def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "in", [40, 50, 60, 70])
-    for method in split.SPLIT_METHODS:
-        split.run_split(shards, tmp_path / f"{method}1", split.SplitOptions("8,1,1", method), 1, lambda _: None)
-        for machine in range(2):
-            split.run_split(shards, tmp_path / f"{method}2", split.SplitOptions("8,1,1", method), 1 + machine,
-                            lambda _: None, (machine, 2))
-        assert files_of(tmp_path / f"{method}1") == files_of(tmp_path / f"{method}2")
+    for machine in range(2):
+        split_into(shards, tmp_path / "two", "80,15,5", method, 1 + machine, (machine, 2))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "two")

@@ -308,7 +308,7 @@ def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(cur
 
 BYTE = ByteLevelTokenizer()
 SPLIT = GlobalStage("split", split.run_split, split.SplitOptions("8,1,1"))
-DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signature_share)
+DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signatures)
 
 
 @pytest.fixture
