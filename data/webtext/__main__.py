@@ -227,10 +227,11 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
     sources, _ = find_source_files(args.inputs, read_options.format)
     files = [*(source.path for source in sources),
              *(path for stage in stages if isinstance(stage, MapStage) for path in stage.files)]
+    outputs: list[str | Path] = [args.output / name for name in REPORTS]
+    for corpus in corpora.values():
+        outputs += [*corpus_files(corpus), origin_file_of(corpus)]
     check_outputs_are_not_inputs(
-        [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))],
-        [*(args.output / name for name in REPORTS),
-         *(path for corpus in corpora.values() for path in (*corpus_files(corpus), origin_file_of(corpus)))],
+        [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))], outputs,
         "choose another --output and --output-prefix")
     for folder in folders:
         check_output_is_apart([*args.inputs, *files], folder)

@@ -107,7 +107,7 @@ class ServeApp:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Admit a request, answer it, and log it. A failed request does not affect other clients."""
         began, path, method = time.monotonic(), scope["path"], scope["method"]
-        scope |= {"status": 0, "tokens": (0, 0)}
+        scope.update(status=0, tokens=(0, 0))
         error: HttpError | None = None
         try:
             # uvicorn's own limit holds for heads that come in several parts

@@ -67,8 +67,11 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepPlan:
-        start = (Request(**{**{name: tuple(value) if isinstance(value, list) else value for name, value in one.items()},
-                            "sampling": Sampling(**one["sampling"])}) for one in values["start"])
+        start = []
+        for request in values["start"]:
+            fields: dict[str, Any] = {  # JSON has lists for tuples
+                name: tuple(value) if isinstance(value, list) else value for name, value in request.items()}
+            start.append(Request(**{**fields, "sampling": Sampling(**fields["sampling"])}))
         return cls(tuple(values["cancel"]), tuple(start), values["is_last"])
 
 
@@ -86,8 +89,8 @@ class TokenEvent(NamedTuple):
     """A text got a token, ended, or was scored."""
 
     number: int
-    count: int
-    """Tokens of the text now."""
+    num_tokens: int
+    """Of the text now."""
     token: int
     logprob: float
     finish_reason: FinishReason | None
@@ -214,7 +217,7 @@ class RequestQueue:
             if event.number not in self._active:
                 continue  # its client left meanwhile
             request, text = self._active[event.number]
-            if event.count > len(text.tokens):
+            if event.num_tokens > len(text.tokens):
                 text.tokens.append(event.token)
                 text.logprobs.append(event.logprob)
                 self._metrics.generated_tokens += 1

@@ -315,7 +315,7 @@ def lead(rank: int, world: int) -> tuple[int, list[tuple[int, int, str | None, b
         finished = run_leader(generator, made.world, queue, publish, lambda: plans >= TURNS + BEATS or
                               time.monotonic() - began > 30, lambda: None, 5)
         assert finished and 0.1 * (plans - TURNS - 1) < time.monotonic() - began < 30
-        return plans, [(one.number, one.count, one.finish_reason, one.scores is not None) for one in events]
+        return plans, [(one.number, one.num_tokens, one.finish_reason, one.scores is not None) for one in events]
 
 
 def test_idle_ranks_get_a_plan_every_few_seconds() -> None:
