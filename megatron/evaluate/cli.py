@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.cli import StrictArgumentParser
-from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalRequest, build_model_parser, source_from_flags,
-                                         task_name)
+from megatron.evaluate.eval_args import PARTS, TASKS, EvalRequest, build_model_parser, source_from_flags, task_name
 from megatron.inference.model_args import ModelSource, flags_to_compare
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ docs/evaluate.md says what the protocols are, and where the data comes from."""
 def build_parser() -> StrictArgumentParser:
     parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
-    add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
+    add("--task", type=task_name, choices=tuple(TASKS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
         "a corpus, or a folder of text")
     add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron)")
@@ -49,7 +48,7 @@ def build_parser() -> StrictArgumentParser:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSource, EvalRequest]:
     flags: argparse.Namespace = build_parser().parse_args(argv)
     source = source_from_flags(flags)
-    request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
+    request = EvalRequest(task=flags.task, protocol=flags.protocol or next(iter(TASKS[flags.task])), data=flags.data,
                           strict=flags.strict, stride=flags.stride, part=flags.part)
     request.check_data_exists()
     return flags, source, request
@@ -92,7 +91,7 @@ def report_values(request: EvalRequest, context: EvalContext, task: EvalTask, me
         "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                                               "ids": tokenizer.vocab_size},
         "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size}
-    found |= {"target": request.scored_target, "part": request.part, "window": context.model_info.max_positions,
+    found |= {"target": request.rules.target, "part": request.part, "window": context.model_info.max_positions,
               "stride": task.stride, "truncated": task.num_truncated}
     return {name: value for name, value in found.items() if value is not None or name == "stride"} | {
         **metrics, "seconds": round(seconds, 3)}

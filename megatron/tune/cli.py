@@ -20,7 +20,7 @@ from megatron.plan.alternatives import format_bytes
 from megatron.plan.cli import align_columns, num_visible_gpus, refuse_retired, with_vocabulary
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import measured_rates
-from megatron.report.page import UNKNOWN, html_document, html_notes, html_table
+from megatron.report.run_report import UNKNOWN, html_document, html_section
 from megatron.train.flops import flops_per_token
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
@@ -94,13 +94,6 @@ def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialRes
         lines.append(f"note: {format_count(ties, 'other choice')} cannot be told apart from it by these times; where "
                      "they are far apart, tune while the machine is idle")
     return lines + recommended_flags(requested, best)
-
-
-def tuning_page(requested: PlannedRun, rows: Sequence[Sequence[str]], summary: Sequence[str]) -> str:
-    """`rows`: COLUMNS, and trial_rows."""
-    return html_document(
-        f"Tuning {requested.config.model.parameters():,} parameters on {format_count(requested.ranks, 'rank')}",
-        f"{html_notes(summary)}<section><h2>Trials</h2>\n{html_table(rows[0], rows[1:])}</section>\n")
 
 
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
@@ -245,7 +238,9 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
     with prefix_storage_errors(RESULTS_FLAG):
-        for name, text in ((PAGE_FILE, tuning_page(requested, rows, summary)),
+        title = (f"Tuning {requested.config.model.parameters():,} parameters on "
+                 f"{format_count(requested.ranks, 'rank')}")
+        for name, text in ((PAGE_FILE, html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
                            (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)

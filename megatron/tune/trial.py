@@ -37,10 +37,10 @@ from megatron.config.tree import SECTIONS, AutotuningConfig, Config, LogConfig, 
 from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
+from megatron.metrics.metrics_file import MetricsFileReader
 from megatron.package import __version__
 from megatron.plan.activations import Device
 from megatron.plan.footprint import PlannedRun
-from megatron.report.history import MetricsFileReader
 from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step
 
 
