@@ -6,11 +6,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import inf, isfinite
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
-from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
+from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
@@ -26,7 +27,7 @@ from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
                                   candidate_families, common_error, fastest_choice, next_repeat, next_trial,
                                   plan_choices, samples_per_step)
-from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner, open_trial_records,
+from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner,
                                  trial_key)
 
 COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
@@ -104,26 +105,16 @@ DRY_RUN_CHOICES = 10  # choices that a dry run prints
 MAX_FAILED_REPEATS = 2  # failed repeats in a row that end the search: the machine fails then, not the choices
 
 
-def describe_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> str:
-    families = candidate_families(options, capacity, {}, requested.config.autotuning)
-    return f"{format_count(len(options), 'choice')}, {sum(map(len, families))} to try; a rank has {capacity}"
-
-
-def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> None:
-    """Print the first choices of a search without trying them."""
-    print(f"{describe_search(requested, options, capacity)}; nothing is tried (--dry-run). The fastest by prediction:")
-    families = candidate_families(options, capacity, {}, requested.config.autotuning)
-    fastest = sorted((option for family in families for option in family), key=lambda option: option.predicted)
-    for option in fastest[:DRY_RUN_CHOICES]:
-        print(f"  {format_metric(requested, option.predicted)} | "
-              f"{' '.join(option.choice.flags(requested))}")
+def describe_search(options: Sequence[TrialOption], candidates: Sequence[TrialOption], capacity: MemoryBudget) -> str:
+    return f"{format_count(len(options), 'choice')}, {len(candidates)} to try; a rank has {capacity}"
 
 
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
                trials: TrialRunner, results: TrialRecords) -> None:
     """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
-    failed = 0
-    print(describe_search(requested, [*options.values()], capacity)
+    failed, tuning, planned = 0, requested.config.autotuning, [*options.values()]
+    candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+    print(describe_search(planned, candidates, capacity)
           + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {choice: result for choice, result in results.trials.items() if choice in options}
@@ -131,7 +122,7 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
                                             f"this; what they wrote is in {trials.folder})")
-        following = next_trial([*options.values()], capacity, known, requested.config.autotuning)
+        following = next_trial(planned, capacity, known, tuning)
         choice = next_repeat(known) if isinstance(following, str) else following.choice
         if choice is None:
             print(f"over: {following}", flush=True)
@@ -151,10 +142,6 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             return
 
 
-MODULE = "python -m megatron.tune"
-PAGE_FILE = "tuning.html"
-FLAGS_FILE = "flags.txt"
-
 EXAMPLES = """examples:
   python -m megatron.tune --ranks 2 --preset small --mock-data --vocab-size 8192 --global-batch-size 16 \\
       --tokenizer-type ByteLevelTokenizer
@@ -165,8 +152,9 @@ searches."""
 
 
 def _parser() -> StrictArgumentParser:
-    parser = command_parser(MODULE, "The fastest settings of this machine for a model and a batch, by a few "
-                            "real trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+    parser = command_parser(
+        "python -m megatron.tune", "The fastest settings of this machine for a model and a batch, by a few real "
+        "trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
@@ -202,11 +190,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(args.ranks <= gpus, f"--ranks {args.ranks} is more than the {gpus} GPUs of this machine: trials run "
                 "here")
     if args.dry_run:
-        print_dry_run(requested, plan_choices(requested, measured_rates(requested)),
-                      available_memory(requested, args.card_gb))
+        planned = plan_choices(requested, measured_rates(requested))
+        capacity = available_memory(requested, args.card_gb)
+        candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+        print(f"{describe_search(planned, candidates, capacity)}; nothing is tried (--dry-run). The fastest by "
+              "prediction:")
+        for option in sorted(candidates, key=lambda option: option.predicted)[:DRY_RUN_CHOICES]:
+            print(f"  {format_metric(requested, option.predicted)} | {' '.join(option.choice.flags(requested))}")
         return 0
-    with open_trial_records(tuning.autotuning_results_dir, trial_key(requested),
-                            overwrite=tuning.autotuning_overwrite) as results:
+    with ExitStack() as stack:
+        with prefix_storage_errors(RESULTS_FLAG):  # a second search with this folder fails
+            path = make_folder(tuning.autotuning_results_dir) / TRIALS_FILE
+            stack.enter_context(hold_writer_lock(path))
+        results = TrialRecords(path, trial_key(requested), overwrite=tuning.autotuning_overwrite)
         with prefix_storage_errors(TRIALS_FOLDER_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
@@ -240,8 +236,8 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     with prefix_storage_errors(RESULTS_FLAG):
         title = (f"Tuning {requested.config.model.parameters():,} parameters on "
                  f"{format_count(requested.ranks, 'rank')}")
-        for name, text in ((PAGE_FILE, html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
-                           (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
+        for name, text in (("tuning.html", html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
+                           ("flags.txt", summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)
     return 0
