@@ -66,13 +66,10 @@ def task_name(word: str) -> str:
 class EvalRequest:
     task: str
     protocol: str
-    data: str
-    """A file; of perplexity also the prefix of a corpus, or a folder of text."""
-    strict: bool = False
-    """LAMBADA: the whole last word, not its last token."""
+    data: str  # a file; of perplexity also the prefix of a corpus, or a folder of text
+    strict: bool = False  # LAMBADA: the whole last word, not its last token
     stride: int | None = None
-    part: str | None = None
-    """Only documents of this part of the training split."""
+    part: str | None = None  # only documents of this part of the training split
 
     def __post_init__(self) -> None:
         problems, known = ErrorList(), TASKS[self.task]

@@ -207,46 +207,38 @@ def _lambada_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
 
 
 def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
-    """(token ids, text) of the documents of --part."""
+    """(token ids, text) of the documents of --part; the text of a tokenized corpus is decoded."""
+    settings, tokenizer = model_info.data_settings, model_info.tokenizer
     prefix = request.data if is_corpus_prefix(request.data) else None
     if prefix is None and os.path.isdir(request.data):  # tokenized into a cached corpus, as in training
-        settings = model_info.data_settings
         reading = TextReadOptions(settings.get("text_key", TextReadOptions.json_key),
                                   Separator.parse(settings.get("document_separator")))
-        prefix, _ = cached_corpus(request.data, model_info.tokenizer, reading, settings.get("data_cache_path"))
+        prefix, _ = cached_corpus(request.data, tokenizer, reading, settings.get("data_cache_path"))
     if prefix is not None:
-        yield from _corpus_documents(prefix, request, model_info)
+        corpus = IndexedCorpus(prefix)
+        made_by = corpus.facts.tokenizer if corpus.facts else None
+        if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
+            raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
+                            f"({tokenizer.name}); give the text itself")
+        corpus.check_vocabulary(tokenizer.vocab_size)
+        for number in _part_range(request, model_info, corpus.num_documents):
+            ids = corpus.document(number)
+            if len(ids) and ids[-1] == tokenizer.eod:
+                ids = ids[:-1]
+            yield ids, tokenizer.decode(ids.tolist())
         return
-    selected = None  # all, which need not be counted
-    if request.part is not None:
-        selected = _part_range(request, model_info, sum(1 for _ in _document_texts(request.data, model_info)))
-    for number, text in enumerate(_document_texts(request.data, model_info)):
+
+    def texts() -> Iterator[str]:
+        if kind_of(request.data) == JSON_LINES:  # of an object the key that training used, or else `text`
+            keys = dict.fromkeys((settings.get("text_key", "text"), "text"))
+            return (text for text, _ in read_json_texts(request.data, *keys))
+        return iter([read_text(request.data)])
+
+    # all of them need not be counted
+    selected = None if request.part is None else _part_range(request, model_info, sum(1 for _ in texts()))
+    for number, text in enumerate(texts()):
         if selected is None or number in selected:
             yield model_info.encode(text), text
-
-
-def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
-    """The text of each document; of a JSON object the key that training used, or else `text`."""
-    if kind_of(path) != JSON_LINES:
-        yield read_text(path)
-        return
-    for text, _ in read_json_texts(path, *dict.fromkeys((model_info.data_settings.get("text_key", "text"), "text"))):
-        yield text
-
-
-def _corpus_documents(prefix: str, request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
-    """The documents of a tokenized corpus, with decoded text."""
-    corpus, tokenizer = IndexedCorpus(prefix), model_info.tokenizer
-    made_by = corpus.facts.tokenizer if corpus.facts else None
-    if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
-                        f"({tokenizer.name}); give the text itself")
-    corpus.check_vocabulary(tokenizer.vocab_size)
-    for number in _part_range(request, model_info, corpus.num_documents):
-        ids = corpus.document(number)
-        if len(ids) and ids[-1] == tokenizer.eod:
-            ids = ids[:-1]
-        yield ids, tokenizer.decode(ids.tolist())
 
 
 def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int) -> range:
