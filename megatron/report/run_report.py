@@ -115,9 +115,9 @@ def find_metrics_file(path: Path) -> Path:
 
 # ---- the history of a run --------------------------------------------------------------------------------------------
 
+# values of a step, by their names in the file; nan if missing or not finite
 COLUMNS = ("lm_loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "tflops", "mfu", "max_memory_bytes",
            "step_ms", "consumed_samples", "skipped", "drive_wait_ms", "pld_theta")
-"""Values of a step, by their names in the file; nan if missing or not finite."""
 
 
 @dataclass
@@ -152,8 +152,7 @@ class RunHistory:
         self.starts: list[RunStart] = []
         self.saves: list[int] = []  # their steps
         self.evaluations: list[EvaluationEvent] = []
-        self.num_out_of_order = 0
-        """Steps after a later one without a start between them: another run writes to the file."""
+        self.num_out_of_order = 0  # steps after a later one without a start between them: another run writes
         for record in records:
             step = _as_step(record.get("iteration"))
             if record.get("config") is True:
@@ -206,11 +205,11 @@ class RunHistory:
             value = record.get(name)
             column.append(value if type(value) is float else _as_float(value))  # the common case without a call
 
-    def position(self, step: int) -> dict[str, float]:
-        """A step on every axis, as of the last recorded step up to it; nan if unknown."""
+    def position(self, step: int) -> dict[str, float | None]:
+        """A step on every axis of the charts, as of the last recorded step up to it; None if unknown."""
         index = bisect_right(self.steps, step) - 1
-        return {"step": step, "tokens": self.tokens[index] if index >= 0 else 0.0,
-                "seconds": self.seconds[index] if index >= 0 else 0.0}
+        return {"step": step, "tokens": _rounded(self.tokens[index]) if index >= 0 else 0.0,
+                "seconds": _rounded(self.seconds[index]) if index >= 0 else 0.0}
 
     def finite_values(self, column: str) -> list[float]:
         return [value for value in self.columns[column] if math.isfinite(value)]
@@ -288,14 +287,11 @@ def _run_data(history: RunHistory, charts: Sequence[MetricChart]) -> dict[str, A
     points = [history.position(history.steps[end - 1]) for end in ends]  # a point is drawn at the end of its bucket
 
     def event(mark: str, step: int, text: str, **more: Any) -> dict[str, Any]:
-        position = history.position(step)
-        return {"mark": mark, "step": step, "tokens": _rounded(position["tokens"]),
-                "seconds": _rounded(position["seconds"]), "text": text, **more}
+        return {"mark": mark, "text": text, **history.position(step), **more}
 
     return {
         "name": history.name, "first": history.steps[0] if history.steps else 0,
-        **{axis: [point[axis] if axis == "step" else _rounded(point[axis]) for point in points]
-           for axis in ("step", "tokens", "seconds")},
+        **{axis: [point[axis] for point in points] for axis in ("step", "tokens", "seconds")},
         "curves": {chart.column: _curve_data(history, chart, ends) for chart in charts},
         "events": [
             *(event("test" if one.split == "test" else "validation", one.step, value=_rounded(one.loss),
@@ -307,8 +303,7 @@ def _run_data(history: RunHistory, charts: Sequence[MetricChart]) -> dict[str, A
 
 
 def _curve_data(history: RunHistory, chart: MetricChart, ends: Sequence[int]) -> dict[str, list[float | None]]:
-    """Mean, minimum and maximum of the finite values of each bucket that ends there; the mean alone if each is one
-    step."""
+    """Mean, minimum and maximum of the finite values of each bucket; the mean alone where each is one step."""
     values: Sequence[float] = history.columns[chart.column]
     if chart.column == "skipped":
         values = [*accumulate(value if math.isfinite(value) else 0.0 for value in values)]
@@ -447,9 +442,8 @@ def html_section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]],
                    + "".join(f"<td>{_escaped(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in rows)
     table = "<p>None.</p>" if not rows else (
         f"<div class=\"wide\"><table>\n<thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>")
-    if is_folded:
-        return f"<details><summary>{_escaped(title)}</summary>\n{table}\n</details>\n"
-    return f"<section><h2>{_escaped(title)}</h2>\n{table}\n</section>\n"
+    outer, heading = ("details", "summary") if is_folded else ("section", "h2")
+    return f"<{outer}><{heading}>{_escaped(title)}</{heading}>\n{table}\n</{outer}>\n"
 
 
 def _escaped(text: str) -> str:
