@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from shlex import quote
 from typing import Literal
 
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
-from megatron.config.tree import Config, ModelConfig, OffloadConfig, data_parallel_size
+from megatron.config.tree import Config, OffloadConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.layout import FlatLayout, Slot, align
@@ -74,22 +74,6 @@ class TrafficBytes:
     gradients: int
     parameters: int
     matrices: int = 0  # matrices gathered for the optimizer (Muon)
-
-
-BLOCK = "blocks.0."  # path of the first block in the model; all blocks have the same shape
-
-
-@cache
-def model_slots(config: ModelConfig, tp: int) -> list[Slot]:
-    """The parameters of the real model with one block, on one tensor parallel rank; nothing is allocated."""
-    import torch  # here: flags are parsed, and wrong ones refused, without it
-
-    from megatron.model import GPT2
-    from mpu.groups import Group
-
-    with torch.device("meta"):
-        model = GPT2(replace(config, num_layers=1), Group(0, tp, tuple(range(tp))), deferred=True)
-    return [Slot(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 @dataclass(frozen=True)
@@ -188,13 +172,16 @@ class PlannedRun:
     @cached_property
     def root_parameters(self) -> list[Slot]:
         """The parameters outside the blocks."""
-        return [slot for slot in model_slots(self.config.model, self.tp) if not slot.name.startswith(BLOCK)]
+        from megatron.model.gpt2 import parameter_shapes  # flags are parsed, and wrong ones refused, without torch
+
+        return [Slot(*item) for item in parameter_shapes(self.config.model, self.tp)[0].items()]
 
     @cached_property
     def block_parameters(self) -> list[Slot]:
         """The parameters of one transformer block on one tensor parallel rank."""
-        return [replace(slot, name=slot.name.removeprefix(BLOCK)) for slot in model_slots(self.config.model, self.tp)
-                if slot.name.startswith(BLOCK)]
+        from megatron.model.gpt2 import parameter_shapes
+
+        return [Slot(*item) for item in parameter_shapes(self.config.model, self.tp)[1].items()]
 
     @cached_property
     def activations(self) -> Activations:

@@ -231,10 +231,12 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {format_count(len(trials), 'trial')} failed, as the table "
                         f"says; what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
+    from megatron.model import count_parameters  # imports torch
+
     summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
     with prefix_storage_errors(RESULTS_FLAG):
-        title = (f"Tuning {requested.config.model.parameters():,} parameters on "
+        title = (f"Tuning {count_parameters(requested.config.model)[0]:,} parameters on "
                  f"{format_count(requested.ranks, 'rank')}")
         for name, text in (("tuning.html", html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
                            ("flags.txt", summary[-1].removeprefix("flags: ") + "\n")):
