@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import inf, isfinite
 from pathlib import Path
@@ -44,20 +44,6 @@ def format_metric(requested: PlannedRun, seconds: float) -> str:
              "flops": flops / seconds / requested.ranks / 1e12}
     kind = config.autotuning.autotuning_metric
     return f"{value[kind]:.4g} {METRIC_UNITS[kind]}"
-
-
-def trial_rows(trials: Mapping[TuningChoice, TrialResult],
-               options: Mapping[TuningChoice, TrialOption]) -> Iterator[tuple[str, ...]]:
-    """The fastest first, failed ones last."""
-    rows = [(number, choice, result) for number, (choice, result) in enumerate(trials.items(), 1)]
-    for number, choice, result in sorted(rows, key=lambda row: row[2].seconds or inf):
-        predicted, needed = options[choice].predicted, options[choice].memory_needed
-        yield (str(number), str(choice.batch), str(choice.stage), str(choice.placement),
-               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
-               format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
-               f"{1e3 * predicted:.4g} ms",
-               UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
-               "" if result.state == "done" else f"{result.state}: {result.words}")
 
 
 def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
@@ -222,10 +208,20 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
                     capacity: MemoryBudget) -> int:
     trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
     if not trials:
-        least = min((option.memory_needed for option in options.values()), key=lambda need: need.usage_of(capacity))
+        # by the larger of both shares of the capacity
+        least = min((option.memory_needed for option in options.values()), key=lambda need: max(
+            need.device / max(capacity.device, 1.0), need.host / max(capacity.host, 1.0)))
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
-    rows = [COLUMNS, *trial_rows(trials, options)]
+    rows = [COLUMNS]
+    for number, (choice, result) in sorted(enumerate(trials.items(), 1), key=lambda row: row[1][1].seconds or inf):
+        predicted, needed = options[choice].predicted, options[choice].memory_needed
+        rows.append((str(number), str(choice.batch), str(choice.stage), str(choice.placement),
+                     "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+                     format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
+                     f"{1e3 * predicted:.4g} ms",
+                     UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
+                     "" if result.state == "done" else f"{result.state}: {result.words}"))
     print("", *align_columns(rows, left=(3, 11)), "", sep="\n", flush=True)
     fastest = fastest_choice(trials)
     if fastest is None:

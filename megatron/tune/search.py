@@ -43,10 +43,6 @@ class MemoryBudget:
     def can_hold(self, other: MemoryBudget) -> bool:
         return other.device <= self.device and other.host <= self.host
 
-    def usage_of(self, budget: MemoryBudget) -> float:
-        """The larger of both shares of the budget; more than 1 if this does not fit."""
-        return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
-
 
 DRIVER_SECONDS = 60.0  # timeout of nvidia-smi, which takes some seconds a GPU if no process keeps the driver loaded
 LIBRARY_BYTES = 300 << 20  # host memory of a rank beside its tensors

@@ -83,18 +83,6 @@ def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
 
 
-@pytest.mark.parametrize("stride", [1, 5, LENGTH])
-def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> None:
-    model, tokens = GPT2(SHAPE), np.random.default_rng(4).integers(0, 257, 3 * LENGTH + 5)
-    pieces = [*overlapping_windows(tokens, LENGTH, stride)]
-    expected = 0.0
-    for place in range(1, len(tokens)):
-        start = 0 if place <= LENGTH else math.ceil((place - LENGTH) / stride) * stride
-        expected += logprob(model, tokens[start:place], int(tokens[place]))
-    found = sum(score.logprob for score in Scorer(model, Groups(), 4)(pieces))
-    assert found == pytest.approx(expected, abs=TOLERANCE * len(tokens))
-
-
 def nothing(rank: int, world: int) -> list[TargetScore]:
     return Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([])
 

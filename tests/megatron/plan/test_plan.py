@@ -209,10 +209,13 @@ def test_on_a_cpu_every_row_has_the_state_on_the_device_but_for_what_is_asked(pr
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),
     (["--ranks-per-node", "0"], "--ranks-per-node is 0"), (["--tflops", "-1"], "--tflops is -1"),
     (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"),
-])
+    (["--probe"], "--probe was retired: --time measures this machine each time"),
+    (["--rates", "file.json"], "--rates was retired: --time measures this machine, and --time GPU reads a table"),
+    (["--time", "H1000"], "--time H1000: expected one of H200, H100 PCIe, H100"),
+    (["--time", "H100", "--device", "cpu"], "--time H100 is a GPU, and --device is cpu")])
 def test_what_cannot_be_planned_is_refused_in_one_line(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        planned("--preset", "tiny", *argv)
+        plan.print_plan(["--preset", "tiny", *argv])
 
 
 def test_the_cheapest_that_fits_fits_as_typed_and_nothing_cheaper_does() -> None:
