@@ -53,7 +53,7 @@ plan = _command_of("megatron.plan.cli")
 generate = _command_of("megatron.inference.cli")
 evaluate = _command_of("megatron.evaluate.cli")
 serve = _command_of("megatron.serve.cli")
-report = _command_of("megatron.report.cli")
+report = _command_of("megatron.report.run_report")
 tune = _command_of("megatron.tune.cli")
 
 

@@ -27,9 +27,8 @@ from megatron.inference.frontends import AnswerWriter
 from megatron.inference.prompts import Terminal
 from megatron.metrics.console import Console
 from megatron.metrics.sinks import JsonlSink, RunConfigRecord
-from megatron.report.cli import main as report_command
-from megatron.report.history import RunHistory
-from megatron.report.page import report_page
+from megatron.report.run_report import RunHistory, report_page
+from megatron.report.run_report import main as report_command
 from megatron.serve import cli as serve
 from megatron.serve.app import playground
 from tests.megatron.report.written import CONFIG, evaluation, step, write

@@ -88,17 +88,6 @@ class ModelConfig(ConfigSection):
             raise ConfigError("ModelConfig has no vocab_size; give ModelConfig(vocab_size=tokenizer.vocab_size)")
         return self.vocab_size
 
-    def parameters(self) -> int:
-        """Exact parameter count (tied embeddings once), without vocabulary padding."""
-        outside = self.known_vocab_size + self.max_position_embeddings + 2  # rows; two of the last LayerNorm
-        return outside * self.hidden_size + self.num_layers * self.block_parameters
-
-    @property
-    def block_parameters(self) -> int:
-        """Parameters of one transformer block."""
-        h, ffn = self.hidden_size, self.ffn_size
-        return (4 * h + 2 * h * ffn) + 4 * h * h + (5 * h + ffn)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(ConfigSection):

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
 from lm_eval.api.model import TemplateLM
 
 from megatron.config.tree import require
-from megatron.evaluate.scoring import EvalContext, continuation_request
-from megatron.evaluate.tasks import document_requests
+from megatron.evaluate.scoring import EvalContext, continuation_request, document_requests
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
@@ -66,8 +64,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return [(score.logprob, score.is_greedy) for score in self._scorer(scoring_requests)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        texts = [self._tokenizer.encode_array(request.args[0]) for request in requests]
-        requests_by_text = [document_requests([np.asarray(ids)], self._context.model_info) for ids in texts]
+        requests_by_text = [[*document_requests(self._tokenizer.encode_array(request.args[0]), self.max_length,
+                                                self._tokenizer.eod)] for request in requests]
         scores = iter(self._scorer([request for each in requests_by_text for request in each]))
         return [sum(next(scores).logprob for _ in each) for each in requests_by_text]
 

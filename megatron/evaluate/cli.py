@@ -10,16 +10,11 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.cli import StrictArgumentParser
-from megatron.evaluate.eval_args import (PARTS, PROTOCOLS, EvalRequest, build_model_parser, source_from_flags,
-                                         task_name)
+from megatron.evaluate.eval_args import PARTS, TASKS, EvalRequest, build_model_parser, source_from_flags, task_name
 from megatron.inference.model_args import ModelSource, flags_to_compare
-
-if TYPE_CHECKING:
-    from megatron.evaluate.scoring import EvalContext
-    from megatron.evaluate.tasks import EvalTask
 
 MODULE = "python -m megatron.evaluate"
 
@@ -34,7 +29,7 @@ docs/evaluate.md says what the protocols are, and where the data comes from."""
 def build_parser() -> StrictArgumentParser:
     parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
-    add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
+    add("--task", type=task_name, choices=tuple(TASKS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
         "a corpus, or a folder of text")
     add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron)")
@@ -49,7 +44,7 @@ def build_parser() -> StrictArgumentParser:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSource, EvalRequest]:
     flags: argparse.Namespace = build_parser().parse_args(argv)
     source = source_from_flags(flags)
-    request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
+    request = EvalRequest(task=flags.task, protocol=flags.protocol or next(iter(TASKS[flags.task])), data=flags.data,
                           strict=flags.strict, stride=flags.stride, part=flags.part)
     request.check_data_exists()
     return flags, source, request
@@ -76,26 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         log(f"warning: {task.num_truncated:,} examples are longer than the window of {window} tokens: their beginning "
             "is not read (truncated)")
     metrics = task.metrics(context.load_scorer()(task.requests))
-    values = report_values(request, context, task, metrics, time.monotonic() - start)
+    tokenizer = context.model_info.tokenizer.facts
+    found: dict[str, Any] = {  # the table prints spaces for underscores
+        "task": request.task, "protocol": request.protocol, "data": request.data, "model": context.opened.name,
+        "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
+                                              "ids": tokenizer.vocab_size},
+        "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size,
+        "target": request.rules.target, "part": request.part, "window": window, "stride": task.stride,
+        "truncated": task.num_truncated}
+    values = {name: value for name, value in found.items() if value is not None or name == "stride"} | {
+        **metrics, "seconds": round(time.monotonic() - start, 3)}
     if context.groups.world.rank == 0:
         print(format_json(values) if flags.json else format_table(values), flush=True)
     process_group.shutdown()
     return 0
-
-
-def report_values(request: EvalRequest, context: EvalContext, task: EvalTask, metrics: Mapping[str, Any],
-                  seconds: float) -> dict[str, Any]:
-    """Name -> value; the table prints spaces for underscores."""
-    tokenizer = context.model_info.tokenizer.facts
-    found: dict[str, Any] = {
-        "task": request.task, "protocol": request.protocol, "data": request.data, "model": context.opened.name,
-        "dtype": context.dtype, "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
-                                              "ids": tokenizer.vocab_size},
-        "ranks": context.groups.world.size, "model_parallel_size": context.groups.tp.size}
-    found |= {"target": request.scored_target, "part": request.part, "window": context.model_info.max_positions,
-              "stride": task.stride, "truncated": task.num_truncated}
-    return {name: value for name, value in found.items() if value is not None or name == "stride"} | {
-        **metrics, "seconds": round(seconds, 3)}
 
 
 def format_json(values: Mapping[str, Any]) -> str:
@@ -105,14 +94,13 @@ def format_json(values: Mapping[str, Any]) -> str:
 
 
 def format_table(values: Mapping[str, Any]) -> str:
-    tokenizer = "{name} {fingerprint} ({ids} ids)".format(**values["tokenizer"])
-    shown = {**values, "tokenizer": tokenizer, "seconds": f"{values['seconds']:.1f}"}
-    return "\n".join(f"{name.replace('_', ' '):20} {_format_value(value)}".rstrip() for name, value in shown.items())
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    shown = {**values, "tokenizer": "{name} {fingerprint} ({ids} ids)".format(**values["tokenizer"]),
+             "seconds": f"{values['seconds']:.1f}"}
+    for name, value in values.items():
+        if value is None:
+            shown[name] = "-"
+        elif isinstance(value, int):
+            shown[name] = f"{value:,}"
+        elif isinstance(value, float) and name != "seconds":
+            shown[name] = f"{value:.6g}"
+    return "\n".join(f"{name.replace('_', ' '):20} {value}".rstrip() for name, value in shown.items())

@@ -1,5 +1,4 @@
-"""Flags of `evaluate` and its lm-eval harness, checked before torch is imported: the model, the task, its protocol and
-data.
+"""What `evaluate` is asked for, checked before torch is imported: the model, the task, its protocol and its data.
 
 A protocol is everything besides model and data that a result depends on: the context before a token, the
 preparation of text, the definition of a word. Results of two protocols do not compare.
@@ -8,8 +7,10 @@ preparation of text, the definition of a word. Results of two protocols do not c
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,16 +21,35 @@ from megatron.errors import ConfigError
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelSource, model_parser, model_source_from_args
 
-PROTOCOLS: Mapping[str, tuple[str, ...]] = {
-    "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
-    "perplexity": ("megatron", "lm-eval"),
-}
-"""Task -> its protocols; the first is the default."""
 
-STRIDES: Mapping[tuple[str, str], int | None] = {
-    ("wikitext", "megatron"): 32, ("wikitext", "openai"): None, ("perplexity", "megatron"): None,
-}
-"""Default of --stride where windows may overlap; None: the window, so that they do not overlap."""
+def count_words(text: str) -> int:
+    return sum(1 for _ in re.finditer(r"\S+", text))
+
+
+@dataclass(frozen=True)
+class Protocol:
+    stride: int | None = None
+    """Of text in one sequence: the default of --stride, where 0 is the window, so that windows do not overlap. None:
+    each document or example by itself."""
+    starts_with_eod: bool = False  # the sequence does; a document by itself always does
+    count_words: Callable[[str], int] = count_words
+    unscored_words: int = 0  # the adjusted perplexity does not divide by them
+    max_loss: float = math.inf  # perplexities are capped at exp of this
+    target: str | None = None  # the scored part of an example
+
+
+TASKS: dict[str, dict[str, Protocol]] = {
+    "wikitext": {
+        # a line end between two spaces is a word, as in the published counts
+        "megatron": Protocol(stride=32, count_words=lambda text: len(text.strip().split(" ")), unscored_words=1,
+                             max_loss=20.0),
+        "openai": Protocol(stride=0, starts_with_eod=True),  # docs/decisions/020
+        # counts the empty strings before the first word and after the last
+        "lm-eval": Protocol(count_words=lambda text: len(re.split(r"\s+", text)))},
+    "lambada": {"megatron": Protocol(target="last token"), "openai": Protocol(target="last token"),
+                "lm-eval": Protocol(target="last word")},
+    "perplexity": {"megatron": Protocol(stride=0), "lm-eval": Protocol()}}
+"""The protocols of each task by their names; the first is the default."""
 
 PARTS = ("train", "valid", "test")
 
@@ -46,33 +66,28 @@ def task_name(word: str) -> str:
 class EvalRequest:
     task: str
     protocol: str
-    data: str
-    """A file; of perplexity also the prefix of a corpus, or a folder of text."""
-    strict: bool = False
-    """LAMBADA: the whole last word, not its last token."""
+    data: str  # a file; of perplexity also the prefix of a corpus, or a folder of text
+    strict: bool = False  # LAMBADA: the whole last word, not its last token
     stride: int | None = None
-    part: str | None = None
-    """Only documents of this part of the training split."""
+    part: str | None = None  # only documents of this part of the training split
 
     def __post_init__(self) -> None:
-        problems, known = ErrorList(), PROTOCOLS[self.task]
-        problems.require(self.protocol in known,
-                         f"--protocol {self.protocol}: --task {self.task} has {', '.join(known)}")
+        problems, known = ErrorList(), TASKS[self.task]
+        is_known = self.protocol in known
+        problems.require(is_known, f"--protocol {self.protocol}: --task {self.task} has {', '.join(known)}")
         problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
                          "--strict belongs to --task lambada --protocol megatron; the lm-eval protocol always takes "
                          "the whole last word, the openai protocol never")
-        problems.require(self.stride is None or (self.task, self.protocol) in STRIDES,
+        problems.require(self.stride is None or is_known and known[self.protocol].stride is not None,
                          f"--stride: no windows overlap in --task {self.task} --protocol {self.protocol}; leave it out")
         problems.require(self.stride is None or self.stride >= 1, f"--stride is {self.stride}: expected 1 or more")
         problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
         problems.raise_if_any()
 
     @property
-    def scored_target(self) -> str | None:
-        """The scored part of an example, for tasks where it depends on the protocol."""
-        if self.task != "lambada":
-            return None
-        return "last word" if self.strict or self.protocol == "lm-eval" else "last token"
+    def rules(self) -> Protocol:
+        rules = TASKS[self.task][self.protocol]
+        return replace(rules, target="last word") if self.strict else rules
 
     def check_data_exists(self) -> None:
         if self.task == "perplexity" and (is_corpus_prefix(self.data) or os.path.isdir(self.data)):
@@ -86,7 +101,7 @@ class EvalRequest:
     def window_stride(self, length: int) -> int:
         """The stride for a model of `length` positions."""
         if self.stride is None:
-            return min(STRIDES[self.task, self.protocol] or length, length)
+            return min(self.rules.stride or length, length)
         require(self.stride <= length, f"--stride is {self.stride}, and the model has {length} positions: tokens "
                 f"between two windows would not be scored; expected 1 to {length}")
         return self.stride

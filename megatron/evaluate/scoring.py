@@ -1,18 +1,17 @@
 """Opens a model for evaluation, and log-likelihood scoring: token windows with targets, scored in batches over data and
 tensor parallel ranks.
 
-A window reads tokens [start, stop - 1) and scores tokens [first, stop). Token 0 has no context and is never scored;
-every other token is scored once. Batches are formed by length before they are dealt to data parallel ranks, so
-results do not depend on the number of ranks. Logits are computed for targets only, in chunks; each tensor parallel
-rank reduces its vocabulary columns to 4 numbers per target: log-sum-exp, largest logit, whether the target is the
-argmax, target logit.
+Token 0 of a sequence has no context and is never scored; every other token is scored once. Batches are formed by
+length before they are dealt to data parallel ranks, so results do not depend on the number of ranks. Logits are
+computed for targets only, in chunks; each tensor parallel rank reduces its vocabulary columns to 4 numbers per target:
+log-sum-exp, largest logit, whether the target is the argmax, target logit.
 """
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -36,33 +35,6 @@ from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.cross_entropy import VocabShard
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-
-
-@dataclass(frozen=True)
-class TokenWindow:
-    start: int
-    first: int
-    stop: int
-
-
-def overlapping_windows(tokens: int, length: int, stride: int) -> Iterator[TokenWindow]:
-    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
-    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
-    assert 1 <= stride <= length
-    start, first = 0, 1
-    while first < tokens:
-        stop = min(start + length + 1, tokens)
-        yield TokenWindow(start, first, stop)
-        start, first = start + stride, stop
-
-
-def rolling_windows(tokens: int, length: int) -> Iterator[TokenWindow]:
-    """lm-eval's: each window scores `length` tokens; the last one scores fewer but reads `length` too."""
-    first = 1
-    while first < tokens:
-        stop = min(first + length, tokens)
-        yield TokenWindow(max(0, stop - 1 - length), first, stop)
-        first = stop
 
 
 TokenIds = NDArray[np.integer[Any]]
@@ -103,8 +75,27 @@ class TargetScore:
     """Every target is the argmax."""
 
 
-def window_requests(tokens: TokenIds, windows: Iterable[TokenWindow]) -> list[ScoringRequest]:
-    return [ScoringRequest(tokens[window.start : window.stop], window.first - window.start) for window in windows]
+def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
+    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
+    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
+    assert 1 <= stride <= length
+    start, first = 0, 1
+    while first < len(tokens):
+        stop = min(start + length + 1, len(tokens))
+        yield ScoringRequest(tokens[start:stop], first - start)
+        start, first = start + stride, stop
+
+
+def document_requests(document: TokenIds, length: int, eod: int) -> Iterator[ScoringRequest]:
+    """lm-eval's, of a document after an end-of-document token: each window scores `length` tokens; the last one scores
+    fewer but reads `length` too."""
+    tokens = np.concatenate([np.array([eod], np.min_scalar_type(eod)), document])
+    first = 1
+    while first < len(tokens):
+        stop = min(first + length, len(tokens))
+        start = max(0, stop - 1 - length)
+        yield ScoringRequest(tokens[start:stop], first - start)
+        first = stop
 
 
 def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:

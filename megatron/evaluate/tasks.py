@@ -3,8 +3,7 @@
     wikitext     perplexity of a WikiText file       lambada      predicts the last word of a passage
     perplexity   perplexity of any text or corpus
 
-A protocol (`EvalRequest`) is everything besides model and data that a result depends on: the context before a token,
-the preparation of text, the definition of a word. Results of two protocols do not compare.
+How a task reads its data and counts words is said by its protocol (TASKS in eval_args.py).
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,9 +26,9 @@ from data.sources import cached_corpus
 from data.storage import DataError
 from data.strict_json import parse_text
 from megatron.config.tree import require
-from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
+from megatron.evaluate.eval_args import PARTS, EvalRequest, Protocol, is_corpus_prefix
 from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
-                                       overlapping_windows, rolling_windows, window_requests)
+                                       document_requests, overlapping_windows)
 from megatron.inference.prompts import BOM, decode_utf8
 
 
@@ -39,24 +37,19 @@ class EvalTask:
     """Scoring requests, and what the metrics divide by."""
 
     requests: Sequence[ScoringRequest]
+    rules: Protocol
     words: int
     """Of the original text, before any preparation."""
     bytes: int
     """Of the original text in UTF-8."""
-    words_scored: int | None = None
-    """Divisor of the adjusted perplexity, where it is not `words`."""
-    max_loss: float = math.inf
-    """Perplexities are capped at exp of this."""
     stride: int | None = None
     """Tokens between the starts of windows; None: the task has no overlapping windows."""
     examples: int | None = None
-    has_accuracy: bool = False
-    """Each request is a question that is answered or not."""
 
     @property
     def num_truncated(self) -> int | None:
         """Examples whose beginning is not read; None: the text continues from window to window."""
-        return sum(request.is_truncated for request in self.requests) if self.has_accuracy else None
+        return sum(request.is_truncated for request in self.requests) if self.rules.target else None
 
     def metrics(self, scores: Sequence[TargetScore]) -> dict[str, float | int | None]:
         """By name, in the order of the report.
@@ -69,8 +62,8 @@ class EvalTask:
         logprob = math.fsum(score.logprob for score in scores)
         tokens = sum(request.num_targets for request in self.requests)
         correct = sum(score.is_greedy for score in scores)
-        accuracies = {"acc": correct / len(scores), "correct": correct} if self.has_accuracy else {}
-        words = self.words if self.words_scored is None else self.words_scored
+        accuracies = {"acc": correct / len(scores), "correct": correct} if self.rules.target else {}
+        words = self.words - self.rules.unscored_words
         return {**accuracies, **({} if self.examples is None else {"examples": self.examples}), "tokens": tokens,
                 "original_words": self.words, "original_bytes": self.bytes, "loss": -logprob / tokens,
                 "perplexity": self._exp(-logprob / tokens),
@@ -79,15 +72,35 @@ class EvalTask:
 
     def _exp(self, loss: float) -> float:
         try:
-            return math.exp(min(loss, self.max_loss))
+            return math.exp(min(loss, self.rules.max_loss))
         except OverflowError:
             return math.inf
 
 
 def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
     """Read and tokenize the data. Raises DataError if it is unusable."""
-    prepare = {"wikitext": _wikitext_task, "lambada": _lambada_task, "perplexity": _perplexity_task}[request.task]
-    return prepare(request, model_info)
+    if request.task == "lambada":
+        return _lambada_task(request, model_info)
+    length, eod, rules = model_info.max_positions, model_info.tokenizer.eod, request.rules
+    documents, words, size = list[TokenIds](), 0, 0
+    for ids, text in (_articles if request.task == "wikitext" else _selected_documents)(request, model_info):
+        if len(ids):
+            documents.append(ids)
+            words += rules.count_words(text)
+            size += len(text.encode())
+    if not documents:
+        raise DataError(f"{request.data}: no token to score")
+    stride, requests = None, list[ScoringRequest]()
+    if rules.stride is None:
+        requests = [one for ids in documents for one in document_requests(ids, length, eod)]
+    else:
+        stride, end = request.window_stride(length), np.array([eod], np.min_scalar_type(eod))
+        tokens = np.concatenate([part for ids in documents for part in (end, ids)][not rules.starts_with_eod:])
+        if len(tokens) < 2:
+            raise DataError(f"{request.data}: {len(tokens)} token: the first one is not scored; expected two or more")
+        requests = [*overlapping_windows(tokens, length, stride)]
+    return EvalTask(requests=requests, rules=rules, words=words, bytes=size, stride=stride,
+                    examples=None if request.task == "wikitext" and stride is not None else len(documents))
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -123,29 +136,6 @@ def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
             yield decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where
 
 
-# ---- windows -----------------------------------------------------------------------------------------------------
-
-
-def _sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, location: str) -> list[ScoringRequest]:
-    if len(tokens) < 2:
-        raise DataError(f"{location}: {len(tokens)} token: the first one is not scored; expected two or more")
-    return window_requests(tokens, overlapping_windows(len(tokens), model_info.max_positions, stride))
-
-
-def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
-    """lm-eval's: each document separately, after an end-of-document token."""
-    return [request for ids in documents for request in window_requests(
-        _join([ids], model_info, first=True), rolling_windows(len(ids) + 1, model_info.max_positions))]
-
-
-def _join(documents: Iterable[TokenIds], model_info: EvalModelInfo, *, first: bool = False) -> TokenIds:
-    """Documents with an end-of-document token between them, and with `first` before the first."""
-    eod = model_info.tokenizer.eod
-    end = np.array([eod], np.min_scalar_type(eod))
-    parts = [part for ids in documents for part in (end, ids)]
-    return np.concatenate(parts if first else parts[1:])
-
-
 # ---- WikiText ----------------------------------------------------------------------------------------------------
 
 DETOKENIZER_RULES: tuple[tuple[str | re.Pattern[str], str], ...] = (
@@ -159,9 +149,6 @@ DETOKENIZER_RULES: tuple[tuple[str | re.Pattern[str], str], ...] = (
     *((" ".join("=" * count), "=" * count) for count in (4, 3, 2)),
     (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"))
 """The rules of Megatron-LM and lm-eval, letter by letter and in their order: each one changes the results."""
-
-MAX_LOSS = 20.0
-"""Megatron caps perplexities at exp of this loss."""
 
 
 def detokenize(text: str) -> str:
@@ -183,33 +170,12 @@ def split_articles(text: str) -> Iterator[str]:
     yield "\n".join(article)
 
 
-def _wikitext_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
-    """megatron: the whole file as one sequence, overlapping windows. openai: the same after an end-of-document token,
-    without overlap (docs/decisions/020). lm-eval: each article by itself, after an end-of-document token."""
+def _articles(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
+    """(token ids, original text) of each article, or of all of them as one document."""
     pages = ([text for text, _ in read_json_texts(request.data, "page", "text")] if kind_of(request.data) == JSON_LINES
-             else list(split_articles(read_text(request.data))))
-    original = "\n".join(pages)
-    if request.protocol == "lm-eval":
-        return EvalTask(requests=document_requests([model_info.encode(detokenize(page)) for page in pages], model_info),
-                        words=sum(count_words(page, request.protocol) for page in pages),
-                        bytes=sum(len(page.encode()) for page in pages), examples=len(pages))
-    stride, words = request.window_stride(model_info.max_positions), count_words(original, request.protocol)
-    tokens = model_info.encode(detokenize(original))
-    is_megatron = request.protocol == "megatron"
-    return EvalTask(requests=_sequence_requests(tokens if is_megatron else _join([tokens], model_info, first=True),
-                                                model_info, stride, request.data),
-                    words=words, bytes=len(original.encode()), stride=stride,
-                    words_scored=words - 1 if is_megatron else None, max_loss=MAX_LOSS if is_megatron else math.inf)
-
-
-def count_words(original: str, protocol: str) -> int:
-    """Megatron splits at single spaces, so that a line end between two spaces is a word, as in the published counts;
-    lm-eval at any white space, and counts the empty strings before the first and after the last."""
-    if protocol == "megatron":
-        return len(original.strip().split(" "))
-    if protocol == "lm-eval":
-        return len(re.split(r"\s+", original))
-    return len(original.split())
+             else [*split_articles(read_text(request.data))])
+    for text in pages if request.rules.stride is None else ["\n".join(pages)]:
+        yield model_info.encode(detokenize(text)), text
 
 
 # ---- LAMBADA -----------------------------------------------------------------------------------------------------
@@ -218,7 +184,7 @@ def count_words(original: str, protocol: str) -> int:
 def _lambada_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
     """A passage is correct if every target token is the argmax. megatron and openai: the last token, or (strict) the
     last word with a space before it. lm-eval: the last word, tokenized together with its context."""
-    requests, size, tokenizer = [], 0, model_info.tokenizer
+    requests, size, tokenizer = list[ScoringRequest](), 0, model_info.tokenizer
     for text, where in read_json_texts(request.data, "text"):
         if not text.strip():
             raise DataError(f"{where}: 'text': expected a passage, found nothing but white space")
@@ -234,70 +200,45 @@ def _lambada_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
             context, targets = ids[:-1], ids[-1:]
         requests.append(continuation_request(context or [tokenizer.eod], targets, model_info.max_positions, where))
         size += len(tokenizer.decode(targets).encode())
-    return EvalTask(requests=requests, words=len(requests), bytes=size, examples=len(requests), has_accuracy=True)
+    return EvalTask(requests=requests, rules=request.rules, words=len(requests), bytes=size, examples=len(requests))
 
 
 # ---- perplexity of any text --------------------------------------------------------------------------------------
 
 
-def _perplexity_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
-    """megatron: documents joined by end-of-document tokens, in windows that may overlap. lm-eval: each document by
-    itself, after an end-of-document token."""
-    documents, words, size = list[Any](), 0, 0
-    for ids, text in _selected_documents(request, model_info):
-        if len(ids):
-            documents.append(ids)
-            words += sum(1 for _ in re.finditer(r"\S+", text))
-            size += len(text.encode())
-    if not documents:
-        raise DataError(f"{request.data}: no token to score")
-    stride = None if request.protocol == "lm-eval" else request.window_stride(model_info.max_positions)
-    requests = (document_requests(documents, model_info) if stride is None else
-                _sequence_requests(_join(documents, model_info), model_info, stride, request.data))
-    return EvalTask(requests=requests, words=words, bytes=size, stride=stride, examples=len(documents))
-
-
 def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
-    """(token ids, text) of the documents of --part."""
+    """(token ids, text) of the documents of --part; the text of a tokenized corpus is decoded."""
+    settings, tokenizer = model_info.data_settings, model_info.tokenizer
     prefix = request.data if is_corpus_prefix(request.data) else None
     if prefix is None and os.path.isdir(request.data):  # tokenized into a cached corpus, as in training
-        settings = model_info.data_settings
         reading = TextReadOptions(settings.get("text_key", TextReadOptions.json_key),
                                   Separator.parse(settings.get("document_separator")))
-        prefix, _ = cached_corpus(request.data, model_info.tokenizer, reading, settings.get("data_cache_path"))
+        prefix, _ = cached_corpus(request.data, tokenizer, reading, settings.get("data_cache_path"))
     if prefix is not None:
-        yield from _corpus_documents(prefix, request, model_info)
+        corpus = IndexedCorpus(prefix)
+        made_by = corpus.facts.tokenizer if corpus.facts else None
+        if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
+            raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
+                            f"({tokenizer.name}); give the text itself")
+        corpus.check_vocabulary(tokenizer.vocab_size)
+        for number in _part_range(request, model_info, corpus.num_documents):
+            ids = corpus.document(number)
+            if len(ids) and ids[-1] == tokenizer.eod:
+                ids = ids[:-1]
+            yield ids, tokenizer.decode(ids.tolist())
         return
-    selected = None  # all, which need not be counted
-    if request.part is not None:
-        selected = _part_range(request, model_info, sum(1 for _ in _document_texts(request.data, model_info)))
-    for number, text in enumerate(_document_texts(request.data, model_info)):
+
+    def texts() -> Iterator[str]:
+        if kind_of(request.data) == JSON_LINES:  # of an object the key that training used, or else `text`
+            keys = dict.fromkeys((settings.get("text_key", "text"), "text"))
+            return (text for text, _ in read_json_texts(request.data, *keys))
+        return iter([read_text(request.data)])
+
+    # all of them need not be counted
+    selected = None if request.part is None else _part_range(request, model_info, sum(1 for _ in texts()))
+    for number, text in enumerate(texts()):
         if selected is None or number in selected:
             yield model_info.encode(text), text
-
-
-def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
-    """The text of each document; of a JSON object the key that training used, or else `text`."""
-    if kind_of(path) != JSON_LINES:
-        yield read_text(path)
-        return
-    for text, _ in read_json_texts(path, *dict.fromkeys((model_info.data_settings.get("text_key", "text"), "text"))):
-        yield text
-
-
-def _corpus_documents(prefix: str, request: EvalRequest, model_info: EvalModelInfo) -> Iterator[tuple[TokenIds, str]]:
-    """The documents of a tokenized corpus, with decoded text."""
-    corpus, tokenizer = IndexedCorpus(prefix), model_info.tokenizer
-    made_by = corpus.facts.tokenizer if corpus.facts else None
-    if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
-                        f"({tokenizer.name}); give the text itself")
-    corpus.check_vocabulary(tokenizer.vocab_size)
-    for number in _part_range(request, model_info, corpus.num_documents):
-        ids = corpus.document(number)
-        if len(ids) and ids[-1] == tokenizer.eod:
-            ids = ids[:-1]
-        yield ids, tokenizer.decode(ids.tolist())
 
 
 def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int) -> range:

@@ -37,7 +37,7 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.int8 import Int8, activation_dtype, allocate_levels
 from megatron.inference.model_args import TOKENIZER_FLAGS, ModelSource
-from megatron.model.gpt2 import GPT2
+from megatron.model.gpt2 import GPT2, count_parameters
 from megatron.zero.layout import Segment, Slot
 from megatron.zero.moq import (MatrixRounding, QuantGroupStats, QuantizedMatrix, block_of, noise_key, row_blocks_of,
                                saved_bit_progress)
@@ -216,7 +216,8 @@ def load_model(source: ModelSource, groups: Groups, device: torch.device) -> Loa
 def describe(opened: OpenedModel, dtype: str, tokenizer: Tokenizer) -> str:
     is_assumed = not any(opened.data.get(name) for name in TOKENIZER_FLAGS)
     doubt = " (assumed: nothing beside the weights says which it is)" if is_assumed else ""
-    return f"{opened.name}: {opened.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
+    count, _ = count_parameters(opened.shape)
+    return f"{opened.name}: {count:,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
 
 
 def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) -> OpenedModel:

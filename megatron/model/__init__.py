@@ -4,6 +4,6 @@ Begin with gpt2.py (embeddings, blocks, logits), then transformer.py (one block,
 """
 
 from megatron.config.tree import ModelConfig
-from megatron.model.gpt2 import GPT2
+from megatron.model.gpt2 import GPT2, count_parameters
 
-__all__ = ["GPT2", "ModelConfig"]
+__all__ = ["GPT2", "ModelConfig", "count_parameters"]

@@ -8,7 +8,9 @@ loss or a sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -112,3 +114,22 @@ def run_in_order(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any)
     for block in blocks:
         x = block(x, *args)
     return x
+
+
+@cache
+def parameter_shapes(config: ModelConfig, tp: int = 1) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """By name, on one tensor parallel rank: (outside of the blocks, of one block; all have the same). Nothing is
+    allocated."""
+    with torch.device("meta"):
+        model = GPT2(replace(config, num_layers=1), Group(0, tp, tuple(range(tp))), deferred=True)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    block = {name: shapes.pop(f"blocks.0.{name}") for name, _ in model.blocks[0].named_parameters()}
+    return shapes, block
+
+
+@cache
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """(of the model, of one block): exact, tied embeddings once, without vocabulary padding."""
+    outside, block = (sum(map(prod, shapes.values()))
+                      for shapes in parameter_shapes(replace(config, make_vocab_size_divisible_by=1)))
+    return outside + config.num_layers * block, block

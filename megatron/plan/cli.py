@@ -155,10 +155,12 @@ class TargetMachine:
 
 def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
     """Everything the table says, in bytes."""
+    from megatron.model import count_parameters  # imports torch
+
     choices, (rows, left_out) = all_choices(requested), plan_rows(requested)
     return {"ranks": requested.ranks, "ranks_per_node": machine.ranks_per_node,
             "tensor_parallel": requested.tp, "data_parallel": requested.dp,
-            "accumulation": requested.accumulation, "parameters": requested.config.model.parameters(),
+            "accumulation": requested.accumulation, "parameters": count_parameters(requested.config.model)[0],
             "rows": [_row_record(run, requested, machine) for run in rows],
             "left_out": [{"stage": stage, "offload": str(placement), "why": why}
                          for stage, placement, why in left_out],

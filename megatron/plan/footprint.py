@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from shlex import quote
 from typing import Literal
 
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
-from megatron.config.tree import Config, ModelConfig, OffloadConfig, data_parallel_size
+from megatron.config.tree import Config, OffloadConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.layout import FlatLayout, Slot, align
-from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
-                                               param_buffer_sets, param_chunk_numel, split_into_chunks,
-                                               step_chunk_numel)
+from megatron.zero.offload.chunk_sizes import (STEP_BUFFER_SETS, OffloadRatio, largest_chunk, param_chunks,
+                                               split_into_chunks, step_chunk_numel)
 from megatron.zero.stages import StagePolicy, gradient_precisions, stage_policy
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
@@ -75,22 +74,6 @@ class TrafficBytes:
     gradients: int
     parameters: int
     matrices: int = 0  # matrices gathered for the optimizer (Muon)
-
-
-BLOCK = "blocks.0."  # path of the first block in the model; all blocks have the same shape
-
-
-@cache
-def model_slots(config: ModelConfig, tp: int) -> list[Slot]:
-    """The parameters of the real model with one block, on one tensor parallel rank; nothing is allocated."""
-    import torch  # here: flags are parsed, and wrong ones refused, without it
-
-    from megatron.model import GPT2
-    from mpu.groups import Group
-
-    with torch.device("meta"):
-        model = GPT2(replace(config, num_layers=1), Group(0, tp, tuple(range(tp))), deferred=True)
-    return [Slot(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 @dataclass(frozen=True)
@@ -189,19 +172,23 @@ class PlannedRun:
     @cached_property
     def root_parameters(self) -> list[Slot]:
         """The parameters outside the blocks."""
-        return [slot for slot in model_slots(self.config.model, self.tp) if not slot.name.startswith(BLOCK)]
+        from megatron.model.gpt2 import parameter_shapes  # flags are parsed, and wrong ones refused, without torch
+
+        return [Slot(*item) for item in parameter_shapes(self.config.model, self.tp)[0].items()]
 
     @cached_property
     def block_parameters(self) -> list[Slot]:
         """The parameters of one transformer block on one tensor parallel rank."""
-        return [replace(slot, name=slot.name.removeprefix(BLOCK)) for slot in model_slots(self.config.model, self.tp)
-                if slot.name.startswith(BLOCK)]
+        from megatron.model.gpt2 import parameter_shapes
+
+        return [Slot(*item) for item in parameter_shapes(self.config.model, self.tp)[1].items()]
 
     @cached_property
     def activations(self) -> Activations:
         data = self.config.data
         return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp,
-                           self.param_bytes, self.device, data.reset_attention_mask, self.config.recompute)
+                           self.param_bytes, self.device, document_mask=data.reset_attention_mask,
+                           recompute=self.config.recompute)
 
     # ---- persistent memory ----------------------------------------------------------------------------------------
 
@@ -300,29 +287,24 @@ class PlannedRun:
         if placement.params == "cpu":
             by_kind["parameters"] = self._sharded_numel * self.param_bytes
         elif placement.params == "nvme":
-            size, on_drive = offload.offload_param_buffer_size, self._nvme_buckets
-            of_step = self._offload_chunk_numel if placement.optimizer != "none" else None
-            chunk = param_chunk_numel(size, of_step)
-            chunks = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, chunk, of_step)]
-            sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, chunk), len(chunks))
-            numel_on_drive = sum(layout.shard_numel for layout in on_drive)
-            by_kind["parameters"] = (self._sharded_numel - numel_on_drive) * self.param_bytes
-            by_kind["buffers"] += sets * largest_chunk(chunks) * self.param_bytes
+            shards, of_step = [layout.shard_numel for layout in self._nvme_buckets], self._offload_chunk_numel
+            chunk, sets = param_chunks(offload.offload_param_buffer_size, offload.offload_param_buffer_count, of_step)
+            chunks = [one for numel in shards for one in split_into_chunks(numel, chunk, of_step)]
+            by_kind["parameters"] = (self._sharded_numel - sum(shards)) * self.param_bytes
+            by_kind["buffers"] += min(sets, len(chunks)) * largest_chunk(chunks) * self.param_bytes
         return by_kind
 
     @property
-    def _offload_chunk_numel(self) -> int:
-        """Largest chunk of offloaded optimizer state, in elements."""
-        if self.offload_placement.optimizer == "cpu":
-            return min(HOST_CHUNK_NUMEL, self.tile_numel)
-        return step_chunk_numel(self.tile_numel, self.config.offload.offload_optimizer_buffer_count,
-                                1 + MOMENTS_PER_WEIGHT)
+    def _offload_chunk_numel(self) -> int | None:
+        """Elements of offloaded optimizer state that a step updates at a time."""
+        return step_chunk_numel(self.offload_placement.optimizer, self.tile_numel,
+                                self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
 
     @property
     def max_offload_chunk_numel(self) -> int:
-        """The largest chunk that occurs, in elements."""
-        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._offload_chunk_numel)) if layout.shard_numel
-                   else 0 for layout in (self.root, self.persistent, self.block))
+        """The largest chunk of it that occurs, in elements."""
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._offload_chunk_numel or layout.shard_numel))
+                   for layout in (self.root, self.persistent, self.block) if layout.shard_numel)
 
     @property
     def state_is_updated_on_device(self) -> bool:

@@ -110,7 +110,7 @@ def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
     flops, traffic = (planned.mean_active_blocks * sum(column) for column in zip(*map(block, directions), strict=True))
     if acts.chunk is not None and not model.hidden_dropout:
         # the last product of a chunk is not recomputed: only a dropout behind it would need the output
-        flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * acts.chunks
+        flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * acts.num_chunks
     flops += 6 * acts.tokens * model.hidden_size * planned.vocab_columns
     traffic += passes.logits * acts.tokens * planned.vocab_columns * planned.param_bytes + sum(passes.dropout) * dropout
     of_block = BLOCK_OPERATIONS + (RECOMPUTE_OPERATIONS if acts.chunk is not None else 0)

@@ -12,7 +12,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -227,15 +226,21 @@ def summary(profile: ModelProfile) -> Iterator[str]:
     yield "MACs: multiply-accumulates of matrix products, attention and convolutions, as they ran; FLOPs: 2 x MACs"
     yield "per rank: on this rank, in a whole step; latency, FLOPS, samples: with the profiler at work"
     yield ""
-    for name, value in chain(_layout_rows(profile), _flops_rows(profile), _time_rows(profile)):
+    for name, value in _summary_rows(profile):
         yield f"{name + ':':<70}{value}"
     for name, times in profile.uncounted_ops.items():
         yield f"{f'not counted, for want of a formula: {name}:':<70}{times} calls"
 
 
-def _layout_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
+def _summary_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
     """(name, value)"""
-    layout = profile.layout
+    def flops(macs: float) -> str:
+        return format_count(FLOPS_PER_MAC * macs, "FLOPs")
+
+    def rate(macs: int, seconds: float) -> str:
+        return format_count(FLOPS_PER_MAC * macs / seconds if seconds else 0.0, "FLOPS")
+
+    layout, here, parts = profile.layout, profile.macs_on_rank, profile.phase_seconds
     for name, number in (
             ("world size", layout.world), ("data parallel size", layout.dp), ("tensor parallel size", layout.tp),
             ("ZeRO stage", layout.zero_stage), ("batch size per rank (micro-batch)", layout.micro_batch),
@@ -247,31 +252,25 @@ def _layout_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
     if kept != profile.root.parameters:
         yield "parameters kept by this rank, with padding", format_count(kept)
 
-
-def _flops_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
-    here = profile.macs_on_rank
     yield "forward MACs per rank", format_count(here.forward, "MACs")
-    yield "forward FLOPs per rank", _format_flops(here.forward)
+    yield "forward FLOPs per rank", flops(here.forward)
     if not profile.backward_is_estimated:
-        yield "backward FLOPs per rank", _format_flops(here.backward)
-        yield "FLOPs of recomputation per rank", _format_flops(here.recomputation)
+        yield "backward FLOPs per rank", flops(here.backward)
+        yield "FLOPs of recomputation per rank", flops(here.recomputation)
     else:
         times = profile.backward_in_forwards
-        yield f"backward FLOPs per rank, estimated as {times:g} x forward", _format_flops(times * here.forward)
+        yield f"backward FLOPs per rank, estimated as {times:g} x forward", flops(times * here.forward)
     if profile.outside_modules.all:
-        yield "FLOPs outside of modules per rank, which are part of these", _format_flops(profile.outside_modules.all)
-    if profile.layout.tp > 1:
-        yield "forward FLOPs of the model, on all tensor parallel ranks", _format_flops(profile.macs.forward)
-    if profile.layout.world > 1 and not profile.backward_is_estimated:
-        yield "FLOPs of the step, on all ranks", _format_flops(profile.macs.all * profile.layout.dp)
+        yield "FLOPs outside of modules per rank, which are part of these", flops(profile.outside_modules.all)
+    if layout.tp > 1:
+        yield "forward FLOPs of the model, on all tensor parallel ranks", flops(profile.macs.forward)
+    if layout.world > 1 and not profile.backward_is_estimated:
+        yield "FLOPs of the step, on all ranks", flops(profile.macs.all * layout.dp)
 
-
-def _time_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
-    macs, parts, samples = profile.macs_on_rank, profile.phase_seconds, profile.layout.global_batch
-    forward, before = parts.get("forward", profile.root.seconds), profile.step_before
+    forward, before, samples = parts.get("forward", profile.root.seconds), profile.step_before, layout.global_batch
     yield "forward latency", format_seconds(forward)
     if "backward" not in parts or "step" not in parts:
-        yield "forward FLOPS per rank", _format_flops_per_second(macs.forward, forward)
+        yield "forward FLOPS per rank", rate(here.forward, forward)
         return
     total = sum(parts.values())
     yield "backward latency", format_seconds(parts["backward"])
@@ -279,24 +278,15 @@ def _time_rows(profile: ModelProfile) -> Iterator[tuple[str, str]]:
     yield "iteration latency, forward + backward + step", format_seconds(total)
     if before is not None:
         yield "iteration latency of the step before, without the profiler", format_seconds(before)
-    yield "forward FLOPS per rank", _format_flops_per_second(macs.forward, forward)
-    yield "backward FLOPS per rank, with recomputation", _format_flops_per_second(
-        macs.backward + macs.recomputation, parts["backward"])
-    yield "FLOPS per rank", _format_flops_per_second(macs.all, total)
+    yield "forward FLOPS per rank", rate(here.forward, forward)
+    yield "backward FLOPS per rank, with recomputation", rate(here.backward + here.recomputation, parts["backward"])
+    yield "FLOPS per rank", rate(here.all, total)
     if samples is not None and total:
         yield "samples per second, on all ranks", f"{samples / total:.2f}"
     if before:  # it did the same work without the overhead of the profiler
-        yield "FLOPS per rank in the time of the step before", _format_flops_per_second(macs.all, before)
+        yield "FLOPS per rank in the time of the step before", rate(here.all, before)
         if samples is not None:
             yield "samples per second of the step before, on all ranks", f"{samples / before:.2f}"
-
-
-def _format_flops(macs: float) -> str:
-    return format_count(FLOPS_PER_MAC * macs, "FLOPs")
-
-
-def _format_flops_per_second(macs: int, seconds: float) -> str:
-    return format_count(FLOPS_PER_MAC * macs / seconds if seconds else 0.0, "FLOPS")
 
 
 _AGGREGATED: tuple[tuple[str, Callable[[ModuleRow], float], Callable[[float], str]], ...] = (

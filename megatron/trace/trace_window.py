@@ -30,7 +30,6 @@ from megatron.distributed.rank_status import (ACTIVITY, COLLECTIVE, OPTIMIZER_ST
 from megatron.errors import Interrupted, NumericsError
 from mpu import collective_tracker
 
-WRITING = "writing of a trace"  # an activity (rank_status.py)
 MEMORY_HISTORY_ENTRIES = 200_000  # allocations in the snapshot of an accelerator's memory
 RANGES = {STEP: "step", ACTIVITY: "activity", PHASE: "phase", UNIT: "block", COLLECTIVE: "exchange"}
 """Places of the rank status, the outer ones first."""
@@ -155,7 +154,7 @@ class TraceWindow:
         if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{folder}/trace.memory.pickle")
         self._cleanup.close()
-        with STATUS.in_activity(WRITING):
+        with STATUS.in_activity("writing of a trace"):
             profiler.export_chrome_trace(f"{folder}/trace.json.gz")
             with gzip.open(f"{folder}/trace.json.gz", "rt", encoding="utf-8", errors="replace") as file:
                 trace = json.load(file)
@@ -189,8 +188,6 @@ class TraceWindow:
 PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE = "products", "attention", "loss", "optimizer", "exchange not hidden"
 COPIES, OTHER = "copies", ""
 CPU_KINDS = PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE, "data", "evaluation and saves", "other"
-GPU_KINDS = COPIES, "idle"
-"""Additional kinds on an accelerator."""
 
 KINDS = {
     LOSS: re.compile(r"^(_LinearCrossEntropyMean|_LinearCrossEntropyPerToken|_VocabParallelCrossEntropy)(Backward)?$"
@@ -291,7 +288,7 @@ def time_breakdown(events: Sequence[TraceEvent], thread: int, within: tuple[floa
     work = device_work(events, steps)
     times = time_by_kind(work | interrupted, within)
     times["idle"] = times.pop("")
-    return {kind: times[kind] for kind in (*CPU_KINDS, *GPU_KINDS)} if any(work.values()) else {}
+    return {kind: times[kind] for kind in (*CPU_KINDS, COPIES, "idle")} if any(work.values()) else {}
 
 
 def format_breakdown(times: dict[str, float]) -> str:

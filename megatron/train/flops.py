@@ -1,4 +1,4 @@
-"""FLOPs per token of the model and peak rates of devices, for TFLOP/s, MFU and predicted times. No torch."""
+"""FLOPs per token of the model and peak rates of devices, for TFLOP/s, MFU and predicted times."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")
 def flops_per_token(model: ModelConfig, seq_length: int, blocks: float | None = None) -> float:
     """FLOPs of forward and backward: 6 per parameter plus attention over the sequence. `blocks` counts the blocks that
     run; None: all."""
+    from megatron.model import count_parameters  # imports torch
+
     ran = model.num_layers if blocks is None else blocks
-    parameters = model.parameters() - (model.num_layers - ran) * model.block_parameters
-    return 6.0 * parameters + 12.0 * ran * model.hidden_size * seq_length
+    parameters, block = count_parameters(model)
+    return 6.0 * (parameters - (model.num_layers - ran) * block) + 12.0 * ran * model.hidden_size * seq_length
 
 
 def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:

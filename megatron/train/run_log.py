@@ -27,6 +27,7 @@ from megatron.metrics.console import Console
 from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsRecord, MetricsSink, RunConfigRecord, TensorboardSink,
                                     WandbProject, WandbSink, open_sinks)
 from megatron.metrics.step_metrics import StepMetrics
+from megatron.model import count_parameters
 from megatron.train.compile import compilation_line
 from megatron.train.evaluation import perplexity
 from mpu.groups import Groups
@@ -143,7 +144,7 @@ def check_log_paths(config: LogConfig) -> None:
 def header_record(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
     """Fields of the metrics file's header that the configuration does not contain."""
     return {"began": datetime.now(UTC).isoformat(timespec="seconds"), "world_size": groups.world.size,
-            "device": _device_name(device), "torch": torch.__version__, "parameters": config.model.parameters()}
+            "device": _device_name(device), "torch": torch.__version__, "parameters": count_parameters(config.model)[0]}
 
 
 def header_lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
@@ -157,9 +158,9 @@ def header_lines(config: Config, groups: Groups, device: torch.device, tokenizer
     if device.type == "cpu" or config.offload.offload_optimizer_device != "none":
         threads = torch.get_num_threads()
         where += f", {threads}{' host' * (device.type != 'cpu')} thread{'s' if threads > 1 else ''}"
-    batch = config.global_batch_size(dp)
+    batch, (parameters, _) = config.global_batch_size(dp), count_parameters(config.model)
     lines.append(
-        f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
+        f"GPT-2 with {parameters:,} parameters in {config.precision.name} on {tp * dp} x {where}: "
         f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
         f"{batch} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}")
     if compiled := compilation_line(config, dp, device):

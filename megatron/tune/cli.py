@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from math import inf, isfinite
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
-from data.storage import DataError, make_folder, prefix_storage_errors, staged_file
+from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
@@ -20,13 +21,13 @@ from megatron.plan.alternatives import format_bytes
 from megatron.plan.cli import align_columns, num_visible_gpus, refuse_retired, with_vocabulary
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import measured_rates
-from megatron.report.page import UNKNOWN, html_document, html_notes, html_table
+from megatron.report.run_report import UNKNOWN, html_document, html_section
 from megatron.train.flops import flops_per_token
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
                                   candidate_families, common_error, fastest_choice, next_repeat, next_trial,
                                   plan_choices, samples_per_step)
-from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner, open_trial_records,
+from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner,
                                  trial_key)
 
 COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
@@ -43,20 +44,6 @@ def format_metric(requested: PlannedRun, seconds: float) -> str:
              "flops": flops / seconds / requested.ranks / 1e12}
     kind = config.autotuning.autotuning_metric
     return f"{value[kind]:.4g} {METRIC_UNITS[kind]}"
-
-
-def trial_rows(trials: Mapping[TuningChoice, TrialResult],
-               options: Mapping[TuningChoice, TrialOption]) -> Iterator[tuple[str, ...]]:
-    """The fastest first, failed ones last."""
-    rows = [(number, choice, result) for number, (choice, result) in enumerate(trials.items(), 1)]
-    for number, choice, result in sorted(rows, key=lambda row: row[2].seconds or inf):
-        predicted, needed = options[choice].predicted, options[choice].memory_needed
-        yield (str(number), str(choice.batch), str(choice.stage), str(choice.placement),
-               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
-               format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
-               f"{1e3 * predicted:.4g} ms",
-               UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
-               "" if result.state == "done" else f"{result.state}: {result.words}")
 
 
 def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
@@ -96,13 +83,6 @@ def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialRes
     return lines + recommended_flags(requested, best)
 
 
-def tuning_page(requested: PlannedRun, rows: Sequence[Sequence[str]], summary: Sequence[str]) -> str:
-    """`rows`: COLUMNS, and trial_rows."""
-    return html_document(
-        f"Tuning {requested.config.model.parameters():,} parameters on {format_count(requested.ranks, 'rank')}",
-        f"{html_notes(summary)}<section><h2>Trials</h2>\n{html_table(rows[0], rows[1:])}</section>\n")
-
-
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
 """Errors of trials that every choice would have, by exit code."""
 
@@ -111,26 +91,16 @@ DRY_RUN_CHOICES = 10  # choices that a dry run prints
 MAX_FAILED_REPEATS = 2  # failed repeats in a row that end the search: the machine fails then, not the choices
 
 
-def describe_search(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> str:
-    families = candidate_families(options, capacity, {}, requested.config.autotuning)
-    return f"{format_count(len(options), 'choice')}, {sum(map(len, families))} to try; a rank has {capacity}"
-
-
-def print_dry_run(requested: PlannedRun, options: Sequence[TrialOption], capacity: MemoryBudget) -> None:
-    """Print the first choices of a search without trying them."""
-    print(f"{describe_search(requested, options, capacity)}; nothing is tried (--dry-run). The fastest by prediction:")
-    families = candidate_families(options, capacity, {}, requested.config.autotuning)
-    fastest = sorted((option for family in families for option in family), key=lambda option: option.predicted)
-    for option in fastest[:DRY_RUN_CHOICES]:
-        print(f"  {format_metric(requested, option.predicted)} | "
-              f"{' '.join(option.choice.flags(requested))}")
+def describe_search(options: Sequence[TrialOption], candidates: Sequence[TrialOption], capacity: MemoryBudget) -> str:
+    return f"{format_count(len(options), 'choice')}, {len(candidates)} to try; a rank has {capacity}"
 
 
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
                trials: TrialRunner, results: TrialRecords) -> None:
     """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
-    failed = 0
-    print(describe_search(requested, [*options.values()], capacity)
+    failed, tuning, planned = 0, requested.config.autotuning, [*options.values()]
+    candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+    print(describe_search(planned, candidates, capacity)
           + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {choice: result for choice, result in results.trials.items() if choice in options}
@@ -138,7 +108,7 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
                                             f"this; what they wrote is in {trials.folder})")
-        following = next_trial([*options.values()], capacity, known, requested.config.autotuning)
+        following = next_trial(planned, capacity, known, tuning)
         choice = next_repeat(known) if isinstance(following, str) else following.choice
         if choice is None:
             print(f"over: {following}", flush=True)
@@ -158,10 +128,6 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             return
 
 
-MODULE = "python -m megatron.tune"
-PAGE_FILE = "tuning.html"
-FLAGS_FILE = "flags.txt"
-
 EXAMPLES = """examples:
   python -m megatron.tune --ranks 2 --preset small --mock-data --vocab-size 8192 --global-batch-size 16 \\
       --tokenizer-type ByteLevelTokenizer
@@ -172,8 +138,9 @@ searches."""
 
 
 def _parser() -> StrictArgumentParser:
-    parser = command_parser(MODULE, "The fastest settings of this machine for a model and a batch, by a few "
-                            "real trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+    parser = command_parser(
+        "python -m megatron.tune", "The fastest settings of this machine for a model and a batch, by a few real "
+        "trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
@@ -209,11 +176,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(args.ranks <= gpus, f"--ranks {args.ranks} is more than the {gpus} GPUs of this machine: trials run "
                 "here")
     if args.dry_run:
-        print_dry_run(requested, plan_choices(requested, measured_rates(requested)),
-                      available_memory(requested, args.card_gb))
+        planned = plan_choices(requested, measured_rates(requested))
+        capacity = available_memory(requested, args.card_gb)
+        candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+        print(f"{describe_search(planned, candidates, capacity)}; nothing is tried (--dry-run). The fastest by "
+              "prediction:")
+        for option in sorted(candidates, key=lambda option: option.predicted)[:DRY_RUN_CHOICES]:
+            print(f"  {format_metric(requested, option.predicted)} | {' '.join(option.choice.flags(requested))}")
         return 0
-    with open_trial_records(tuning.autotuning_results_dir, trial_key(requested),
-                            overwrite=tuning.autotuning_overwrite) as results:
+    with ExitStack() as stack:
+        with prefix_storage_errors(RESULTS_FLAG):  # a second search with this folder fails
+            path = make_folder(tuning.autotuning_results_dir) / TRIALS_FILE
+            stack.enter_context(hold_writer_lock(path))
+        results = TrialRecords(path, trial_key(requested), overwrite=tuning.autotuning_overwrite)
         with prefix_storage_errors(TRIALS_FOLDER_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
@@ -233,20 +208,34 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
                     capacity: MemoryBudget) -> int:
     trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
     if not trials:
-        least = min((option.memory_needed for option in options.values()), key=lambda need: need.usage_of(capacity))
+        # by the larger of both shares of the capacity
+        least = min((option.memory_needed for option in options.values()), key=lambda need: max(
+            need.device / max(capacity.device, 1.0), need.host / max(capacity.host, 1.0)))
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
-    rows = [COLUMNS, *trial_rows(trials, options)]
+    rows = [COLUMNS]
+    for number, (choice, result) in sorted(enumerate(trials.items(), 1), key=lambda row: row[1][1].seconds or inf):
+        predicted, needed = options[choice].predicted, options[choice].memory_needed
+        rows.append((str(number), str(choice.batch), str(choice.stage), str(choice.placement),
+                     "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+                     format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
+                     f"{1e3 * predicted:.4g} ms",
+                     UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
+                     "" if result.state == "done" else f"{result.state}: {result.words}"))
     print("", *align_columns(rows, left=(3, 11)), "", sep="\n", flush=True)
     fastest = fastest_choice(trials)
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {format_count(len(trials), 'trial')} failed, as the table "
                         f"says; what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
+    from megatron.model import count_parameters  # imports torch
+
     summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
     with prefix_storage_errors(RESULTS_FLAG):
-        for name, text in ((PAGE_FILE, tuning_page(requested, rows, summary)),
-                           (FLAGS_FILE, summary[-1].removeprefix("flags: ") + "\n")):
+        title = (f"Tuning {count_parameters(requested.config.model)[0]:,} parameters on "
+                 f"{format_count(requested.ranks, 'rank')}")
+        for name, text in (("tuning.html", html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
+                           ("flags.txt", summary[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)
     return 0

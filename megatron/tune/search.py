@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, product
@@ -43,10 +43,6 @@ class MemoryBudget:
     def can_hold(self, other: MemoryBudget) -> bool:
         return other.device <= self.device and other.host <= self.host
 
-    def usage_of(self, budget: MemoryBudget) -> float:
-        """The larger of both shares of the budget; more than 1 if this does not fit."""
-        return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
-
 
 DRIVER_SECONDS = 60.0  # timeout of nvidia-smi, which takes some seconds a GPU if no process keeps the driver loaded
 LIBRARY_BYTES = 300 << 20  # host memory of a rank beside its tensors
@@ -55,21 +51,19 @@ LIBRARY_BYTES = 300 << 20  # host memory of a rank beside its tensors
 def available_memory(requested: PlannedRun, gb: float | None) -> MemoryBudget:
     """For tensors of one rank. `gb` overrides the free memory of the device."""
     given = None if gb is None else gb * 2**30
+    if requested.device == "cpu" and given is not None:
+        return MemoryBudget(given)
+    if (available := host_memory.available_bytes()) is None:
+        raise ConfigError("the memory of this machine is not known here: give --card-gb")
+    host = max(0.0, available / requested.ranks - LIBRARY_BYTES)
     if requested.device == "cpu":
-        return MemoryBudget(_host_bytes_per_rank(requested.ranks) if given is None else given)
+        return MemoryBudget(host)
     if given is None:  # of the fullest of the GPUs that the ranks use, the first visible ones
         try:
             given = min(map(float, query_gpus("memory.free")[:requested.ranks])) * 2**20
         except ValueError as error:
             raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
-    return MemoryBudget(given * USABLE_FRACTION, _host_bytes_per_rank(requested.ranks))
-
-
-def _host_bytes_per_rank(ranks: int) -> float:
-    available = host_memory.available_bytes()
-    if available is None:
-        raise ConfigError("the memory of this machine is not known here: give --card-gb")
-    return max(0.0, available / ranks - LIBRARY_BYTES)
+    return MemoryBudget(given * USABLE_FRACTION, host)
 
 
 def query_gpus(field: str) -> list[str]:
@@ -140,6 +134,9 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
     the device, and bucket sizes without communication, or on GPUs, which exchange whole blocks."""
     samples, choices = samples_per_step(requested), dict[TuningChoice, PlannedRun]()
     given_tp, given_bucket = requested.config.autotuning.autotuning_mp_size, requested.config.zero.reduce_bucket_size
+    # drives only if they are configured: they are slower than anything else
+    devices = {"none", requested.placement.optimizer, requested.placement.params,
+               *(["cpu"] if requested.device == "cuda" else [])}
     for tp in range(1, requested.ranks + 1) if given_tp is None else [given_tp]:
         dp = requested.ranks // tp
         if requested.ranks % tp or samples % dp:
@@ -147,22 +144,14 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
         batches = [batch for batch in range(1, samples // dp + 1) if samples // dp % batch == 0]
         has_one_bucket_size = requested.config.autotuning.autotuning_fast or dp == 1 or requested.device == "cuda"
         buckets = [given_bucket] if has_one_bucket_size else sorted({given_bucket, *BUCKET_SIZES})
-        for (stage, placement), recomputes, bucket, batch in product(
-                _placements(requested, dp), (False, True), buckets, batches):
+        placements = [(stage, placement) for stage, placement in product(range(4), PLACEMENTS)
+                      if stage >= placement.min_stage and {placement.optimizer, placement.params} <= devices
+                      and (dp > 1 or stage == placement.min_stage or placement != ALL_ON_DEVICE and stage == 3)]
+        for (stage, placement), recomputes, bucket, batch in product(placements, (False, True), buckets, batches):
             choice = TuningChoice(batch, stage, recomputes, placement.optimizer, placement.params, tp, bucket)
             with suppress(ConfigError):
                 choices[choice] = choice.apply_to(requested)
     return choices
-
-
-def _placements(requested: PlannedRun, dp: int) -> Iterator[tuple[int, StatePlacement]]:
-    """Drives only if they are configured: they are slower than anything else."""
-    devices = {"none", requested.placement.optimizer, requested.placement.params
-               } | ({"cpu"} if requested.device == "cuda" else set())
-    for stage, placement in product(range(4), PLACEMENTS):
-        is_legal = stage >= placement.min_stage and {placement.optimizer, placement.params} <= devices
-        if is_legal and (dp > 1 or stage == placement.min_stage or (placement != ALL_ON_DEVICE and stage == 3)):
-            yield stage, placement
 
 
 # ---- the order of trials ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from itertools import count
@@ -31,16 +31,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, staged_file, write_errors_for
+from data.storage import prefix_storage_errors, staged_file, write_errors_for
 from megatron.config.schema import flag_name
 from megatron.config.tree import SECTIONS, AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
+from megatron.metrics.metrics_file import MetricsFileReader
 from megatron.package import __version__
 from megatron.plan.activations import Device
 from megatron.plan.footprint import PlannedRun
-from megatron.report.history import MetricsFileReader
 from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step
 
 
@@ -64,31 +64,6 @@ def config_to_flags(config: Config) -> list[str]:
 EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
 """After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS."""
 
-
-@dataclass(frozen=True)
-class TrialTimeout:
-    """Seconds."""
-
-    first_step: float  # until a first step is logged: imports, rendezvous, the index, building, compiling
-    steps: float  # after that
-    total: float = inf
-
-    @classmethod
-    def for_run(cls, run: PlannedRun, predicted: float, time_limit: float | None) -> TrialTimeout:
-        """`predicted`: seconds of all steps; `time_limit` (the flag) replaces our limits."""
-        if time_limit is not None:
-            return cls(inf, inf, time_limit)
-        return cls(run.config.parallel.startup_limit, EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted)
-
-    def expired_reason(self, waited: float, stepped: float | None) -> str:
-        """Why to kill the trial after `waited` seconds, or "". `stepped`: when the first step was logged."""
-        if waited >= self.total:
-            return f"not over after {self.total:g} s"
-        if stepped is None:
-            return f"no step in {self.first_step:.0f} s" if waited >= self.first_step else ""
-        return f"not over {self.steps:.0f} s after its first step" if waited - stepped >= self.steps else ""
-
-
 TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8  # maximum loss scale in fp16
@@ -108,7 +83,7 @@ class TrialRunner:
     folder: Path  # for the output of trials
     first_step: int  # the first measured step
     last_step: int
-    time_limit: float | None = None  # seconds of a trial; None: see `TrialTimeout`
+    time_limit: float | None = None  # seconds of a trial, in place of our limits
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
@@ -121,18 +96,24 @@ class TrialRunner:
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
                    "-m", "megatron.launch", "--nproc-per-node",
                    str(run.ranks), *TRAINER, *config_to_flags(trial_config(run, metrics, self.last_step))]
-        timeout = TrialTimeout.for_run(run, predicted * self.last_step, self.time_limit)
+        # until a first step is logged: imports, rendezvous, the index, building, compiling
+        first_step, total = run.config.parallel.startup_limit, inf
+        steps = EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted * self.last_step
+        if self.time_limit is not None:
+            first_step, steps, total = inf, inf, self.time_limit
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
-            end = _run_process(command, {**os.environ, **hidden}, output.fileno(), metrics, timeout)
+            end = _run_process(command, {**os.environ, **hidden}, output.fileno(), metrics, first_step=first_step,
+                               steps=steps, total=total)
             output.seek(0)
             text = output.read()
         if isinstance(end, str):
             return TrialResult("hang", words=end)
-        seconds = _median_step_seconds(metrics, self.first_step, self.last_step)
-        if end == 0 and seconds is not None:
-            return TrialResult("done", seconds)
         if end == 0:
+            steps_seconds = [seconds for number, seconds in _recorded_steps(metrics)
+                             if self.first_step <= number <= self.last_step]
+            if len(steps_seconds) == self.last_step - self.first_step + 1:
+                return TrialResult("done", median(steps_seconds))
             return TrialResult("crash", words="ended well without the times of steps "
                                               f"{self.first_step} to {self.last_step}")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -155,30 +136,32 @@ def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
                    autotuning=AutotuningConfig())
 
 
-def _run_process(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,
-                 timeout: TrialTimeout) -> int | str:
-    """The exit code, or why it was killed. Its process group ends before this returns or raises, and with the tuner."""
+def _run_process(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path, *,
+                 first_step: float, steps: float, total: float) -> int | str:
+    """The exit code, or why it was killed: seconds until the first step, after it, and in all. Its process group ends
+    before this returns or raises, and with the tuner."""
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                start_new_session=True, preexec_fn=die_with_parent())
     began, stepped = time.monotonic(), None
     try:
-        while not (reason := timeout.expired_reason(time.monotonic() - began, stepped)):
+        while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_SECONDS)
+            waited = time.monotonic() - began
             if stepped is None and _recorded_steps(metrics):
-                stepped = time.monotonic() - began
-        return reason
+                stepped = waited
+            if waited >= total:
+                return f"not over after {total:g} s"
+            if stepped is None and waited >= first_step:
+                return f"no step in {first_step:.0f} s"
+            if stepped is not None and waited - stepped >= steps:
+                return f"not over {steps:.0f} s after its first step"
     finally:
         for ending in (signal.SIGTERM, signal.SIGKILL):
             if process.returncode is None:  # else another process may have its id by now
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, ending)
                     process.wait(TERMINATE_SECONDS)
-
-
-def _median_step_seconds(metrics: Path, first: int, last: int) -> float | None:
-    steps = [seconds for number, seconds in _recorded_steps(metrics) if first <= number <= last]
-    return median(steps) if len(steps) == last - first + 1 else None
 
 
 def _recorded_steps(metrics: Path) -> list[tuple[int, float]]:
@@ -227,21 +210,11 @@ RESULTS_FLAG = "--autotuning-results-dir"
 MAX_DIFFERENCES = 8  # maximum number of differences in an error message
 
 
-@contextmanager
-def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) -> Iterator[TrialRecords]:
-    """Holds a lock: a second search with this folder fails."""
-    with ExitStack() as stack:
-        with prefix_storage_errors(RESULTS_FLAG):
-            make_folder(folder)
-            stack.enter_context(hold_writer_lock(Path(folder) / TRIALS_FILE))
-        yield TrialRecords(folder, key, overwrite=overwrite)
-
-
 class TrialRecords:
     """The trials under `key`: a line each, replaced as a whole when a trial is repeated or removed."""
 
-    def __init__(self, folder: str, key: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.folder, self._path, self._key = Path(folder), Path(folder) / TRIALS_FILE, dict(key)
+    def __init__(self, path: Path, key: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.folder, self._path, self._key = path.parent, path, dict(key)
         self.trials: dict[TuningChoice, TrialResult] = {}
         """In order of the first measurement."""
         if not overwrite and self._path.exists():

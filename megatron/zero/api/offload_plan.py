@@ -25,8 +25,8 @@ from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_buffer_sets,
-                                               param_chunk_numel, step_chunk_numel)
+from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_chunks,
+                                               step_chunk_numel)
 from megatron.zero.offload.copy_streams import CopyStreams, StagingDoubleBuffer, create_copy_streams
 from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
@@ -157,27 +157,27 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, driv
     pins_params = device.type == "cuda" and offload.offload_param_pin_memory
     nvme_settings = partial(NvmeSettings, device_is_separate=copy_streams is not None)
 
-    tile = min(MAX_TILE_NUMEL, align(config.zero.sub_group_size))
-    step_chunk: int | None = None  # elements that a step updates at a time; None: the whole shard
+    place = offload.offload_optimizer_device
+    if copy_streams is None and place == "cpu":
+        place = "none"  # the device is the host
+    step_chunk = step_chunk_numel(place, min(MAX_TILE_NUMEL, align(config.zero.sub_group_size)),
+                                  offload.offload_optimizer_buffer_count, 1 + len(rule.states))
+    update_chunk = (step_chunk or 0) if rule.elementwise else 0
     optimizer: StorageBackend = DeviceStorage(device)
-    if offload.offload_optimizer_device == "nvme":
-        step_chunk = step_chunk_numel(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
+    if place == "nvme":
         optimizer = NvmeStorage(drives["optimizer"], "optimizer", rule.states, nvme_settings(
-            chunk_numel=step_chunk if rule.elementwise else 0, buffer_sets=STEP_BUFFER_SETS, pinned=pins_optimizer,
+            chunk_numel=update_chunk, buffer_sets=STEP_BUFFER_SETS, pinned=pins_optimizer,
             pipeline_read=offload.offload_optimizer_pipeline_read,
             pipeline_write=offload.offload_optimizer_pipeline_write))
-    elif offload.offload_optimizer_device == "cpu" and copy_streams is not None:
-        step_chunk = min(HOST_CHUNK_NUMEL, tile)
-        chunk = step_chunk if rule.elementwise else 0
-        optimizer = (HostStorage(torch.float32, chunk, pinned=pins_optimizer) if update == "host" else
-                     StreamingHostStorage(torch.float32, chunk, copy_streams, device, pinned=pins_optimizer))
+    elif place == "cpu" and copy_streams is not None:
+        optimizer = (HostStorage(torch.float32, update_chunk, pinned=pins_optimizer) if update == "host" else
+                     StreamingHostStorage(torch.float32, update_chunk, copy_streams, device, pinned=pins_optimizer))
 
     params: StorageBackend = DeviceStorage(device, work)
     if offload.offload_param_device == "nvme":
-        size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
-        chunk = param_chunk_numel(size, step_chunk)
+        chunk, sets = param_chunks(offload.offload_param_buffer_size, offload.offload_param_buffer_count, step_chunk)
         params = NvmeStorage(drives["param"], "param", (), nvme_settings(
-            chunk_numel=chunk, write_chunk_numel=step_chunk, buffer_sets=param_buffer_sets(size, buffers, chunk),
+            chunk_numel=chunk, write_chunk_numel=step_chunk, buffer_sets=sets,
             dtype=work, host_numel=offload.offload_param_max_in_cpu, pinned=pins_params))
     elif offload.offload_param_device == "cpu" and copy_streams is not None:
         params = HostStorage(work, 0, pinned=pins_params)

@@ -42,20 +42,19 @@ def chunk_numel(numel: int) -> int:
     return max(CHUNK_ALIGNMENT, numel // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
 
 
-def step_chunk_numel(tile: int, buffers: int, kinds: int) -> int:
-    """Chunk size of optimizer state: `buffers` buffers of `tile` elements hold STEP_BUFFER_SETS sets of all kinds."""
-    return chunk_numel(tile * buffers // (STEP_BUFFER_SETS * kinds))
+def step_chunk_numel(place: str, tile: int, buffers: int, kinds: int) -> int | None:
+    """Elements of optimizer state (`kinds` tensors a weight) at `place` that a step updates at a time; None: the whole
+    shard, which is on the device. On a drive, `buffers` buffers of `tile` elements hold STEP_BUFFER_SETS sets."""
+    if place == "none":
+        return None
+    return min(HOST_CHUNK_NUMEL, tile) if place == "cpu" else chunk_numel(tile * buffers // (STEP_BUFFER_SETS * kinds))
 
 
-def param_chunk_numel(buffer_size: int, step_chunk: int | None) -> int:
-    """Chunk size of parameters: at most what a step writes at a time, if it updates in chunks."""
-    part = chunk_numel(buffer_size)
-    return part if step_chunk is None else min(part, step_chunk)
-
-
-def param_buffer_sets(buffer_size: int, buffers: int, chunk: int) -> int:
-    """At least two: one in use, one being read."""
-    return max(2, buffer_size * buffers // chunk)
+def param_chunks(buffer_size: int, buffers: int, step_chunk: int | None) -> tuple[int, int]:
+    """Elements of a chunk of parameters on a drive (at most what a step writes at a time), and the number of buffers:
+    at least two, one in use and one being read."""
+    chunk = chunk_numel(buffer_size) if step_chunk is None else min(chunk_numel(buffer_size), step_chunk)
+    return chunk, max(2, buffer_size * buffers // chunk)
 
 
 def split_into_chunks(numel: int, chunk: int, outer_chunk: int | None = None) -> Sequence[slice]:

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.evaluate.cli import build_parser as evaluate
 from megatron.inference.cli import build_parser as generate
 from megatron.plan.cli import parse as plan
-from megatron.report.cli import _parser as report
+from megatron.report.run_report import build_parser as report
 from megatron.serve.cli import build_parser as serve
 from megatron.tune.cli import parse as tune
 

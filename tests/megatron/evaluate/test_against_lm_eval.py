@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 from megatron.checkpoint.cli import main as convert
 from megatron.errors import ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.scoring import rolling_windows
+from megatron.evaluate.scoring import document_requests
 from megatron.evaluate.tasks import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
@@ -171,9 +171,8 @@ def test_rolling_windows_are_lm_evals(lm_eval: Any) -> None:
         for length in (1, 2, 5, 8, 39, 50):
             ids = list(range(count))
             expected = [make_disjoint_window(pair) for pair in get_rolling_token_windows(ids, -1, length, 1)]
-            row = np.array([-1, *ids])
-            assert [([*row[window.start : window.first]], [*row[window.first : window.stop]])
-                    for window in rolling_windows(count + 1, length)] == expected
+            assert [([*one.tokens[:one.first_target]], [*one.tokens[one.first_target:]])
+                    for one in document_requests(np.array(ids), length, -1)] == expected
 
 
 def requests(*args: tuple[Any, ...]) -> list[Any]:

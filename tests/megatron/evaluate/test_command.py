@@ -20,6 +20,7 @@ import pytest
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate import harness
 from megatron.evaluate.cli import format_json, format_table, main
+from megatron.evaluate.eval_args import Protocol
 from megatron.evaluate.scoring import ScoringRequest, TargetScore
 from megatron.evaluate.tasks import EvalTask
 from tests.distributed import run_ranks
@@ -246,7 +247,8 @@ TOKENIZER = {"tokenizer": {"name": "Bytes", "fingerprint": "0123", "ids": 257}, 
 
 
 def metrics(logprob: float, tokens: int, words: int, size: int) -> dict[str, object]:
-    task = EvalTask(requests=[ScoringRequest(np.zeros(tokens + 1, np.uint8), 1)], words=words, bytes=size)
+    task = EvalTask(requests=[ScoringRequest(np.zeros(tokens + 1, np.uint8), 1)], rules=Protocol(), words=words,
+                    bytes=size)
     return dict(task.metrics([TargetScore(logprob, False)]))
 
 

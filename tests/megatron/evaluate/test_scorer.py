@@ -17,8 +17,8 @@ from torch import Tensor
 from data.storage import DataError
 from megatron.errors import NumericsError
 from megatron.evaluate import scoring
-from megatron.evaluate.scoring import (Scorer, ScoringRequest, TargetScore, TokenWindow, combine_target_stats,
-                                       local_target_stats, overlapping_windows, rolling_windows, window_requests)
+from megatron.evaluate.scoring import (Scorer, ScoringRequest, TargetScore, combine_target_stats, document_requests,
+                                       local_target_stats, overlapping_windows)
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO, Groups
@@ -81,18 +81,6 @@ def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     with patch.object(model, "local_logits", logits), patch.object(scoring, "CPU_LOGITS_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
-
-
-@pytest.mark.parametrize("stride", [1, 5, LENGTH])
-def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> None:
-    model, tokens = GPT2(SHAPE), np.random.default_rng(4).integers(0, 257, 3 * LENGTH + 5)
-    pieces = window_requests(tokens, overlapping_windows(len(tokens), LENGTH, stride))
-    expected = 0.0
-    for place in range(1, len(tokens)):
-        start = 0 if place <= LENGTH else math.ceil((place - LENGTH) / stride) * stride
-        expected += logprob(model, tokens[start:place], int(tokens[place]))
-    found = sum(score.logprob for score in Scorer(model, Groups(), 4)(pieces))
-    assert found == pytest.approx(expected, abs=TOLERANCE * len(tokens))
 
 
 def nothing(rank: int, world: int) -> list[TargetScore]:
@@ -163,21 +151,20 @@ def test_ranks_with_other_data_are_told_so() -> None:
 @pytest.mark.parametrize(("tokens", "length"), list(product((0, 1, 2, 3, 7, 8, 9, 16, 17, 40), (1, 2, 3, 8))))
 def test_windows_score_each_token_once_from_the_context_of_their_protocol(tokens: int, length: int) -> None:
     """Overlapping ones from the first that reaches a token; the last rolling one reads as much as any."""
-    def contexts(windows: Iterable[TokenWindow]) -> list[tuple[int, int]]:
+    def contexts(requests: Iterable[ScoringRequest]) -> list[tuple[int, int]]:
         """(token, first token that is read before it), in the order in which they are scored."""
-        windows = list(windows)
-        assert all(1 <= window.stop - 1 - window.start <= length for window in windows)
-        return [(token, window.start) for window in windows for token in range(window.first, window.stop)]
+        requests = list(requests)
+        assert all(2 <= len(one.tokens) <= length + 1 for one in requests)
+        return [(int(token), int(one.tokens[0])) for one in requests for token in one.tokens[one.first_target:]]
 
     for stride in range(1, length + 1):
         expected = [(token, 0 if token <= length else math.ceil((token - length) / stride) * stride)
                     for token in range(1, tokens)]
-        assert contexts(overlapping_windows(tokens, length, stride)) == expected
-    rolling = list(rolling_windows(tokens, length))
+        assert contexts(overlapping_windows(np.arange(tokens), length, stride)) == expected
+    rolling = [*document_requests(np.arange(1, tokens), length, eod=0)]  # token 0 is the end of a document
     assert [token for token, _ in contexts(rolling)] == list(range(1, tokens))
-    for window in rolling:
-        assert window.stop - 1 - window.start == min(length, tokens - 1) or window is rolling[0]
-        assert window.first > window.start
+    for one in rolling:
+        assert len(one.tokens) - 1 == min(length, tokens - 1) or one is rolling[0]
 
 
 # ---- a vocabulary that is split over ranks ----------------------------------------------------------------------

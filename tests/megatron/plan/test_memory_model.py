@@ -239,7 +239,6 @@ def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
     def here(**switches: Any) -> int:
         config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
         acts = PlannedRun(config, 4, "cuda").activations
-        assert acts.residual_bytes == 4 * acts.chunk_input or not acts.recompute.partition_activations
         # beside the chunk at work, in quarters of an input
         return (acts.alive_at_block(3) - acts.block) * 4 // acts.residual_bytes
 

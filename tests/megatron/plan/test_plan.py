@@ -19,6 +19,7 @@ from megatron.config.tree import build_config
 from megatron.distributed import exit_codes
 from megatron.distributed.exit_codes import ExplainedMemoryError
 from megatron.errors import ConfigError
+from megatron.model import count_parameters
 from megatron.plan import cli as plan
 from megatron.plan.alternatives import all_choices, cheapest_fit, largest_micro_batches, oom_hint, suggest_changes
 from megatron.plan.footprint import PlannedRun, StatePlacement
@@ -158,7 +159,7 @@ ON_DRIVE = ["--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path
 
 def test_what_leaves_the_device_is_on_the_host_or_on_the_drive() -> None:
     """10 B parameters on one rank: 12 bytes of state and 2 of weights a parameter."""
-    count = planned("--preset", "10B").config.model.parameters()
+    count = count_parameters(planned("--preset", "10B").config.model)[0]
     argv = ["--preset", "10B", "--fp16", "--zero-stage", "3", "--batch-size", "10", "--checkpoint-activations"]
     here, host, drive = (planned(*argv, *flags) for flags in (
         [], ["--offload-optimizer-device", "cpu", "--offload-param-device", "cpu"],
@@ -179,7 +180,7 @@ def test_on_a_cpu_the_host_is_the_device_and_a_drive_is_not() -> None:
     """1.5 B parameters on two ranks: 12 bytes of state a parameter, and 2 of weights."""
     argv = ["--preset", "1.5B", "--bf16", "--zero-stage", "3", "--ranks", "2", "--device", "cpu",
             "--checkpoint-activations"]
-    count = planned(*argv).config.model.parameters() / 2
+    count = count_parameters(planned(*argv).config.model)[0] / 2
     here, host, drive = (planned(*argv, *flags) for flags in (
         [], ["--offload-optimizer-device", "cpu", "--offload-param-device", "cpu"],
         [*ON_DRIVE, "--offload-param-max-in-cpu", "0"]))
@@ -208,10 +209,13 @@ def test_on_a_cpu_every_row_has_the_state_on_the_device_but_for_what_is_asked(pr
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),
     (["--ranks-per-node", "0"], "--ranks-per-node is 0"), (["--tflops", "-1"], "--tflops is -1"),
     (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"),
-])
+    (["--probe"], "--probe was retired: --time measures this machine each time"),
+    (["--rates", "file.json"], "--rates was retired: --time measures this machine, and --time GPU reads a table"),
+    (["--time", "H1000"], "--time H1000: expected one of H200, H100 PCIe, H100"),
+    (["--time", "H100", "--device", "cpu"], "--time H100 is a GPU, and --device is cpu")])
 def test_what_cannot_be_planned_is_refused_in_one_line(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        planned("--preset", "tiny", *argv)
+        plan.print_plan(["--preset", "tiny", *argv])
 
 
 def test_the_cheapest_that_fits_fits_as_typed_and_nothing_cheaper_does() -> None:
@@ -249,13 +253,13 @@ def test_blocks_that_are_left_out_take_neither_time_nor_traffic(printed: Callabl
             "threshold", "0", "--train-iters", "1000000"]
     drops = ["--progressive-layer-drop", "--pld-theta", "0.5", "--pld-gamma", "1"]
     whole, found = (json.loads(printed(*argv, *more, "--json")) for more in ([], drops))
-    shape = planned(*argv).config.model
-    blocks = 24 * (6 * shape.block_parameters + 12 * 1024 * 1024)
-    outside = 6 * (shape.parameters() - 24 * shape.block_parameters)
+    everything, block = count_parameters(planned(*argv).config.model)
+    blocks = 24 * (6 * block + 12 * 1024 * 1024)
+    outside = 6 * (everything - 24 * block)
     saved = 1 - found["time"]["seconds_per_step"] / whole["time"]["seconds_per_step"]
     assert saved == pytest.approx(0.2396 * blocks / (blocks + outside), rel=1e-3)
     chosen, before = (next(row for row in rows["rows"] if row["chosen"]) for rows in (found, whole))
-    gathered = 2 * 24 * shape.block_parameters * 4 / 2  # in fp32, half of it is this rank's own
+    gathered = 2 * 24 * block * 4 / 2  # in fp32, half of it is this rank's own
     assert before["sent_parameters"] - chosen["sent_parameters"] == pytest.approx(0.2396 * gathered, rel=1e-2)
     assert chosen["peak"] == before["peak"] and chosen["lasting"] == before["lasting"]
     assert "18.3 of 24 blocks run in a step" in printed(*argv, *drops)
@@ -307,7 +311,8 @@ def test_what_lasts_is_what_the_zero_paper_says(stage: int, formula) -> None:  #
         run = planned("--preset", "1.5B", "--bf16", "--ranks", str(ranks), "--zero-stage", str(stage),
                       "--stage3-param-persistence-threshold", "0")
         # 0.2 %: padding of slots, shards and the vocabulary.
-        assert persistent_memory(run).total / run.config.model.parameters() == pytest.approx(formula(ranks), rel=2e-3)
+        count, _ = count_parameters(run.config.model)
+        assert persistent_memory(run).total / count == pytest.approx(formula(ranks), rel=2e-3)
 
 
 @pytest.mark.parametrize("name, more", [("onebit_adam", 0), ("onebit_lamb", 4)])
@@ -338,7 +343,7 @@ def test_traffic_is_what_the_guide_says(stage: int, formula) -> None:  # type: i
     for steps in (1, 3):
         run = planned("--preset", "10B", "--ranks", "1024", "--batch-size", "1", "--global-batch-size",
                       str(1024 * steps), "--zero-stage", str(stage))
-        elements = [part / (4 * run.config.model.parameters()) for part in
+        elements = [part / (4 * count_parameters(run.config.model)[0]) for part in
                     (run.traffic().gradients, run.traffic().parameters)]
         # 3 %: rings send (N - 1) / N, the tables are gathered once, and buckets are padded.
         assert elements == pytest.approx(formula(steps), rel=0.03)

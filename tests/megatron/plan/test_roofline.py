@@ -104,16 +104,6 @@ def test_known_gpus_are_planned_by_their_names(capsys: pytest.CaptureFixture[str
     assert lines[1].split()[-2:] == ["total", "tokens/s"] and [line[:3] for line in lines[2:]].count("* 0") == 1
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--probe"], "--probe was retired: --time measures this machine each time"),
-    (["--rates", "file.json"], "--rates was retired: --time measures this machine, and --time GPU reads a table"),
-    (["--time", "H1000"], "--time H1000: expected one of H200, H100 PCIe, H100"),
-    (["--time", "H100", "--device", "cpu"], "--time H100 is a GPU, and --device is cpu")])
-def test_flags_that_cannot_be_predicted_by_are_refused(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        cli.print_plan(["--preset", "tiny", *flags])
-
-
 def test_what_the_roofline_leaves_out_is_named_below_it(capsys: pytest.CaptureFixture[str],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "measured_rates", lambda run, on_node: RATES)

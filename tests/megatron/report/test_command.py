@@ -14,8 +14,7 @@ import pytest
 
 from data.storage import DataError
 from megatron.distributed import exit_codes
-from megatron.report.cli import find_metrics_file, main
-from megatron.report.page import html_document
+from megatron.report.run_report import find_metrics_file, html_document, main
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 from tests.megatron.report.test_page import Parsed
@@ -75,11 +74,13 @@ def test_a_run_that_was_killed_and_resumed_twice_is_one_line(
     assert killed["seconds"] == sorted(killed["seconds"])
     for curve in ("lm_loss", "grad_norm", "learning_rate"):
         assert killed["curves"][curve] == whole["curves"][curve] and None not in killed["curves"][curve]["mean"]
-    assert [(start["step"], start["given_up"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
-    assert not whole["resumes"]
-    for events in ("saves", "evaluations"):
-        assert [event["step"] for event in killed[events]] == [event["step"] for event in whole[events]]
-    assert [save["step"] for save in killed["saves"]] == [10, 20, 30]
+    resumes = [event for event in killed["events"] if event["mark"] == "resumed"]
+    assert [event["text"] for event in resumes] == [
+        "resumed after step 10, 7 steps given up", "resumed after step 20, 5 steps given up"]
+    others = [[(event["mark"], event["text"]) for event in run["events"] if event not in resumes]
+              for run in (killed, whole)]
+    assert others[0] == others[1]
+    assert [text for mark, text in others[0] if mark == "saved"] == [f"saved at step {n}" for n in (10, 20, 30)]
 
 
 def test_a_file_without_a_line_and_one_that_is_being_written_make_a_page(tmp_path: Path, cli: Cli) -> None:
@@ -135,7 +136,7 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
 
 
 @pytest.mark.parametrize("text", [b"# Notes\n", b"\x00\xff", b"<!DOCTYPE html>\n<p>somebody's</p>\n",
-                                  html_document("a trace", "").encode()])
+                                  html_document("a trace", [], []).encode()])
 def test_a_file_that_is_no_such_page_is_not_replaced(text: bytes, tmp_path: Path, cli: Cli) -> None:
     write(tmp_path / "m", CONFIG, step(1))
     (tmp_path / "keep.md").write_bytes(text)
@@ -158,7 +159,7 @@ def test_a_page_an_empty_file_and_a_device_are(tmp_path: Path, cli: Cli) -> None
 
 def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     write(tmp_path / "m", CONFIG, step(1))
-    program = ("import sys; from megatron.report.cli import main; code = main(); "
+    program = ("import sys; from megatron.report.run_report import main; code = main(); "
                "print(code, {'torch', 'numpy'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", program, "m"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})

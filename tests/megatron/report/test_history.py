@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from megatron.report.history import MetricsFileReader, RunHistory
-from megatron.report.page import history_notes
+from megatron.metrics.metrics_file import MetricsFileReader
+from megatron.report.run_report import RunHistory, history_notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 
@@ -110,7 +110,8 @@ def test_a_resumed_evaluation_replaces_the_one_of_before() -> None:
 def test_steps_that_are_not_recorded_are_counted() -> None:
     """The disk of a machine that lost its power holds a later checkpoint than metrics."""
     found = history(start(0), step(1), step(2), start(5), step(6))
-    assert list(found.steps) == [1, 2, 6] and found.num_missing == 3
+    assert list(found.steps) == [1, 2, 6]
+    assert notes_of(found) == ["run: 3 steps between the first and the last have no record"]
 
 
 def test_a_step_has_its_place_on_every_axis() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from data.storage import DataError, StorageFault
+from data.storage import DataError, StorageFault, hold_writer_lock
 from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
@@ -27,8 +27,7 @@ from megatron.tune import cli, search, trial
 from megatron.tune.cli import recommended_flags
 from megatron.tune.search import (MemoryBudget, TrialResult, TuningChoice, common_error, legal_choices, next_repeat,
                                   samples_per_step)
-from megatron.tune.trial import (TRIALS_FILE, TrialRecords, TrialRunner, TrialTimeout, config_to_flags,
-                                 open_trial_records, trial_config)
+from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, config_to_flags, trial_config
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.tune.simulated import RATES
 
@@ -118,15 +117,14 @@ def test_a_start_that_takes_long_is_no_hang(
     assert (still.state, still.words) == ("hang", "no step in 3 s")
 
 
-def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() -> None:
-    run = asked("--distributed-timeout-seconds", "100")
-    ours = TrialTimeout.for_run(run, 2.0, None)
-    assert not ours.expired_reason(299.0, None) and ours.expired_reason(300.0, None) == "no step in 300 s"
-    assert not ours.expired_reason(250.0 + 199.0, 250.0) and ours.expired_reason(250.0 + 200.0, 250.0)
-    given = TrialTimeout.for_run(run, 2.0, 50.0)
-    assert not given.expired_reason(49.0, None) and not given.expired_reason(49.0, 1.0)
-    assert given.expired_reason(50.0, None) == given.expired_reason(50.0, 49.0) == "not over after 50 s"
-    assert TrialTimeout.for_run(run, 2.0, 0.5).expired_reason(0.5, None) == "not over after 0.5 s"
+def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits: list[dict[str, float]] = []
+    monkeypatch.setattr(trial, "_run_process", lambda *_, **each: limits.append(each) or "stopped")
+    for given in (None, 50.0):
+        TrialRunner(tmp_path, 3, 5, given).run(1, asked("--distributed-timeout-seconds", "100"), 0.4)
+    assert limits == [{"first_step": 300.0, "steps": 200.0, "total": math.inf},
+                      {"first_step": math.inf, "steps": math.inf, "total": 50.0}]
 
 
 @pytest.mark.parametrize("said, state", [
@@ -153,7 +151,8 @@ def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, 
     """Its number may be a stranger's by then."""
     signals: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
-    ended = trial._run_process(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics", TrialTimeout(9, 9))
+    ended = trial._run_process(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics",
+                               first_step=9, steps=9, total=9)
     assert ended == 0 and not signals
 
 
@@ -214,7 +213,7 @@ def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they
     file = tmp_path / "m.jsonl"
     lines = [{"iteration": step, "step_ms": 100.0 * step, "skipped": step == 2} for step in range(1, 6)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert trial._median_step_seconds(file, 3, 5) == 0.4 and trial._median_step_seconds(file, 1, 5) is None
+    assert trial._recorded_steps(file) == [(1, 0.1), (3, 0.3), (4, 0.4), (5, 0.5)]
 
 
 # ---- a search -----------------------------------------------------------------------------------------------------
@@ -436,7 +435,9 @@ def test_an_interrupted_search_says_that_it_can_go_on(tuner: Tuner, monkeypatch:
 
 
 def test_two_searches_do_not_share_their_results(tuner: Tuner) -> None:
-    with open_trial_records(str(tuner.results), {"a": 1}, overwrite=False):
+    tuner.results.mkdir()
+    with hold_writer_lock(tuner.results / TRIALS_FILE):
+        TrialRecords(tuner.results / TRIALS_FILE, {"a": 1}, overwrite=False)
         held = (tuner.results / TRIALS_FILE).read_text()
         with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
             tuner.search("--autotuning-overwrite")
@@ -505,23 +506,24 @@ def test_what_cannot_be_tuned_is_refused(flags: str, words: str, tuner: Tuner) -
 
 def test_results_hold_what_was_added(tmp_path: Path) -> None:
     choices = [TuningChoice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
-    results = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+    results = TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
     results.add(choices[0], TrialResult("done", 0.1 + 0.2))
     results.add(choices[1], TrialResult("hang", words="late"))
-    again = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+    again = TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
     expected = [TrialResult("done", 0.1 + 0.2), TrialResult("hang", words="late")]
     assert list(again.trials.items()) == list(zip(choices, expected, strict=True))
     again.remove([choices[0]])
-    assert list(TrialRecords(str(tmp_path), {"a": 1}, overwrite=False).trials) == [choices[1]] == list(again.trials)
+    assert list(TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False).trials) == [
+        choices[1]] == list(again.trials)
     head = (tmp_path / TRIALS_FILE).read_text().splitlines()[0]
     for line in ("no record", "null", "{}", '{"choice": {"batch": 1}, "outcome": {"state": "done"}}'):
         (tmp_path / TRIALS_FILE).write_text(f"{head}\n{line}\n")
         with pytest.raises(ConfigError, match="holds a line that is no record"):
-            TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+            TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
     for subject in ("null", "[1]", '"x"'):
         (tmp_path / TRIALS_FILE).write_text(f'{{"subject": {subject}}}\n')
         with pytest.raises(ConfigError, match="holds a line that is no record"):
-            TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+            TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
 
 
 @pytest.mark.slow

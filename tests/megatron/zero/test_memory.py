@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config.cli import build_config
+from megatron.model import count_parameters
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
@@ -45,7 +46,7 @@ def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
         held = live_bytes(engine)
         engine.step()
         engine.wait_for_param_gathers()
-    return held / config.model.parameters()
+    return held / count_parameters(config.model)[0]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
