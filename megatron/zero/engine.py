@@ -51,7 +51,7 @@ class ZeroEngine:
                  quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
         """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
-        self.micro_batch: int | None = None
+        self.micro_batch = 0
         """Samples per micro-batch, if the caller sets it; only compared between ranks."""
         self._policy = stage_policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the current one
@@ -261,7 +261,8 @@ class ZeroEngine:
         self.log.accumulation_setting = f"gradient_accumulation_steps {micro_batches}"
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""
+        """Set whether the next backward and step end an optimizer step; None: count micro-batches again. Ranks must
+        pass the same value: if they differ, the step raises or the collective check ends the run."""
         self._is_boundary = is_boundary
 
     @contextmanager
@@ -286,7 +287,8 @@ class ZeroEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside do not reduce gradients; the first backward after the block does."""
+        """Backward passes inside do not reduce gradients; the first backward after the block does. Stages 0 and 1
+        only; call `step` outside."""
         if self._policy.grads_are_sharded:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
         before = self._is_boundary, self._in_no_sync
@@ -318,7 +320,8 @@ class ZeroEngine:
         self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
         return True
 
-    def reload_states(self, *, non_blocking: bool = False) -> None:
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move offloaded state back, bit for bit."""
         self._state_offloader.reload(non_blocking=non_blocking)
 
     def detach(self) -> None:
