@@ -67,6 +67,22 @@ class CompletedStep:
     layer_drop: LayerDropMetrics | None
 
 
+@dataclass
+class RunProgress:
+    """What the hooks after a step read and change."""
+
+    state: TrainState
+    valid: Dataset | None
+    first_iteration: int
+    """Iterations before this run."""
+    saved_at: int
+    """The iteration of the last save."""
+    pending_logs: list[CompletedStep] = field(default_factory=list)
+    requests: LoopRequests = LoopRequests()
+    stop_reason: str = ""
+    """Why the run stops after this step; empty: it goes on."""
+
+
 @dataclass(frozen=True)
 class Trainer:
     """One run of the training loop."""
@@ -109,12 +125,13 @@ class Trainer:
     def _train(self, state: TrainState, samples: Dataset, valid: Dataset | None,
                between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; returns why it stopped early, or "". The last save may still be in progress."""
-        train, save_interval = self.config.train, self.config.save.save_interval
+        train, run = self.config.train, RunProgress(state, valid, state.iteration, saved_at=state.iteration)
         lr_scheduler = lr_scheduler_of(self.engine)
         if warning := zero_lr_warning(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration):
             self.log.print_line(warning)
-        timer, reason, pending_logs = StepTimer(self.engine.drive_use), "", list[CompletedStep]()
-        first_iteration = saved_at = state.iteration
+        # In this order: the log reads the stop requests of the step, an evaluation may find one, and a stop saves.
+        hooks = [self._log_known_steps, self._evaluate_if_due, self._stop_if_asked, self._save_if_due]
+        timer = StepTimer(self.engine.drive_use)
         stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
                              self.config.data.num_workers)
         self.engine.train()
@@ -126,35 +143,11 @@ class Trainer:
                 report = self.train_step(batches)
                 state.iteration += 1
                 state.consumed_samples += self.sampler.global_batch
-                pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, *timer.lap(),
-                                                  layer_drop))
-                # the last step, and one with a save, evaluation or exit: the loop must know its result to go on
-                needs_result = state.iteration == train.train_iters or any(
-                    is_due(state.iteration, interval)
-                    for interval in (train.evaluates_every, save_interval, train.exit_interval))
-                requests = self._log_known_steps(pending_logs, all_of_them=needs_result)
-                # the first step has completed on all ranks: end of the start-up timeout
-                if state.iteration - len(pending_logs) == first_iteration + 1:
-                    set_timeout(self.engine.groups,
-                                timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
-                if state.iteration < train.train_iters:  # `finish` evaluates after the last iteration
-                    if is_due(state.iteration, train.evaluates_every):
-                        if not self._evaluate("validation", state, valid):
-                            requests, state.owes_evaluation = self._agree_on_stop(), True
-                    reason = self._reason_to_stop(state.iteration, requests)
-                    if requests.stop and self.save is None:
-                        raise Interrupted(_unsaved_message(state.iteration))
-                if reason:
-                    self.stop.is_stopping = True
-                    self._log_known_steps(pending_logs, all_of_them=True)
-                if self.save and (reason or is_due(state.iteration, save_interval)):
-                    self.save(state)
-                    saved_at = state.iteration
-                    # a stop requested during the save takes effect here, without a second save one step later
-                    if not reason and self._should_continue(0.0) == inf:
-                        reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
-                if reason:
-                    self.stop.is_stopping = True
+                run.pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, *timer.lap(),
+                                                      layer_drop))
+                for hook in hooks:
+                    hook(run)
+                if run.stop_reason:
                     break
                 for action in between_steps:
                     action(state.iteration)
@@ -164,9 +157,9 @@ class Trainer:
             stream.close()
         self.engine.finish_step()
         self.engine.wait_for_param_gathers()
-        if self.save and state.iteration != saved_at:
+        if self.save and state.iteration != run.saved_at:
             self.save(state)
-        return reason
+        return run.stop_reason
 
     def train_step(self, batches: list[Batch]) -> StepReport:
         """One optimizer step: forward and backward of each micro-batch, then the update. The loss sum and the stop
@@ -190,20 +183,54 @@ class Trainer:
         blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
         return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
-    def _log_known_steps(self, pending_logs: list[CompletedStep], *, all_of_them: bool) -> LoopRequests:
-        """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
-        device; a stop request may therefore take effect one step late."""
-        deferred_steps = self.engine.core.is_deferred and not all_of_them
-        requests = LoopRequests()
-        while len(pending_logs) > deferred_steps:
-            step = pending_logs.pop(0)
-            if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
+    # ---- hooks after each step -------------------------------------------------------------------------------------
+
+    def _log_known_steps(self, run: RunProgress) -> None:
+        """Log completed steps, and read their stop requests. On an accelerator the newest step stays pending, since
+        waiting for it would idle the device; a stop request may therefore take effect one step late."""
+        train, iteration = self.config.train, run.state.iteration
+        # the last step, and one with a save, evaluation or exit: the loop must know its result to go on
+        needs_result = run.stop_reason or iteration == train.train_iters or any(
+            is_due(iteration, interval)
+            for interval in (train.evaluates_every, self.config.save.save_interval, train.exit_interval))
+        is_deferred, requests = self.engine.core.is_deferred, LoopRequests()
+        while len(run.pending_logs) > (is_deferred and not needs_result):
+            step = run.pending_logs.pop(0)
+            if not run.pending_logs and is_deferred:  # no later step has raised the newest one's error yet
                 self.engine.finish_step()
             self.stop.mark_started()  # all ranks have completed a step
             loss_sum, *request_counts = step.report.extra_scalars
             requests = LoopRequests(*(count > 0 for count in request_counts))
             self.log.step(self._metrics(step, loss_sum))
-        return requests
+        run.requests = requests
+        # the first step has completed on all ranks: end of the start-up timeout
+        if iteration - len(run.pending_logs) == run.first_iteration + 1:
+            set_timeout(self.engine.groups, timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
+
+    def _evaluate_if_due(self, run: RunProgress) -> None:
+        train, state = self.config.train, run.state
+        if state.iteration < train.train_iters and is_due(state.iteration, train.evaluates_every):
+            if not self._evaluate("validation", state, run.valid):  # `finish` evaluates after the last iteration
+                run.requests, state.owes_evaluation = self._agree_on_stop(), True
+
+    def _stop_if_asked(self, run: RunProgress) -> None:
+        if run.state.iteration < self.config.train.train_iters:
+            run.stop_reason = self._reason_to_stop(run.state.iteration, run.requests)
+            if run.requests.stop and self.save is None:
+                raise Interrupted(_unsaved_message(run.state.iteration))
+        if run.stop_reason:
+            self.stop.is_stopping = True
+            self._log_known_steps(run)
+
+    def _save_if_due(self, run: RunProgress) -> None:
+        iteration = run.state.iteration
+        if self.save and (run.stop_reason or is_due(iteration, self.config.save.save_interval)):
+            self.save(run.state)
+            run.saved_at = iteration
+            # a stop requested during the save takes effect here, without a second save one step later
+            if not run.stop_reason and self._should_continue(0.0) == inf:
+                run.stop_reason = self._reason_to_stop(iteration, self._agree_on_stop())
+                self.stop.is_stopping = True
 
     def _metrics(self, step: CompletedStep, loss_sum: float) -> StepMetrics:
         report, global_batch, devices = step.report, self.sampler.global_batch, self.engine.groups.world.size

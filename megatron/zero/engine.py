@@ -51,7 +51,7 @@ class ZeroEngine:
                  quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
         """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
-        self.micro_batch: int | None = None
+        self.micro_batch = 0
         """Samples per micro-batch, if the caller sets it; only compared between ranks."""
         self._policy = stage_policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the current one
@@ -169,7 +169,12 @@ class ZeroEngine:
         self.param_coordinator.release_all()  # a forward may have run since the backward
         self.finish_delayed_update()
         try:
-            scalars_error = _extra_scalars_error(extra_scalars)
+            scalars_error = next(
+                (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
+                 "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
+            if len(extra_scalars) > MAX_EXTRA_SCALARS:
+                scalars_error = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
+                                 f"{MAX_EXTRA_SCALARS}")
             veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
             self.last_report = self._optimizer_step(
                 self.pass_coordinator.take_run_digest(), veto_error, extra_scalars if scalars_error is None else (),
@@ -180,7 +185,7 @@ class ZeroEngine:
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
-        if not self.last_report.is_on_host or self.last_report.applied:
+        if self.is_deferred or self.last_report.applied:
             self.pass_coordinator.weight_version += 1
         STATUS.set_phase("")
         return self.last_report
@@ -198,7 +203,7 @@ class ZeroEngine:
 
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
-        if self._optimizer_step.update.is_running:
+        if self._optimizer_step.update.running is not None:
             self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
             self._optimizer_step.update.finish()
             self.increment_weight_version()
@@ -206,7 +211,7 @@ class ZeroEngine:
     def sync_delayed_update(self, caller: str) -> None:
         """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
         it; the check raises an error if one does not."""
-        if self._optimizer_step.update.is_running:
+        if self._optimizer_step.update.running is not None:
             self.assert_collective_call(f"{caller}, beside a delayed update")
             self.finish_delayed_update()
         self.wait_for_param_gathers()
@@ -256,7 +261,8 @@ class ZeroEngine:
         self.log.accumulation_setting = f"gradient_accumulation_steps {micro_batches}"
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""
+        """Set whether the next backward and step end an optimizer step; None: count micro-batches again. Ranks must
+        pass the same value: if they differ, the step raises or the collective check ends the run."""
         self._is_boundary = is_boundary
 
     @contextmanager
@@ -281,7 +287,8 @@ class ZeroEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside do not reduce gradients; the first backward after the block does."""
+        """Backward passes inside do not reduce gradients; the first backward after the block does. Stages 0 and 1
+        only; call `step` outside."""
         if self._policy.grads_are_sharded:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
         before = self._is_boundary, self._in_no_sync
@@ -313,7 +320,8 @@ class ZeroEngine:
         self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
         return True
 
-    def reload_states(self, *, non_blocking: bool = False) -> None:
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move offloaded state back, bit for bit."""
         self._state_offloader.reload(non_blocking=non_blocking)
 
     def detach(self) -> None:
@@ -413,15 +421,6 @@ class ZeroEngine:
     def _sync_exchange_with_rule(self) -> None:
         if self._optimizer_step.compressed_exchange is not None:
             self._optimizer_step.compressed_exchange.sync_with_rule()
-
-
-def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:
-    """Why the extra scalars are not valid, or None."""
-    if len(extra_scalars) > MAX_EXTRA_SCALARS:
-        return f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most {MAX_EXTRA_SCALARS}"
-    shapes = (list(value.shape) for value in extra_scalars if isinstance(value, Tensor) and value.dim())
-    return next((f"step(extra_scalars=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
-                 for shape in shapes), None)
 
 
 def drop_gradients(module: nn.Module) -> None:

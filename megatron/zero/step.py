@@ -1,7 +1,16 @@
 """The optimizer step: gradient norm, clipping, overflow check, and the update or a skipped step.
 
-Gradients arrive as sums over data parallel with the loss scale on them; unscaling, averaging and clipping are one
-factor. The norm counts each element of the model once; row norms also tell which parameter is not finite.
+In the order of `OptimizerStep.__call__`, with what each part sends (P parameters, N data parallel ranks):
+
+    reduce   backward has reduced the gradients: each rank holds its shard of their sum, with the loss scale on it
+    norm     one all-reduce over the world of a dozen numbers: squared norm, overflow, consistency, loss, stop requests
+    clip     nothing: unscaling, averaging and clipping are one factor, which the update applies
+    update   nothing, for elementwise rules: each rank updates the fp32 masters of its shard (update.py)
+    cast     nothing: the update also writes the shard in working precision
+    gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated; at
+             stage 3 the next forward does it
+
+The norm counts each element of the model once; row norms also tell which parameter is not finite.
 
 A *deferred* step takes the step result on the device (step_result.py), and the host reads the result later:
 `read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an
@@ -29,11 +38,10 @@ from megatron.zero.compression import CompressedGradExchange
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.state import EngineState
-from megatron.zero.step_result import (MAX_EXTRA_SCALARS, StepReport, all_reduce_step_scalars,
-                                       different_settings_error, diverged_blocks_error, make_step_settings,
-                                       settings_digest)
+from megatron.zero.step_result import (MAX_EXTRA_SCALARS, StepReport, clip_factor, different_settings_error,
+                                       diverged_blocks_error, make_step_settings, scalars_on_device, settings_digest)
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
-from mpu.collectives import all_gather_json
+from mpu.collectives import all_gather_json, all_reduce_into
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
 
@@ -156,25 +164,34 @@ class OptimizerStep:
         self.finish_step()
         self._log.record_barrier(STEP)
         self._log.purpose = AFTER_STEP
-        square = self._norm_in_use.norm_squared()  # first: the device computes it while the host digests the settings
+        # First the norm: the device computes it while the host digests the settings.
+        square: Tensor | int = self._norm_in_use.norm_squared()
+        if not self._rule.is_compressed and self._state.buckets[0].replica_group.rank > 0:
+            square = 0  # the first replica counts it
         counters, world = self._state.counters, self._groups.world
-        settings = None if world.is_solo else make_step_settings(
-            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._param_groups)
-        sums = all_reduce_step_scalars(
-            square, world, digest=0 if settings is None else settings_digest(settings, run_digest, world.size),
-            counts_norm=self._rule.is_compressed or self._state.buckets[0].replica_group.rank == 0,
-            has_veto=veto_error is not None,
-            scalars=(*extra_scalars, *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
+        settings, digest = None, 0
+        if not world.is_solo:
+            settings = make_step_settings(counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch,
+                                          self._param_groups)
+            digest = settings_digest(settings, run_digest, world.size)  # so few bits that the sums are exact
+        sums = scalars_on_device(self._state.device, (
+            square, digest, digest * digest, veto_error is not None, *extra_scalars,
+            *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
+        all_reduce_into(sums, world).wait()  # [4 + MAX_EXTRA_SCALARS + engine scalars], in place
         report = StepReport(sums, world.size, self._mean_factor(), self._clip_grad, veto_error,
                             number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
                             lr=self._param_groups[0]["lr"], note=self._next_note,
                             losses=self._losses,  # not reset: a refused step may be called again
                             given_scalar_count=len(extra_scalars))
         self._next_note = None
-        if self.is_deferred:
-            self.update(self._count_on_device(report))
+        if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
+            if self._steps_on_host != counters.optimizer_steps:  # another state was loaded
+                self._steps_on_device.fill_(counters.optimizer_steps)
+            self._steps_on_device += report.is_applied
+            self.update(StepScalars(self._steps_on_device, report.grad_divisor(),
+                                    report.is_applied.logical_not().float()))
         elif self._applied_or_raise(report):
-            factor = report.grad_multiplier
+            factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
             if self._rule.is_compressed:
                 assert self.compressed_exchange is not None
                 factor, report.grad_norm = self.compressed_exchange(self._mean_factor() * self._divisor,
@@ -202,13 +219,6 @@ class OptimizerStep:
         """The factor that turns a sum of scaled gradients into their mean."""
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
 
-    def _count_on_device(self, report: StepReport) -> StepScalars:
-        """Count the step on the device, since the host does not know yet whether it is applied; returns its scalars."""
-        if self._steps_on_host != self._state.counters.optimizer_steps:  # another state was loaded
-            self._steps_on_device.fill_(self._state.counters.optimizer_steps)
-        self._steps_on_device += report.is_applied
-        return StepScalars(self._steps_on_device, report.grad_divisor(), report.is_applied.logical_not().float())
-
     # ---- the result ---------------------------------------------------------------------------------------------
 
     def read_step_result(self) -> None:
@@ -217,7 +227,7 @@ class OptimizerStep:
         if report is None:
             return
         counters = self._state.counters
-        if report.has_veto or not report.digests_match:
+        if not report.ranks_agree:
             self._report_to_explain = report
             return
         if report.applied:
@@ -270,7 +280,7 @@ class OptimizerStep:
             texts = all_gather_json(report.veto_error, self._groups.world)
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
-        if not report.digests_match:
+        if not report.ranks_agree:
             assert report.settings is not None
             raise different_settings_error(report.settings, self._groups.world) or \
                 diverged_blocks_error(self._log, self._groups.world)

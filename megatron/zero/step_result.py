@@ -42,7 +42,8 @@ class StepReport:
     but never for another rank."""
 
     sums: Tensor
-    """Of `all_reduce_step_scalars`."""
+    """[4 + scalars], fp64, on the device: the squared norm, the digest, its square and the veto, then the extra scalars
+    and the engine's, each summed over the world."""
     ranks: int
     mean_factor: float
     """Turns the sum of gradients into their mean."""
@@ -74,7 +75,7 @@ class StepReport:
         self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
     def grad_divisor(self) -> Tensor:
-        """1 / `grad_multiplier`, in fp32, on the device."""
+        """What the sums of gradients are divided by: unscaling, averaging and clipping. In fp32, on the device."""
         norm = self._device_norm
         if not self.max_norm:
             return torch.full((), 1.0 / self.mean_factor, dtype=torch.float32, device=norm.device)
@@ -96,24 +97,19 @@ class StepReport:
         return self._on_host[0]
 
     @property
-    def grad_multiplier(self) -> float:
-        """The factor for the sums of gradients: unscaling, averaging and clipping."""
-        return self.mean_factor * clip_factor(self.grad_norm, self.max_norm)
-
-    @property
-    def digests_match(self) -> bool:
-        """All ranks gave the same digest."""
-        digests, squared_digests = self._on_host[2:4]
-        return squared_digests * self.ranks == digests * digests
-
-    @property
     def has_veto(self) -> bool:
         """At least one rank refuses the step."""
         return self._on_host[4] > 0
 
     @property
+    def ranks_agree(self) -> bool:
+        """All ranks gave the same digest, and none refuses the step."""
+        digests, squared_digests, vetoes = self._on_host[2:5]
+        return squared_digests * self.ranks == digests * digests and not vetoes
+
+    @property
     def applied(self) -> bool:
-        return math.isfinite(self.grad_norm) and self.digests_match and not self.has_veto
+        return math.isfinite(self.grad_norm) and self.ranks_agree
 
     @property
     def extra_scalars(self) -> tuple[float, ...]:
@@ -124,18 +120,6 @@ class StepReport:
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
         return tuple(self._on_host[5 + MAX_EXTRA_SCALARS:])
-
-
-def all_reduce_step_scalars(norm_squared: Tensor, world: Group, *, counts_norm: bool = True, digest: int = 0,
-                            has_veto: bool = False, scalars: Sequence[Tensor | float] = ()) -> Tensor:
-    """Sum the scalars of the step over the world: [4 + len(scalars)], fp64, on the device.
-
-    `counts_norm` is False on ranks whose gradients another rank counts. `digest` has at most `digest_bits(ranks)` bits,
-    so that its sums are exact."""
-    numbers = scalars_on_device(norm_squared.device,
-                                (norm_squared if counts_norm else 0, digest, digest * digest, has_veto, *scalars))
-    all_reduce_into(numbers, world).wait()
-    return numbers
 
 
 def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:

@@ -11,12 +11,11 @@ devices they go through a staging buffer while the next tile is updated; to NVMe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,12 +169,11 @@ class MasterToParamCopier:
             self._last_copy = None
 
 
-GroupHyperparams = Sequence[Mapping[str, Any]]
-"""The hyper-parameters of each param group at this step."""
-
-
 class OptimizerUpdate:
     """Applies the update rule to all shards."""
+
+    running: Future[None] | None = None
+    """A delayed update that is running; set or None on all ranks alike."""
 
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
@@ -205,7 +203,6 @@ class OptimizerUpdate:
         self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
-        hypers = self._current_hyperparams()
         for storage, all_tiles in self._tiles_by_storage.items():
             scalars = self._scalars_on(all_tiles[0][0][0].update_device, step)
             with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
@@ -214,22 +211,13 @@ class OptimizerUpdate:
                     new = [UpdateTile(bucket, chunk, states, bucket.grads.shard[chunk],
                                       self._copier.lp_out_for(bucket, chunk))
                            for (bucket, chunk), states in zip(tiles, chunk_states, strict=True)]
-                    lp_is_written = self._apply_rule(new, hypers, scalars)
-                    self._copier(new, lp_is_written=lp_is_written)
-                    self._start_allgathers(
-                        [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel])
+                    self._copier(new, lp_is_written=self._apply_rule(new, self._param_groups, scalars))
+                    updated = [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel]
+                    if updated:  # their all-gathers overlap the update of the next tiles
+                        self._copier.join_copies()
+                    for bucket in updated:
+                        bucket.start_allgather_after_step()  # [shard_numel] on each rank -> [numel]
         self._state.unfinished_change = None
-
-    def _start_allgathers(self, updated: Sequence[FlatBucket]) -> None:
-        if updated:
-            self._copier.join_copies()
-        for bucket in updated:
-            bucket.start_allgather_after_step()
-
-    @property
-    def is_running(self) -> bool:
-        """A delayed update is running; the same on all ranks."""
-        return False
 
     def finish(self) -> None:
         """Wait for a delayed update and copy its masters to the parameters. Collective."""
@@ -238,10 +226,7 @@ class OptimizerUpdate:
         return step if isinstance(step, StepScalars) else StepScalars.for_applied_step(
             step, self._state.counters.optimizer_steps, device)
 
-    def _current_hyperparams(self) -> GroupHyperparams:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
-
-    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, scalars: StepScalars) -> bool:
+    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: Sequence[ParamGroup], scalars: StepScalars) -> bool:
         """Run the rule on the tiles. True if it has also written every `lp_out`."""
         written = True
         for number, hyper in enumerate(hypers):
@@ -286,7 +271,6 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
                  param_groups: Sequence[ParamGroup]) -> None:
         super().__init__(state, engine_storage, groups, rule, param_groups)
         self._worker = ThreadPoolExecutor(1, "update")
-        self._running: Future[None] | None = None
         self._new_params = {bucket: page_aligned_zeros(bucket.master_state.numel, bucket.param_shard.dtype,
                                                        pinned=engine_storage.pin_memory) for bucket in state.buckets}
         """New parameters on the host, [shard_numel], until the old ones are no longer used."""
@@ -294,7 +278,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         """Running copies of `_new_params` to the device."""
 
     def __call__(self, step: StepScalars | float) -> None:
-        assert self._running is None, "an update is under way"
+        assert self.running is None, "an update is under way"
         shards = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
         for event in self._pending_copies:
             event.wait_on_host()
@@ -306,31 +290,28 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
                       for part in shard.chunks]
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
         hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
-                  for hyper in self._current_hyperparams()]
-        self._running = self._worker.submit(self._update_tiles, tiles, hypers, self._scalars_on(HOST, step))
+                  for hyper in self._param_groups]
+        self.running = self._worker.submit(self._update_tiles, tiles, hypers, self._scalars_on(HOST, step))
         for shard in shards:
-            shard.pending_update = self._running
+            shard.pending_update = self.running
 
-    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, scalars: StepScalars) -> None:
+    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: Sequence[ParamGroup], scalars: StepScalars) -> None:
         for tile in tiles:
             if not self._apply_rule([tile], hypers, scalars):
                 assert tile.lp_out is not None
                 tile.lp_out.copy_(tile.master_state[WEIGHT])
 
-    @property
-    def is_running(self) -> bool:
-        return self._running is not None
-
     def finish(self) -> None:
-        if self._running is None:
+        if self.running is None:
             return
         self._state.unfinished_change = "step"
-        under_way, self._running = self._running, None
+        under_way, self.running = self.running, None
         under_way.result()
         events = []
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from the last update, if no forward has come since
             events.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
-            self._start_allgathers([bucket])
+            self._copier.join_copies()
+            bucket.start_allgather_after_step()
         self._pending_copies = [event for event in events if event is not None]
         self._state.unfinished_change = None

@@ -21,6 +21,12 @@ def _offload_device(engine: Any, kind: str) -> str | None:
 
 
 METHODS: dict[str, Callable[[Any], Any]] = {
+    "fp16_enabled": lambda e: e.config.precision.fp16,
+    "bfloat16_enabled": lambda e: e.config.precision.bf16,
+    "gradient_accumulation_steps": lambda e: e.core.accumulation_steps,
+    "is_gradient_accumulation_boundary": lambda e: e.core.is_at_boundary,
+    "get_batch_info": lambda e: (e.train_batch_size(), e.core.micro_batch, e.core.accumulation_steps),
+    "was_step_applied": lambda e: e.core.last_report is not None and e.core.last_report.applied,
     "zero_optimization": lambda e: e.zero_optimization_stage() > 0,
     "zero_optimization_partition_gradients": lambda e: e.zero_optimization_stage() >= 2,
     "zero_optimization_partition_weights": lambda e: e.zero_optimization_stage() == 3,
@@ -31,13 +37,17 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "gradient_clipping": lambda e: e.config.optim.clip_grad,
     "dynamic_loss_scale": lambda e: e.config.precision.fp16 and e.config.precision.loss_scale is None,
     "initial_dynamic_scale": lambda e: e.config.precision.initial_loss_scale,
+    # theta of the last step
+    "get_pld_theta": lambda e: e.progressive_layer_drop and e.progressive_layer_drop.get_theta(
+        max(0, e.global_steps - 1)),
     "pld_enabled": lambda e: e.config.layer_drop.progressive_layer_drop,
     "pld_theta": lambda e: e.config.layer_drop.pld_theta,
     "pld_gamma": lambda e: e.config.layer_drop.pld_gamma,
     "pld_params": lambda e: e.progressive_layer_drop is not None and {
         "theta": e.config.layer_drop.pld_theta, "gamma": e.config.layer_drop.pld_gamma},
     "quantize_training": lambda e: e.config.quantize.quantize_training,
-    "optimizer_name": lambda e: e.get_type()[0],
+    "optimizer_name": lambda e: e.core.rule.name,
+    "get_type": lambda e: [e.core.rule.name] * len(e.core.param_groups),
     "optimizer_params": lambda e: {
         key: value for key, value in e.optimizer.param_groups[0].items() if key != "params"},
     "get_data_types": lambda e: (e.working_dtype, torch.float32),
@@ -63,6 +73,11 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "mp_world_size": lambda e: e.groups.tp.size,
     "data_parallel_group": lambda e: e.groups.dp.process_group,
     "cuda": lambda e: lambda device=None: e.to(torch.device("cuda") if device is None else device),
+    "micro_steps": lambda e: e.core.state.counters.micro_steps,
+    "applied_steps": lambda e: e.core.counters.applied_steps,
+    "loss_scale": lambda e: e.cur_scale,
+    **{name: lambda e, name=name: getattr(e.core, name)  # type: ignore[misc]
+       for name in ("no_sync", "set_gradient_accumulation_boundary", "reload_states")},
     # The model is a child named `module`, as in DeepSpeed's engine.
     **{name: lambda e, name=name: getattr(nn.ModuleDict({"module": e.module}), name)  # type: ignore[misc]
        for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")}}

@@ -13,7 +13,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
 from megatron.checkpoint.writer import SaveReport
+from megatron.config.schema import require
 from megatron.config.tree import Config
 from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
@@ -42,8 +42,8 @@ from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
                                                ProgressiveLayerDrop)
 from megatron.zero.api.model_checks import check_argument, to_folder
-from megatron.zero.api.torch_interfaces import (BatchSizes, EpochDataLoader, LRSchedulerProtocol,
-                                                ReversibleSchedulerStep, ZeroOptimizer, is_reversible)
+from megatron.zero.api.torch_interfaces import (EpochDataLoader, LRSchedulerProtocol, ReversibleSchedulerStep,
+                                                ZeroOptimizer, is_reversible)
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
@@ -70,12 +70,18 @@ class Engine:
         """Of weights and activations."""
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
         """As stored in checkpoints."""
-        self._batch_sizes = BatchSizes(core, config)
+        core.micro_batch = config.train.batch_size
+        self._configured_batch_size = config.global_batch_size(core.groups.dp.size)
+        # fp32 accumulation buffers can only be allocated with the engine
+        self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
+                                or self.working_dtype == torch.float32)
+        self.global_samples = 0
+        """Number of samples in all optimizer steps so far, summed over changes of the batch size."""
         self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
         self.profiled_step = ProfiledStep(config, core, self)
         """Profiles one step module by module, if the configuration asks for it."""
         self.progressive_layer_drop = (
-            ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
+            ProgressiveLayerDrop(config.layer_drop, core.module, lambda: self.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
         """Passes theta to the model's forward; None unless configured."""
         quantisation = core.state.moq
@@ -143,7 +149,7 @@ class Engine:
             self._print(line)  # the MoQ bit widths that fell in this step
         if report is None:
             return None
-        self._batch_sizes.consumed_samples += self.train_batch_size()
+        self.global_samples += self.train_batch_size()
         self.optimizer.mark_step_taken()
         scheduler, arguments = self.lr_scheduler, lr_kwargs or {}
         if scheduler is not None and self.core.is_deferred and is_reversible(scheduler):
@@ -167,11 +173,6 @@ class Engine:
         """Momentum, or betas, of each param group in the next step."""
         self._undo_lr_step_if_skipped()
         return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
-
-    def get_pld_theta(self) -> float | None:
-        """theta of progressive layer drop in the last step; None if it is off."""
-        layer_drop = self.progressive_layer_drop
-        return None if layer_drop is None else layer_drop.get_theta(max(0, self.global_steps - 1))
 
     def _undo_lr_step_if_skipped(self) -> None:
         """Undo a scheduler step that was taken before the result, if the step was skipped. Local."""
@@ -218,10 +219,6 @@ class Engine:
         """Discard the accumulated gradients."""
         self.core.zero_grad()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Skip gradient reduction in backward; stages 0 and 1 only. Call `step` outside."""
-        return self.core.no_sync()
-
     def compile(self, backend: str | Callable[..., Any] = "inductor",
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """torch.compile the forward of each unit, or of the whole model if it has no blocks. The engine's hooks stay
@@ -238,7 +235,7 @@ class Engine:
         """A loader of this data parallel rank's samples, shuffled if `route` is "train"; samples repeat if they do not
         divide evenly. A given `data_sampler` replaces the distribution over ranks."""
         options: dict[str, Any] = {
-            "batch_size": batch_size or self._batch_sizes.micro_batch_size, "collate_fn": collate_fn,
+            "batch_size": batch_size or self.core.micro_batch, "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0, "pin_memory": pin_memory and self.device.type == "cuda"}
         if data_sampler is not None:
             return DataLoader(dataset, sampler=data_sampler, **options)
@@ -259,21 +256,28 @@ class Engine:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """From the next step on; the number of micro-batches stays. Existing loaders keep their size. Ranks must pass
         the same value: this call does not compare them, but the next step raises if they differ."""
-        self._batch_sizes.set_micro_batch_size(micro_batch_size)
+        self._check_between_steps("set_train_micro_batch_size")
+        require(isinstance(micro_batch_size, int) and micro_batch_size >= 1,
+                f"set_train_micro_batch_size: {micro_batch_size!r}; expected an integer >= 1")
+        self.core.micro_batch = micro_batch_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next step on, by another number of micro-batches of the same size. Ranks must pass the same value,
         as above."""
-        self._batch_sizes.set_train_batch_size(train_batch_size)
+        self._check_between_steps("set_train_batch_size")
+        require(isinstance(train_batch_size, int),
+                f"set_train_batch_size: {train_batch_size!r}; expected an integer")
+        micro_batch, dp = self.core.micro_batch, self.groups.dp.size
+        count, rest = divmod(train_batch_size, micro_batch * dp)
+        require(count >= 1 and rest == 0, f"set_train_batch_size: {train_batch_size} is not a multiple of micro-batch "
+                f"{micro_batch} x data parallel {dp} = {micro_batch * dp}")
+        require(count == 1 or self._can_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
+                "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
+        self.core.set_accumulation_steps(count)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """The current micro-batch is the last of its optimizer step."""
-        return self.core.is_at_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the next `step` ends an optimizer step; None returns to counting micro-batches. Ranks must pass
-        the same value: if they differ, the step raises or the collective check ends the run."""
-        self.core.set_gradient_accumulation_boundary(is_boundary)
+    def _check_between_steps(self, call: str) -> None:
+        require(not self.core.has_gradients and not self.core.is_step_open,
+                f"{call}: a step is under way; call it after the last micro-batch of one")
 
     def wait_for_param_gathers(self) -> None:
         """Wait for pending parameter gathers. Call it before the process exits."""
@@ -291,10 +295,6 @@ class Engine:
             self._warned_offload_has_no_effect = True
             self._print(" note: engine.offload_states() has no effect here: the device is the host")
 
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move offloaded state back, bit for bit."""
-        self.core.reload_states(non_blocking=non_blocking)
-
     def destroy(self) -> None:
         """Detach the engine: remove its hooks and leave full parameters in the working precision. Collective;
         idempotent."""
@@ -310,25 +310,11 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Number of optimizer steps so far, skipped ones included."""
-        return self.core.global_steps
+        return self.core.state.counters.global_steps
 
     @property
     def skipped_steps(self) -> int:
         return self.core.counters.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        return self.core.state.counters.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Number of samples in all optimizer steps so far, summed over changes of the batch size."""
-        return self._batch_sizes.consumed_samples
-
-    @property
-    def applied_steps(self) -> int:
-        """Optimizer steps that changed the weights (skipped ones excluded)."""
-        return self.core.counters.applied_steps
 
     @property
     def backward_scale(self) -> float:
@@ -340,38 +326,16 @@ class Engine:
         """The loss scale of the next backward."""
         return self.core.state.counters.scaler.scale
 
-    loss_scale = cur_scale
-
-    def was_step_applied(self) -> bool:
-        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
-        return self.core.last_report is not None and self.core.last_report.applied
-
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last optimizer step, before clipping; None before the first."""
         return None if self.core.last_report is None else self.core.last_report.grad_norm
 
-    def get_type(self) -> list[str]:
-        """The optimizer's name, for each param group."""
-        return [self.core.rule.name] * len(self.core.param_groups)
-
-    def fp16_enabled(self) -> bool:
-        return self.config.precision.fp16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.precision.bf16
-
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch_sizes.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.core.accumulation_steps
+        return self.core.micro_batch
 
     def train_batch_size(self) -> int:
-        return self._batch_sizes.train_batch_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch size, micro-batch size, micro-batches per step)."""
-        return self.train_batch_size(), self._batch_sizes.micro_batch_size, self.core.accumulation_steps
+        """Samples of an optimizer step, over all ranks."""
+        return self.core.micro_batch * self.core.accumulation_steps * self.groups.dp.size
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
@@ -487,10 +451,11 @@ class Engine:
         self.finish_save()
         wait_for_earlier_saves(earlier, self.groups.world)
         in_background &= not self.core.engine_storage.has_offloaded_state
-        epochs = self.training_dataloader
+        epochs, batch_size = self.training_dataloader, self.train_batch_size()
         save = begin_engine_save(
             self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop_state={**self._batch_sizes.state_dict(),
+            loop_state={"global_samples": self.global_samples,
+                        "train_batch_size": None if batch_size == self._configured_batch_size else batch_size,
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
             config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
@@ -553,8 +518,12 @@ class Engine:
         if options.counters:
             self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
             loop_state = checkpoint.shared_state.get("loop", {})
-            if (note := self._batch_sizes.restore(loop_state)) is not None:
-                self._print(f"warning: {note}")
+            self.global_samples = loop_state.get("global_samples", self.global_steps * self.train_batch_size())
+            saved_size = loop_state.get("train_batch_size")
+            if saved_size not in (None, self.train_batch_size()):  # the batch sizes stay those of this run
+                self._print("warning: the checkpoint's run had called set_train_batch_size or "
+                            f"set_train_micro_batch_size, and took {saved_size} samples a step; this one takes "
+                            f"{self.train_batch_size()}: call it here as well to go on with {saved_size}")
             epochs = self.training_dataloader
             if isinstance(epochs, EpochDataLoader) and loop_state.get("epoch") is not None:
                 epochs.set_epoch(loop_state["epoch"])

@@ -63,11 +63,6 @@ class MonitorConfig:
     wandb: WandbProject | None = None
 
     @property
-    def print_interval(self) -> int:
-        """Steps between console lines."""
-        return self.steps_per_print or (DEFAULT_STEPS_PER_PRINT if self.times or self.memory else 0)
-
-    @property
     def writes_scalars(self) -> bool:
         return (self.tensorboard_dir, self.csv_dir, self.wandb) != (None, None, None)
 
@@ -78,7 +73,10 @@ class EngineMonitor:
     def __init__(self, config: MonitorConfig, device: torch.device, is_first_rank: bool,
                  read_nvme_stats: Callable[[], NvmeStats | None]) -> None:
         self.config = config
-        self._active_config = config if is_first_rank else MonitorConfig()
+        self._active_config = active = config if is_first_rank else MonitorConfig()
+        self._print_interval = active.steps_per_print or (
+            DEFAULT_STEPS_PER_PRINT if active.times or active.memory else 0)
+        """Steps between console lines; 0: none."""
         self._device, self._read_nvme_stats = device, read_nvme_stats
         self._loss: Tensor | None = None
         self._seconds: dict[str, float] = {}  # by phase, since the last console line
@@ -140,7 +138,7 @@ class EngineMonitor:
 
     def add_loss(self, part: Tensor) -> None:
         """Add a micro-batch's share of the step's loss; it stays on the device."""
-        if self._active_config.print_interval or self._sinks:
+        if self._print_interval or self._sinks:
             part = part.detach()
             self._loss = part if self._loss is None else self._loss + part
 
@@ -151,12 +149,11 @@ class EngineMonitor:
         loss, self._loss = self._loss, None
         if loss is None:  # nothing is reported
             return
-        interval = self._active_config.print_interval
-        is_due = interval > 0 and engine.global_steps % interval == 0
+        is_due = self._print_interval > 0 and engine.global_steps % self._print_interval == 0
         if self._sinks:
             samples = engine.global_samples
             events = [(f"{TAG_PREFIX}lr", engine.get_lr()[0], samples)]
-            if engine.fp16_enabled():
+            if engine.config.precision.fp16:
                 events.append((f"{TAG_PREFIX}loss_scale", engine.cur_scale, samples))
             if is_due:
                 events += [(f"{TAG_PREFIX}elapsed_time_ms_{name}", value, samples)

@@ -258,7 +258,8 @@ def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:
     for line in lines:
         print(line.strip(), flush=True)
     if ds_config.engine_values.get("dump_state"):
-        tree = {"batch": dict(zip(BATCH_SIZE_KEYS, engine.get_batch_info(), strict=True)), **config.as_dict(),
+        sizes = engine.train_batch_size(), engine.core.micro_batch, engine.core.accumulation_steps
+        tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
                 "report": asdict(engine.monitor.config)}
         print("configuration", *(f"  {section}.{name}: {value}" for section in ("batch", *ENGINE_SECTIONS, "report")
                                  for name, value in tree[section].items()), sep="\n", flush=True)

@@ -1,13 +1,12 @@
-"""The optimizer, the learning rate scheduler and the data loader of an engine, with torch's interfaces; batch sizes.
+"""The optimizer, the learning rate scheduler and the data loader of an engine, with torch's interfaces.
 
 The engine itself takes the steps. The optimizer's `param_groups` are the engine's: a scheduler that sets `group["lr"]`
 changes the learning rate of the next step. The schedule's formulas and DeepSpeed's scheduler classes are in
 megatron/optim/schedulers.py.
 
-Batch sizes may change between two steps; each rank sets its own, and the step compares them. The loader yields
-micro-batches of this data-parallel rank. The order of an epoch depends on the seed and the epoch only, not on the
-number of ranks. An epoch ends when a loop that took optimizer steps reaches its end; a loop without steps, or one left
-early, repeats the same order. A checkpoint stores the epoch and resumes from its start.
+The loader yields micro-batches of this data-parallel rank. The order of an epoch depends on the seed and the epoch
+only, not on the number of ranks. An epoch ends when a loop that took optimizer steps reaches its end; a loop without
+steps, or one left early, repeats the same order. A checkpoint stores the epoch and resumes from its start.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megatron.config.schema import require
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.optim.schedulers import DeepSpeedScheduler, LRSchedule
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.flat_buffers import DTYPES
 
 
 class LRSchedulerProtocol(Protocol):
@@ -161,59 +158,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise ConfigError("optimizer state is split over ranks: engine.load_checkpoint() loads it")
-
-
-class BatchSizes:
-    """The batch sizes of one engine, and its sample counter."""
-
-    def __init__(self, core: ZeroEngine, config: Config) -> None:
-        self._core, self._dp = core, core.groups.dp.size
-        self._configured_size = config.global_batch_size(self._dp)
-        core.micro_batch = self.micro_batch_size = config.train.batch_size
-        self.consumed_samples = 0
-        """Of all optimizer steps, whatever their batch size."""
-        # fp32 accumulation buffers can only be allocated with the engine
-        self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
-                                or DTYPES[config.precision.name] == torch.float32)
-
-    @property
-    def train_batch_size(self) -> int:
-        return self.micro_batch_size * self._core.accumulation_steps * self._dp
-
-    def state_dict(self) -> dict[str, Any]:
-        size = self.train_batch_size
-        return {"global_samples": self.consumed_samples,
-                "train_batch_size": None if size == self._configured_size else size}
-
-    def restore(self, saved: Mapping[str, Any]) -> str | None:
-        """Restore the sample counter. The batch sizes stay those of this run; a note if the saved run had changed its
-        own."""
-        self.consumed_samples = saved.get("global_samples", self._core.global_steps * self.train_batch_size)
-        size = saved.get("train_batch_size")
-        if size in (None, self.train_batch_size):
-            return None
-        return (f"the checkpoint's run had called set_train_batch_size or set_train_micro_batch_size, and took {size} "
-                f"samples a step; this one takes {self.train_batch_size}: call it here as well to go on with {size}")
-
-    def set_micro_batch_size(self, size: int) -> None:
-        self._check_between_steps("set_train_micro_batch_size")
-        require(isinstance(size, int) and size >= 1, f"set_train_micro_batch_size: {size!r}; expected an integer >= 1")
-        self._core.micro_batch = self.micro_batch_size = size
-
-    def set_train_batch_size(self, total: int) -> None:
-        self._check_between_steps("set_train_batch_size")
-        require(isinstance(total, int), f"set_train_batch_size: {total!r}; expected an integer")
-        unit = self.micro_batch_size * self._dp
-        count, rest = divmod(total, unit)
-        require(count >= 1 and rest == 0, f"set_train_batch_size: {total} is not a multiple of micro-batch "
-                f"{self.micro_batch_size} x data parallel {self._dp} = {unit}")
-        require(count == 1 or self._can_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
-                "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
-        self._core.set_accumulation_steps(count)
-
-    def _check_between_steps(self, call: str) -> None:
-        require(not self._core.has_gradients and not self._core.is_step_open,
-                f"{call}: a step is under way; call it after the last micro-batch of one")
 
 
 class EpochDataLoader(DataLoader[Any]):

@@ -15,9 +15,9 @@ from megatron.errors import NumericsError
 from megatron.optim import adam
 from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.step_result import all_reduce_step_scalars
+from megatron.zero.step_result import scalars_on_device
 from mpu import grads, groups
-from mpu.groups import Group, Groups
+from mpu.groups import Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
@@ -81,12 +81,10 @@ def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision:
 
 def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_more() -> None:
     """However many numbers the host gives: a digest, an objection, extra scalars."""
-    extra_scalars = (2.0, torch.full((), 3.0), 0, 5.0)
-    square = torch.full((), 7.0, dtype=torch.float64)
-    with patch("megatron.zero.step_result.all_reduce_into") as travels, Launches() as counted:
-        row = all_reduce_step_scalars(square, Group(1, 3, (0, 1, 2)), digest=11, has_veto=True, scalars=extra_scalars)
-    assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and travels.call_count == 1
-    assert counted.kernels == {"copy_": 3}
+    numbers = (torch.full((), 7.0, dtype=torch.float64), 11, 121, True, 2.0, torch.full((), 3.0), 0, 5.0)
+    with Launches() as counted:
+        row = scalars_on_device(torch.device("cpu"), numbers)
+    assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and counted.kernels == {"copy_": 3}
 
 
 def launches_of_two(rank: int, world: int) -> list[int]:

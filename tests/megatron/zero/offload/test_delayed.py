@@ -97,7 +97,7 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
-            assert engine._optimizer_step.update.is_running
+            assert engine._optimizer_step.update.running is not None
             weight = engine.module.wpe.weight
             newest = safe_get_full_fp32_param(weight)
             with GatheredParameters(weight):  # those of the last step are lent
@@ -213,7 +213,7 @@ def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
         before_forward(passes, unit)
         if unit.is_root and not passes.in_backward:
             update, = made
-            beside.append((torch.is_grad_enabled(), update.is_running))
+            beside.append((torch.is_grad_enabled(), update.running is not None))
 
     made: list[DelayedOptimizerUpdate] = []
     begin = DelayedOptimizerUpdate.__init__
@@ -269,7 +269,7 @@ def broken(rank: int, world: int) -> list[str]:
         engine.finish_step()
         with patch.object(engine.rule, "step", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._optimizer_step.update._running])
+            wait([engine._optimizer_step.update.running])
         for _ in range(2):
             try:
                 train(engine, rows[2:])
