@@ -151,14 +151,6 @@ class TensorLocation:
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """The parsed header of a safetensors file."""
-
-    tensors: Mapping[str, TensorLocation]
-    metadata: Mapping[str, str]
-
-
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = {}) -> bytes:
     """The header of a safetensors file with these tensors (key -> dtype, shape), in this order."""
     entries: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
@@ -171,8 +163,8 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
-    """Read and check the header of a file opened at its beginning."""
+def read_header(file: IO[bytes], where: str) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    """(tensors, metadata) from the checked header of a safetensors file opened at its beginning."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -198,4 +190,4 @@ def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
         end += place.nbytes
     if end != size:
         raise CheckpointError(f"{where}: its tensors end at byte {end}, the file has {size}")
-    return SafetensorsHeader(locations, metadata)
+    return locations, metadata

@@ -30,8 +30,8 @@ from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, M
                                           read_rank_manifest)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import (TagChoice, check_tag_exists, choose_tag, latest_file_warning, print_to_stderr,
-                                      read_tag_manifest, tag_folder, unknown_files_warning)
+from megatron.checkpoint.tags import (TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder,
+                                      unknown_files_warning)
 from megatron.checkpoint.verify import parse_shared_state, unexpected_names, verify_share
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
@@ -48,13 +48,9 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     int8 weights, which are otherwise refused."""
     folder = Path(root)
 
-    def choose() -> list[Any]:
-        choice = choose_tag(folder, tag if tag is None else check_tag_exists(folder, tag))
-        if tag is None and (warning := latest_file_warning(folder, choice.first)):
-            print_to_stderr(warning)
-        return [*astuple(choice)]
-
-    choice = TagChoice(*on_rank_0(choose, world))
+    choice = TagChoice(*on_rank_0(lambda: astuple(choose_tag(folder, tag)), world))
+    if choice.warning is not None and world.rank == 0:
+        print_to_stderr(choice.warning)
     names, advice = [choice.first], ""
     if fallback and choice.fallbacks:
         names += choice.fallbacks
@@ -71,7 +67,7 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
                 raise CheckpointError(f"{error}{advice}") from error
             if world.rank == 0:
                 print_to_stderr(f"warning: {error}; falling back to an older tag, {names[0]}{choice.assumption}")
-    if found.has(INT8_KIND) and not int8:
+    if INT8_KIND in found.kinds and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
@@ -103,6 +99,8 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.tag, self.iteration = folder, manifest, manifest.tag, manifest.iteration
         self.config, self.layout = manifest.config, manifest.layout
+        self.label = f"{self.tag} of {folder.parent}"
+        self.shared_label = f"tag {self.tag}: file {SHARED_STATE_FILE}"
         self.tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
@@ -110,9 +108,6 @@ class Checkpoint:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         return tuple(sorted({kind for kind, _ in self.tensors}))
-
-    def has(self, kind: str) -> bool:
-        return kind in self.kinds
 
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
@@ -122,7 +117,7 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        where = f"tag {self.tag}: file {SHARED_STATE_FILE}"
+        where = self.shared_label
         value = parse_json(read_bytes(self.folder / SHARED_STATE_FILE, where), where)
         return self._decode_state(parse_shared_state(value, provenance_of(self.manifest, 0), where), where, 0)
 
@@ -132,10 +127,6 @@ class Checkpoint:
             return None
         where = f"tag {self.tag}: file {rank_manifest_name(rank)}"
         return self._decode_state(self._rank_manifest(rank).state, where, rank)
-
-    def read(self, kind: str, name: str, *, offset: int, out: torch.Tensor, **local: Any) -> None:
-        """`read_slice` with the fields of a TPSlice as arguments of their own."""
-        self.read_slice(kind, name, TPSlice(**local), offset, out)
 
     def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with elements from `offset` of the flattened local tensor."""
@@ -222,7 +213,7 @@ def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count
 def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
     names = {name: name for name in checkpoint.names("weight")}
-    with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
+    with reraise_as_corrupt(f"{checkpoint.shared_label}: field 'tied'"):
         names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
     items = []
     for name, saved in sorted(names.items()):  # safetensors requires a tied tensor to be stored under each name
@@ -254,10 +245,9 @@ def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
         precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
     if shape.vocab_size is None:
         raise CheckpointError(
-            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected a GPT2 "
+            f"{checkpoint.label} does not record the shape of its model: expected a GPT2 "
             "of megatron.model; load_checkpoint into the model it was saved from, and save_checkpoint, record it")
-    state = StrictRecord(checkpoint.shared_state,
-                         f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
+    state = StrictRecord(checkpoint.shared_state, checkpoint.shared_label).take_field("client_state", dict)
     tokenizer = tokenizer_facts_of_state(state)
     if tokenizer is not None and data.get("tokenizer_type") is None:
         data["tokenizer_type"] = tokenizer.name

@@ -81,11 +81,6 @@ class TensorPiece:
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data
 
-    def to_tensor_entry(self) -> TensorEntry:
-        """The manifest entry if one data-parallel rank holds the whole tensor."""
-        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype], self.local.sharding,
-                           DPSharding(0, prod(self.local.shape)))
-
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -110,7 +105,6 @@ def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveRep
 class RankFiles:
     """What one rank writes; `rank_manifest` still without its files."""
 
-    rank: int
     rank_manifest: RankManifest
     tensors: list[FileTensor]
     texts: Mapping[str, bytes]
@@ -123,15 +117,16 @@ class RankFiles:
     def write(self, folder: Path) -> int:
         """Write the files, the rank manifest last; returns the bytes."""
         files: dict[str, FileEntry] = {}
-        metadata = {name: str(value) for name, value in self.rank_manifest.provenance.items()}
+        provenance, rank = self.rank_manifest.provenance, int(self.rank_manifest.provenance["rank"])
+        metadata = {name: str(value) for name, value in provenance.items()}
         for index, batch in enumerate(split_files(self.tensors)):
-            name = tensor_file_name(self.rank, index)
+            name = tensor_file_name(rank, index)
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_file(folder / name, batch, metadata)
         for name, text in self.texts.items():
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_blob(folder / name, text)
-        name, text = rank_manifest_name(self.rank), replace(self.rank_manifest, files=files).to_bytes()
+        name, text = rank_manifest_name(rank), replace(self.rank_manifest, files=files).to_bytes()
         with explain_disk_errors(folder / name, len(text)):
             write_blob(folder / name, text)
         return sum(entry.size for entry in files.values()) + len(text)
@@ -146,11 +141,11 @@ def collect_rank_files(manifest: Manifest, rank: int, pieces: Iterable[TensorPie
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": provenance, "state": encode_state(shared_state, "shared", items)}
-        texts = {SHARED_STATE_FILE: _json_bytes(shared),
-                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
+        values = {SHARED_STATE_FILE: {"origin": provenance, "state": encode_state(shared_state, "shared", items)},
+                  CONFIG_FILE: encode_state(manifest.config, "config", items)}
+        texts = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in values.items()}
     items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
-    return RankFiles(rank, RankManifest(provenance, {}, own, lineage), items, texts)
+    return RankFiles(RankManifest(provenance, {}, own, lineage), items, texts)
 
 
 class PendingSave:
@@ -178,8 +173,10 @@ class PendingSave:
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         place = world.rank if place is None else place
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
-        entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
-                         key=lambda entry: (entry.kind, entry.name))
+        if tensors is None:
+            tensors = (TensorEntry(piece.kind, piece.name, DTYPE_NAMES[piece.data.dtype], piece.local.sharding,
+                                   DPSharding(0, prod(piece.local.shape))) for piece in own)
+        entries = sorted(tensors, key=lambda entry: (entry.kind, entry.name))
         self.manifest = Manifest(tag, iteration, run_id, self._lineage.branch, history=self._lineage.history,
                                  layout=layout, config=config, tensors=tuple(entries))
         self.manifest = replace(self.manifest, save_id=_agree_on_save_id(self.manifest, own, place, world))
@@ -191,11 +188,8 @@ class PendingSave:
         self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)
         needed = sum_over_ranks(self._files.nbytes, world)
         self._staging_lock = ExitStack()  # of rank 0
-
-        def prepare() -> str:
-            return str(self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))
-
-        self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(prepare), world))
+        self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(lambda: str(
+            self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))), world))
 
     def _explain_out_of_memory(self, action: Callable[[], T]) -> T:
         return explain_out_of_memory(action, self.world, f"saving {self.manifest.tag}")
@@ -300,7 +294,3 @@ def _replacement_note(root: Path, tag: str) -> str | None:
         return f"replacing {root / tag}, which is damaged{lost}"
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
-
-
-def _json_bytes(value: object) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"

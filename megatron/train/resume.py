@@ -21,18 +21,18 @@ from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tags import (check_tag_exists, choose_tag, dangling, find_tag_of_step, has_no_checkpoint,
-                                      iterations_by_tag, parse_checkpoint_path, tag_names)
+from megatron.checkpoint.tags import (choose_tag, dangling, find_tag_of_step, has_no_checkpoint, iterations_by_tag,
+                                      parse_checkpoint_path, tag_names)
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_config import read_model_fields
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
-from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedulers import LRSchedule
 from megatron.train.loop import TrainState, lr_scheduler_of
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
-from megatron.zero.api.checkpoint_state import check_shared_state, shared_state_label
+from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.engine import Engine
 from mpu.groups import Groups
 
@@ -104,7 +104,7 @@ class RunCheckpoints:
                                   "position of a run: give --finetune to start from its weights")
         scheduler = lr_scheduler_of(engine)
         state, schedule, data_fingerprint = (TrainState(), None, "") if section.finetune else parse_loop_state(
-            saved, f"{shared_state_label(checkpoint)}: field 'client_state'")
+            saved, f"{checkpoint.shared_label}: field 'client_state'")
         if schedule is not None:  # restoring sets the learning rate from the schedule, so choose that first
             scheduler.schedule = _choose_schedule(self.config, schedule, scheduler.schedule)
         same_precision = _precision(checkpoint.config) == self.config.precision.name
@@ -141,14 +141,7 @@ class RunCheckpoints:
     def _note_later_tags(self, state: TrainState) -> None:
         """Note tags in --save of later steps, from a branch that this run leaves or from another run."""
         root = self.config.save.save
-
-        def saved_iterations() -> dict[str, int]:
-            try:
-                return iterations_by_tag(Path(root)) if root is not None else {}
-            except CheckpointError as error:
-                raise StorageError(f"--save: {error}") from error
-
-        saved = on_rank_0(saved_iterations, self.groups.world)
+        saved = {} if root is None else on_rank_0(lambda: iterations_by_tag(Path(root)), self.groups.world)
         if later := [tag for tag, step in saved.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
@@ -183,10 +176,7 @@ class RunCheckpoints:
             self.notes += [f" {note}"] if note else []
         if same and tag is None and has_no_checkpoint(root):
             return None, None
-        if tag is None:
-            choose_tag(root)  # raises CheckpointError if there is none
-        else:
-            check_tag_exists(root, tag)
+        choose_tag(root, tag)  # raises CheckpointError if there is none
         return str(root), tag
 
     # ---- saving -------------------------------------------------------------------------------------------------

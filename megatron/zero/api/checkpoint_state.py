@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.file_formats import StrictRecord
-from megatron.checkpoint.manifest import SHARED_STATE_FILE, TensorEntry
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
@@ -74,18 +74,10 @@ OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_
 """Fields of the shared state that may be missing or None, with their types."""
 
 
-def checkpoint_label(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.tag} of {checkpoint.folder.parent}"
-
-
-def shared_state_label(checkpoint: Checkpoint) -> str:
-    return f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}"
-
-
 def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
-    where = shared_state_label(checkpoint)
+    where = checkpoint.shared_label
     state = StrictRecord({name: value for name, value in checkpoint.shared_state.items()
                           if value is not None or name not in OPTIONAL_FIELDS}, where)
     state.take_field("run_id", str)
@@ -224,7 +216,7 @@ def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
     expected = tp_sharding_of(*_worker_error_shape(slot, 1), engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
         raise CheckpointError(
-            f"{checkpoint_label(checkpoint)} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
+            f"{checkpoint.label} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
             f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
 

@@ -27,7 +27,7 @@ def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
     with printed() as lines:
         tag = open_checkpoint(root, **options).tag
     if not options and latest_tag(root) is not None:
-        assert zero_to_fp32.open_tag(root).manifest["tag"] == tag, "the script beside the tags takes another"
+        assert zero_to_fp32.open_tag(root)[1]["tag"] == tag, "the script beside the tags takes another"
     elif not options:
         with pytest.raises(zero_to_fp32.DamagedCheckpoint, match="holds no tag|has no usable `latest`; it holds"):
             zero_to_fp32.open_tag(root)

@@ -102,9 +102,9 @@ def test_a_tag_that_stands_aside_counts_until_its_successor_is_there(tmp_path: P
         save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
     save_grid(tmp_path / "new", Grid(1, 1), step=2, run="new")
     (tmp_path / "global_step2").rename(tmp_path / ".aside-global_step2")
-    assert zero_to_fp32.open_tag(tmp_path).manifest["run_id"] == "made"
+    assert zero_to_fp32.open_tag(tmp_path)[1]["run_id"] == "made"
     (tmp_path / "new" / "global_step2").rename(tmp_path / "global_step2")
-    assert zero_to_fp32.open_tag(tmp_path).manifest["run_id"] == "new"
+    assert zero_to_fp32.open_tag(tmp_path)[1]["run_id"] == "new"
     (tmp_path / "global_step2").rename(tmp_path / "new" / "global_step3")
     with pytest.raises(zero_to_fp32.DamagedCheckpoint, match="its manifest is of tag 'global_step2'"):
         zero_to_fp32.open_tag(tmp_path / "new", "global_step3")

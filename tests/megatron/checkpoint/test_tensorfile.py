@@ -144,9 +144,8 @@ def test_a_run_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
     out = torch.empty(3, dtype=torch.float64)
     file.read("w", 1, out)
     assert out.tolist() == [1, 2, 3]
-    for key, count in (("w", 4), ("v", 1)):
-        with pytest.raises(CheckpointError, match="file f: "):
-            file.read(key, 1, torch.empty(count))
+    with pytest.raises(CheckpointError, match="file f: "):
+        file.read("w", 1, torch.empty(4))
 
 
 @pytest.mark.parametrize("header", [
