@@ -28,7 +28,7 @@ from typing import final
 from data.storage import (LockFile, LockResult, StorageFault, fsync_directory, lock_when_free, staged_file, try_lock,
                           unlock_on_exit, write_json_atomic)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
-                                          manifest_checksum, read_commit_number)
+                                          read_manifest_end)
 from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, commit_records, committed_pending_tag,
                                       format_file_names, latest_tag, link_target_outside, print_to_stderr, read_latest,
                                       read_tag_manifest, tag_folder, unknown_files)
@@ -320,7 +320,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
                 file.write(script)
         try:
             if latest:
-                pending = {"tag": tag, "seal": manifest_checksum(staging), "was": read_latest(root)}
+                pending = {"tag": tag, "seal": read_manifest_end(staging)[1], "was": read_latest(root)}
                 write_json_atomic(_remove_link(root / PENDING_LATEST), pending)
             if folder.exists() and aside.exists():
                 discard_folder(folder)  # `clean_up_save_root` kept the aside copy because this one is damaged
@@ -345,7 +345,7 @@ def _write_latest(root: Path, tag: str) -> None:
 
 def last_commit_number(root: Path) -> int:
     """The largest commit number in the root; 0 without tags."""
-    return max((read_commit_number(root / name) for name in os.listdir(root)
+    return max((read_manifest_end(root / name)[0] for name in os.listdir(root)
                 if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
                 and link_target_outside(root / name, root) is None), default=0)
 

@@ -26,7 +26,7 @@ from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors,
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, Manifest, RankManifest, TensorEntry,
-                                          manifest_checksum, piece_key, provenance_of, rank_manifest_name,
+                                          piece_key, provenance_of, rank_manifest_name, read_manifest_end,
                                           read_rank_manifest)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
@@ -85,7 +85,7 @@ def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
             return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
     manifest, checked = all_succeed_or_raise(check, world)
-    assert_equal_across_ranks({f"tag {tag}": manifest_checksum(tag_folder(root, tag))}, world,
+    assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
     count = sum_over_ranks(checked, world)
     if others := all_succeed_or_raise(find_others, world):
@@ -239,10 +239,15 @@ class RecordedModel:
     tokenizer: TokenizerFacts | None
 
 
+def recorded_precision(config: Mapping[str, Any]) -> str:
+    """fp32, fp16 or bf16 in a saved configuration."""
+    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
+
+
 def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
     with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
         shape, data = ModelConfig(**checkpoint.config["model"]), dict(checkpoint.config["data"])
-        precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
+        precision = recorded_precision(checkpoint.config)
     if shape.vocab_size is None:
         raise CheckpointError(
             f"{checkpoint.label} does not record the shape of its model: expected a GPT2 "

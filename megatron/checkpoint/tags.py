@@ -25,8 +25,8 @@ from data.storage import escape_to_one_line
 from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
                                               unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
-                                          iteration_of_tag, manifest_checksum, parse_lineage, rank_manifest_name,
-                                          rank_of_file, read_manifest)
+                                          iteration_of_tag, parse_lineage, rank_manifest_name, rank_of_file,
+                                          read_manifest, read_manifest_end)
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3
@@ -221,7 +221,7 @@ def committed_pending_tag(root: Path) -> str | None:
     except CheckpointError:
         return None
     is_outdated = not is_safe_name(tag) or (was if isinstance(was, str) else None) != read_latest(root)
-    return None if is_outdated or manifest_checksum(tag_folder(root, tag)) != seal else tag
+    return None if is_outdated or read_manifest_end(tag_folder(root, tag))[1] != seal else tag
 
 
 def latest_tag(root: Path) -> str | None:

@@ -169,7 +169,9 @@ class PendingSave:
         data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
         With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
         self._begin, self.root, self.world = time.perf_counter(), Path(root), world
-        self._written: int | None = None
+        self._written = 0
+        self.is_committing = False
+        """The next or current phase is the last one."""
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         place = world.rank if place is None else place
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
@@ -194,11 +196,6 @@ class PendingSave:
     def _explain_out_of_memory(self, action: Callable[[], T]) -> T:
         return explain_out_of_memory(action, self.world, f"saving {self.manifest.tag}")
 
-    @property
-    def is_committing(self) -> bool:
-        """Whether the next or current phase is the last one."""
-        return self._written is not None
-
     def run_phase(self) -> int:
         """This rank's part of the phase; returns the bytes written. No communication."""
         if not self.is_committing:
@@ -215,11 +212,12 @@ class PendingSave:
                 shutil.rmtree(self._staging, ignore_errors=True)
             self.close()
             raise
-        if self._written is None:
-            self._written = nbytes
+        self._written += nbytes
+        if not self.is_committing:
+            self.is_committing = True
             return True
         self.close()
-        self.report = SaveReport(self.manifest.tag, self._written + nbytes, time.perf_counter() - self._begin)
+        self.report = SaveReport(self.manifest.tag, self._written, time.perf_counter() - self._begin)
         return False
 
     def finish(self) -> SaveReport:
@@ -238,7 +236,6 @@ class PendingSave:
         with explain_disk_errors(root / tag, 0), exclusive_access(root):
             if replaced := _replacement_note(root, tag):
                 print_to_stderr(replaced)
-            assert self._written is not None
             now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
             earlier = last_commit_number(root), *(known.commit for known in self.manifest.history)
             made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier))

@@ -113,24 +113,17 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 class OutputTensor(NamedTuple):
-    """One tensor of the output: its size is known now, its data is loaded when it is written."""
+    """One tensor of the output, or stored in a file: its size is known now, its data is loaded when it is written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    load: Callable[[], Any]
+    load: Callable[..., Any]
     saved_as: str  # its name in the checkpoint; a tied tensor has several in the output
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-class StoredTensor(NamedTuple):
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
 
 
 def output_tensors(folder: Path, manifest: dict[str, Any], exclude_frozen: bool = False) -> list[OutputTensor]:
@@ -143,15 +136,15 @@ def output_tensors(folder: Path, manifest: dict[str, Any], exclude_frozen: bool 
         if exclude_frozen and not trained:
             raise InvalidArguments(f"--exclude_frozen_parameters: {folder.name} holds no optimizer state, "
                                    "which would show what is frozen; leave the flag out")
-        stored = dict[str, StoredTensor]()
+        stored = dict[str, OutputTensor]()
         for rank in range(layout["tp"] * layout["dp"]):
             stored |= verify_rank(folder, manifest, rank)
         # weight/NAME/TP_RANK/OFFSET: consecutive elements of the flattened tensor that a tensor parallel rank holds
-        pieces: dict[str, list[tuple[int, int, StoredTensor]]] = {}
-        for key, where in stored.items():
+        pieces: dict[str, list[tuple[int, int, OutputTensor]]] = {}
+        for key in stored:
             if key.startswith("weight/"):
                 name, tp_rank, offset = key.removeprefix("weight/").rsplit("/", 2)
-                pieces.setdefault(name, []).append((int(tp_rank), int(offset), where))
+                pieces.setdefault(name, []).append((int(tp_rank), int(offset), stored[key]))
         found = {}
         for tensor in tensors:
             name, cut = tensor["name"], tensor["sharding"]
@@ -163,14 +156,14 @@ def output_tensors(folder: Path, manifest: dict[str, Any], exclude_frozen: bool 
                 found[name] = OutputTensor(name, tuple(shape), "F32", load, name)
         shared = json.loads((folder / "shared.json").read_bytes())["state"]
         for name, value in shared.get("buffers", {}).items():
-            where = stored[value["$tensor"]]
-            dtype = "F32" if "F" in where.dtype else where.dtype
-            found[name] = OutputTensor(name, where.shape, dtype, partial(read_stored, where), name)
+            buffer = stored[value["$tensor"]]
+            dtype = "F32" if "F" in buffer.dtype else buffer.dtype
+            found[name] = buffer._replace(name=name, dtype=dtype, saved_as=name)
         tied = [found[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items() if saved in found]
         return sorted([*found.values(), *tied], key=lambda entry: (entry.saved_as, entry.name))
 
 
-def verify_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, StoredTensor]:
+def verify_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, OutputTensor]:
     """Check origin, size and checksum of each file that `rank<k>.json` lists; returns the tensors in them, by key."""
     def check_origin(path: Path, stated: dict[str, Any]) -> None:
         for name, right in {**manifest, "rank": rank}.items():
@@ -179,7 +172,7 @@ def verify_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, 
                 require(found == str(right), path, f"is of another checkpoint: {name} expected {right}, "
                         f"found {found:.80}")
 
-    stored, list_path = dict[str, StoredTensor](), folder / f"rank{rank}.json"
+    stored, list_path = dict[str, OutputTensor](), folder / f"rank{rank}.json"
     part = read_sealed(list_path)
     check_origin(list_path, part["origin"])
     require(rank or "shared.json" in part["files"], list_path, "does not list shared.json")
@@ -202,22 +195,24 @@ def verify_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, 
                     nbytes = prod(at["shape"]) * DTYPES[at["dtype"]].itemsize
                     require(0 <= first == end - nbytes <= size - begin - nbytes, path,
                             f"{key!r:.80} is not where its header says")
-                    stored[key] = StoredTensor(path, at["dtype"], tuple(at["shape"]), begin + first)
+                    load = partial(read_tensor, path, at["dtype"], tuple(at["shape"]), begin + first)
+                    stored[key] = OutputTensor(key, tuple(at["shape"]), at["dtype"], load, key)
     return stored
 
 
-def read_stored(stored: StoredTensor, start: int = 0, count: int | None = None) -> Any:
+def read_tensor(path: Path, dtype: str, shape: tuple[int, ...], offset: int, start: int = 0,
+                count: int | None = None) -> Any:
     """`count` elements from `start` on of the flattened tensor, or all in its shape; floating point as fp32."""
-    with explain_damage(stored.path):
-        dtype, number = DTYPES[stored.dtype], prod(stored.shape) if count is None else count
-        data = np.fromfile(stored.path, dtype, number, offset=stored.offset + start * dtype.itemsize)
-        if stored.dtype == "BF16":  # the upper half of an fp32
+    with explain_damage(path):
+        offset += start * DTYPES[dtype].itemsize
+        data = np.fromfile(path, DTYPES[dtype], prod(shape) if count is None else count, offset=offset)
+        if dtype == "BF16":  # the upper half of an fp32
             data = (data.astype("<u4") << 16).view("<f4")
-        return (data.astype("<f4") if "F" in stored.dtype else data).reshape(stored.shape if count is None else number)
+        return (data.astype("<f4") if "F" in dtype else data).reshape(shape if count is None else count)
 
 
 def join_pieces(path: Path, cut: dict[str, Any], shape: tuple[int, ...],
-                pieces: list[tuple[int, int, StoredTensor]]) -> Any:
+                pieces: list[tuple[int, int, OutputTensor]]) -> Any:
     """A whole weight as fp32, put together from its pieces (tensor parallel rank, offset, data), a block at a time."""
     with explain_damage(path):
         local_shape, dim, stride, tp = (cut[key] for key in ("local_shape", "dim", "stride", "tp_size"))
@@ -229,7 +224,7 @@ def join_pieces(path: Path, cut: dict[str, Any], shape: tuple[int, ...],
             require((tp_rank, offset) == end and offset + count <= local.size, path,
                     "one of its pieces is not where the one before it ends")
             for start in range(0, count, BLOCK):
-                data = read_stored(stored, start, min(BLOCK, count - start))
+                data = stored.load(start, min(BLOCK, count - start))
                 local.flat[offset + start:offset + start + len(data)] = data
             end = divmod(tp_rank * local.size + offset + count, local.size)
         require(end == (tp, 0) or out.size == 0, path, "is not complete")

@@ -20,7 +20,7 @@ from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint, recorded_precision
 from megatron.checkpoint.tags import (choose_tag, dangling, find_tag_of_step, has_no_checkpoint, iterations_by_tag,
                                       parse_checkpoint_path, tag_names)
 from megatron.checkpoint.writer import SaveReport
@@ -107,7 +107,7 @@ class RunCheckpoints:
             saved, f"{checkpoint.shared_label}: field 'client_state'")
         if schedule is not None:  # restoring sets the learning rate from the schedule, so choose that first
             scheduler.schedule = _choose_schedule(self.config, schedule, scheduler.schedule)
-        same_precision = _precision(checkpoint.config) == self.config.precision.name
+        same_precision = recorded_precision(checkpoint.config) == self.config.precision.name
         engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                                rng=not (section.finetune or section.no_load_rng),
                                                loss_scale=same_precision,
@@ -231,7 +231,7 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     rows = _compare_models(ModelConfig(**saved["model"]), config.model)
     if not config.save.finetune:
         if not config.save.load_precision_change:
-            rows.append(("precision", _precision(saved), config.precision.name))
+            rows.append(("precision", recorded_precision(saved), config.precision.name))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
         rows.append(("--seq-length", length, config.seq_length))
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
@@ -252,14 +252,9 @@ def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
             + ("" if is_same else ", and --train-data may be another corpus"))
 
 
-def _precision(config: Mapping[str, Any]) -> str:
-    """fp32, fp16 or bf16 in a saved configuration."""
-    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
-
-
 def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> list[str]:
     """One line on what was resharded; empty if nothing was."""
-    saved = {**checkpoint.layout, "precision": _precision(checkpoint.config)}
+    saved = {**checkpoint.layout, "precision": recorded_precision(checkpoint.config)}
     present = {**engine.layout, "precision": precision}
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
     if saved["precision"] != precision == "fp16":

@@ -33,8 +33,8 @@ from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, error_feedback_pieces,
-    error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups, tensor_entries)
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, error_feedback,
+    hyper_parameters, load_error_feedback, restore_param_groups, tensor_entries)
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
@@ -118,9 +118,9 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
                                                                            segment.fetch)
         local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
         pieces.append(TensorPiece(slot.name, segment.kind, local, offset, data))
-    if optimizer:
-        entries += error_feedback_tensors(engine)
-        pieces += error_feedback_pieces(engine)
+    if optimizer and engine.compressed_exchanges:
+        more_entries, more_pieces = error_feedback(engine)
+        entries, pieces = entries + more_entries, pieces + more_pieces
     shared = {
         "run_id": run_id,
         "engine": engine.scalar_state(),

@@ -149,31 +149,25 @@ def tensor_entries(layout: FlatLayout, dtypes: Mapping[str, torch.dtype], tp: in
                               DPSharding(slot.offset, layout.shard_numel))
 
 
-def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
-    """The error feedback of this rank."""
-    dp, tp = engine.groups.dp, engine.groups.tp
+def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPiece]]:
+    """The tensors that all ranks save together, and the pieces of this rank."""
+    dp, tp, entries, pieces = engine.groups.dp, engine.groups.tp, list[TensorEntry](), list[TensorPiece]()
     for exchange in engine.compressed_exchanges:
-        for slot in _nonempty_slots(exchange.layout):
-            shape, partition = _worker_error_shape(slot, dp.size)
-            yield TensorPiece(slot.name, WORKER_ERROR, TPSlice(shape, partition, tp.rank, tp.size),
-                              dp.rank * slot.numel, exchange.one_bit_mean.worker_error[slot.offset : slot.end])
-        for segment in exchange.layout.segments(dp.rank):
+        layout, mean = exchange.layout, exchange.one_bit_mean
+        dtype = DTYPE_NAMES[mean.worker_error.dtype]
+        for slot in _nonempty_slots(layout):
+            worker = TPSlice(*_worker_error_shape(slot, dp.size), tp.rank, tp.size)
+            server = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+            entries += [TensorEntry(WORKER_ERROR, slot.name, dtype, worker.sharding, DPSharding(0, slot.numel)),
+                        TensorEntry(SERVER_ERROR, slot.name, dtype, server.sharding,
+                                    DPSharding(slot.offset, layout.shard_numel))]
+            pieces.append(TensorPiece(slot.name, WORKER_ERROR, worker, dp.rank * slot.numel,
+                                      mean.worker_error[slot.offset : slot.end]))
+        for segment in layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            yield TensorPiece(slot.name, SERVER_ERROR, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
-                              segment.slot_offset, exchange.one_bit_mean.server_error[start:start + segment.count])
-
-
-def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
-    """The tensors that the pieces of all ranks make up."""
-    tp = engine.groups.tp.size
-    for exchange in engine.compressed_exchanges:
-        dtype = DTYPE_NAMES[exchange.one_bit_mean.worker_error.dtype]
-        for slot in _nonempty_slots(exchange.layout):
-            shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
-            yield TensorEntry(WORKER_ERROR, slot.name, dtype, tp_sharding_of(shape, partition, tp),
-                              DPSharding(0, slot.numel))
-            yield TensorEntry(SERVER_ERROR, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, tp),
-                              DPSharding(slot.offset, exchange.layout.shard_numel))
+            pieces.append(TensorPiece(slot.name, SERVER_ERROR, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
+                                      segment.slot_offset, mean.server_error[start : start + segment.count]))
+    return entries, pieces
 
 
 def check_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
