@@ -188,10 +188,8 @@ class RunCheckpoints:
         section, step = self.config.save, state.iteration
         folder = section.save
         assert folder is not None
-        counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
-        position = {**counters, "schedule": asdict(lr_scheduler_of(engine).schedule), "data": self._data_fingerprint,
-                    "tokenizer": asdict(self.tokenizer)}
-        engine.save_checkpoint(folder, client_state=position, save_optimizer_states=not section.no_save_optim,
+        client_state = loop_state(state, lr_scheduler_of(engine).schedule, self._data_fingerprint, self.tokenizer)
+        engine.save_checkpoint(folder, client_state=client_state, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
                                on_complete=lambda report: on_saved(report, step, folder))
@@ -291,13 +289,19 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
 
-LOOP_STATE_FIELDS = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
-"""Fields of the client state that the loop reads."""
+
+# ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
+
+def loop_state(state: TrainState, schedule: LRSchedule, data_fingerprint: str, tokenizer: TokenizerFacts
+               ) -> dict[str, Any]:
+    counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
+    return {**counters, "schedule": asdict(schedule), "data": data_fingerprint, "tokenizer": asdict(tokenizer)}
 
 
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
-    """(state, schedule, fingerprint of the data)."""
-    record = StrictRecord({name: saved[name] for name in LOOP_STATE_FIELDS if name in saved}, where)
+    """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
+    known = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
+    record = StrictRecord({name: saved[name] for name in known if name in saved}, where)
     schedule = _parse_schedule(StrictRecord(record.take_field("schedule", dict), f"{where}: schedule"))
     owes = record.take_field("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
     state = TrainState(record.take_count("iteration"), record.take_count("consumed_samples"), owes)

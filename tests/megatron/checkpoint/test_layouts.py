@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint import reader
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import TPSharding, TPSlice, tp_sharding_of
+from megatron.checkpoint.reshard import TPSharding, TPSlice
 from megatron.errors import CheckpointError
 from mpu.split import Partition
 from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, local, logical, runs, save_grid
@@ -114,33 +113,6 @@ def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
 
 
 # ---- the arithmetic, against plain slicing of an index tensor --------------------------------------------------------
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", SHAPES)
-def test_runs_map_every_element_to_where_slicing_puts_it(name: str, tp: int) -> None:
-    shape, partition = SHAPES[name]
-    index = torch.arange(float(prod(shape))).view(shape)
-    for rank in range(tp):
-        expected = local(index, partition, rank, tp, padding=-1)
-        found = torch.full((expected.numel(),), -1.0)
-        for run in tp_sharding_of(tuple(expected.shape), partition, tp).to_logical(
-                0 if partition is None else rank, 0, expected.numel()):
-            found[run.local_start:run.local_start + run.count] = index.flatten()[run.logical_start:run.logical_start +
-                                                                                 run.count]
-        assert torch.equal(found, expected.flatten())
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", SHAPES)
-def test_logical_runs_are_the_inverse(name: str, tp: int) -> None:
-    shape, partition = SHAPES[name]
-    index = torch.arange(prod(shape)).view(shape)
-    parts = [local(index, partition, rank, tp).flatten() for rank in range(tp)]
-    cut = tp_sharding_of(tuple(local(index, partition, 0, tp).shape), partition, tp)
-    for start, stop in [(0, prod(shape)), (3, prod(shape) - 1), (5, 6), (4, 4)]:
-        found = [parts[run.tp_rank][run.local_start:run.local_start + run.count] for run in cut.to_local(start, stop)]
-        assert torch.cat([torch.empty(0), *found]).tolist() == list(range(start, stop))
-
 
 def test_the_logical_shape_has_no_padding() -> None:
     assert TPSharding((16, 8), 0, 1, 50, 4).logical_shape == (50, 8)
