@@ -238,11 +238,6 @@ class Manifest(CommitRecord):
             seen.add((tensor.kind, tensor.name))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    where = f"tag {folder.name}: {MANIFEST}"
-    return parse_manifest(read_bytes(folder / MANIFEST, where), where)
-
-
 def read_manifest_end(folder: Path) -> tuple[int, str | None]:
     """(commit number, checksum) from the last bytes of a manifest, without parsing it; the checksum identifies a save.
     (0, None) without a whole manifest."""
@@ -332,10 +327,6 @@ class RankManifest:
     """The rank's own state, encoded (json_state.py)."""
     lineage: Mapping[str, Any] | None = None
     """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
-
-    @property
-    def tensor_files(self) -> list[str]:
-        return [name for name in self.files if name not in RANK_0_FILES]
 
     def to_bytes(self) -> bytes:
         files = {name: asdict(entry) for name, entry in self.files.items()}

@@ -25,8 +25,8 @@ from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors,
                                               reraise_as_corrupt)
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
-from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, Manifest, RankManifest, TensorEntry,
-                                          piece_key, provenance_of, rank_manifest_name, read_manifest_end,
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, Manifest, RankManifest,
+                                          TensorEntry, piece_key, provenance_of, rank_manifest_name, read_manifest_end,
                                           read_rank_manifest)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
@@ -162,7 +162,7 @@ class Checkpoint:
 
     def _file_holding(self, rank: int, key: str) -> SafetensorsReader:
         """The file of the rank that contains `key`."""
-        names = self._rank_manifest(rank).tensor_files
+        names = [name for name in self._rank_manifest(rank).files if name not in RANK_0_FILES]
         for name in names:
             if name not in self._open_files:
                 self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")

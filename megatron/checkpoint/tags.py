@@ -25,8 +25,8 @@ from data.storage import escape_to_one_line
 from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
                                               unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
-                                          iteration_of_tag, parse_lineage, rank_manifest_name, rank_of_file,
-                                          read_manifest, read_manifest_end)
+                                          iteration_of_tag, parse_lineage, parse_manifest, rank_manifest_name,
+                                          rank_of_file, read_manifest_end)
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3
@@ -100,7 +100,8 @@ def read_tag_manifest(root: Path, tag: str) -> Manifest:
     check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{describe_format(folder)}")
-    manifest = read_manifest(folder)
+    where = f"tag {folder.name}: {MANIFEST}"
+    manifest = parse_manifest(read_bytes(folder / MANIFEST, where), where)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
     return manifest

@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,8 +42,6 @@ from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_ta
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,7 @@ class PendingSave:
         self.is_committing = False
         """The next or current phase is the last one."""
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
+        self._explain_out_of_memory = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
         place = world.rank if place is None else place
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
         if tensors is None:
@@ -192,9 +192,6 @@ class PendingSave:
         self._staging_lock = ExitStack()  # of rank 0
         self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(lambda: str(
             self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))), world))
-
-    def _explain_out_of_memory(self, action: Callable[[], T]) -> T:
-        return explain_out_of_memory(action, self.world, f"saving {self.manifest.tag}")
 
     def run_phase(self) -> int:
         """This rank's part of the phase; returns the bytes written. No communication."""
