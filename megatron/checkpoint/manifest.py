@@ -278,10 +278,7 @@ def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
     record = StrictRecord(value, f"{where}: tensors[]")
     kind, name = record.take_field("kind", str), record.take_field("name", str)
     record.where = f"{where}: {kind} {name!r}"
-    cut = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding")
-    sharding = TPSharding(cut.take_counts("local_shape"), cut.take_optional_count("dim"), cut.take_count("stride"),
-                          cut.take_optional_count("size"), cut.take_count("tp_size"))
-    cut.check_all_taken()
+    sharding = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding").take_all(TPSharding)
     dp_sharding = DPSharding(record.take_count("start"), record.take_count("each"))
     entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding)
     record.check_all_taken()
@@ -366,8 +363,7 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     files: dict[str, FileEntry] = {}
     for file, value in record.take_field("files", dict).items():
         entry = StrictRecord(value, f"{where}: files[{check_safe_name(file, f'{where}: file')}]")
-        files[file] = FileEntry(entry.take_count("size"), entry.take_field("crc32", str))
-        entry.check_all_taken()
+        files[file] = entry.take_all(FileEntry)
         if file == name or rank_of_file(file) != rank:
             raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")
     rank_manifest = RankManifest(provenance, files, record.fields.pop("state", None), lineage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -302,31 +302,13 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, 
     """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
     known = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
     record = StrictRecord({name: saved[name] for name in known if name in saved}, where)
-    schedule = _parse_schedule(StrictRecord(record.take_field("schedule", dict), f"{where}: schedule"))
+    schedule = StrictRecord(record.take_field("schedule", dict), f"{where}: schedule").take_all(LRSchedule)
     owes = record.take_field("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
     state = TrainState(record.take_count("iteration"), record.take_count("consumed_samples"), owes)
     with reraise_as_corrupt(f"{where}: schedule"):
         schedule(state.iteration)
         schedule.betas(state.iteration)
     return state, schedule, record.take_field("data", str)
-
-
-def _parse_schedule(record: StrictRecord) -> LRSchedule:
-    """Optional fields may be missing; an unknown field is refused, since it would be ignored."""
-    values: dict[str, Any] = {}
-    for item in fields(LRSchedule):
-        if item.name not in record.fields and item.default is not MISSING:
-            continue
-        if item.type == "str":
-            values[item.name] = record.take_field(item.name, str)
-        elif item.type == "int":
-            values[item.name] = record.take_count(item.name)
-        elif item.default is None and record.fields[item.name] is None:
-            del record.fields[item.name]
-        else:
-            values[item.name] = record.take_number(item.name)
-    record.check_all_taken()
-    return LRSchedule(**values)
 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------

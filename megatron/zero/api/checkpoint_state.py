@@ -100,8 +100,8 @@ def check_shared_state(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{where}: field {name!r}: its values must be {kind.__name__}")
     loop = StrictRecord(optional.get("loop", {}), f"{where}: field 'loop'")
     for name in LOOP_COUNTERS:
-        if name in loop.fields:
-            loop.take_optional_count(name)
+        if loop.fields.get(name) is not None:
+            loop.take_count(name)
     state.take_field("client_state", dict)
     state.check_all_taken()
 
