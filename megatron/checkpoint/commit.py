@@ -319,7 +319,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
             with staged_file(_remove_link(copy)) as file:
                 file.write(script)
         try:
-            if latest:
+            if latest:  # what `latest` will say, for a kill between the second rename and its writing
                 pending = {"tag": tag, "seal": read_manifest_end(staging)[1], "was": read_latest(root)}
                 write_json_atomic(_remove_link(root / PENDING_LATEST), pending)
             if folder.exists() and aside.exists():
@@ -330,7 +330,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
         except OSError:
             (root / PENDING_LATEST).unlink(missing_ok=True)
             raise
-        fsync_directory(root)
+        fsync_directory(root)  # from here on a power cut keeps the new tag
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):

@@ -85,6 +85,7 @@ def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
             return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
     manifest, checked = all_succeed_or_raise(check, world)
+    # Each node may have a disk of its own, with another copy of the tag.
     assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
     count = sum_over_ranks(checked, world)
@@ -137,6 +138,7 @@ class Checkpoint:
         if wanted == stored.sharding:
             self._copy_segment(stored, TensorSegment(local.stored_rank, offset, 0, out.numel()), out)
             return
+        # asked local -> logical -> stored local; what is in no segment is padding, zero
         out.zero_()
         for run in wanted.to_logical(local.stored_rank, offset, offset + out.numel()):
             for part in stored.sharding.to_local(run.logical_start, run.logical_start + run.count):

@@ -173,7 +173,9 @@ class PendingSave:
         """The next or current phase is the last one."""
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         self._explain_out_of_memory = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
+        # ---- agree on what is saved ----
         place = world.rank if place is None else place
+        # a replicated tensor is stored once, under tensor-parallel rank 0
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
         if tensors is None:
             tensors = (TensorEntry(piece.kind, piece.name, DTYPE_NAMES[piece.data.dtype], piece.local.sharding,
@@ -187,7 +189,9 @@ class PendingSave:
             files = collect_rank_files(self.manifest, place, own, rank_state, shared_state)
             return files if hold is None else replace(files, tensors=hold(files.tensors))
 
+        # Copies are made here, before training goes on; a rank without memory for its copy ends the save on all.
         self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)
+        # All ranks write into one file system, so the sum must fit.
         needed = sum_over_ranks(self._files.nbytes, world)
         self._staging_lock = ExitStack()  # of rank 0
         self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(lambda: str(
@@ -234,6 +238,7 @@ class PendingSave:
             if replaced := _replacement_note(root, tag):
                 print_to_stderr(replaced)
             now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+            # Above every number in this folder and in the history: a copied tag keeps its place in the order.
             earlier = last_commit_number(root), *(known.commit for known in self.manifest.history)
             made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier))
             data = made.to_bytes()

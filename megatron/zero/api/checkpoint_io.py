@@ -169,6 +169,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     for name, buffer in engine.module.named_buffers():
         if name in shared["buffers"]:
             buffer.copy_(shared["buffers"][name])
+    # After the tensors: the rule's scalars decide whether gradients are compressed, and with MoQ round the weights.
     if options.counters:
         own = ({} if options.loss_scale
                else {key: value for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS})
