@@ -76,13 +76,6 @@ class AsyncSaver:
         """Whether a save is in progress; equal on all ranks."""
         return self._save is not None
 
-    def belongs_to(self, world: Group) -> bool:
-        """Whether these ranks can complete the pending save: same ranks, same process group, same process."""
-        # a recreated process group with the same ranks has other names
-        names = (self.world.name, self.world.control_name)
-        return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
-            self._pid == os.getpid()
-
     def start(self, save: PendingSave, on_complete: Callable[[SaveReport], None]) -> None:
         """Run the next phase of `save` in a thread; `on_complete` is called when the save is complete."""
         self._job, self._save = _run_in_thread(save.run_phase), (save, on_complete)
@@ -189,8 +182,12 @@ def pending_saves_in(root: Path) -> list[str]:
 
 
 def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
-    """Complete the pending saves of these owners. Collective."""
-    saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
+    """Complete the pending saves of these owners, if `world` can: same ranks, process group and process. Collective."""
+    def identity(group: Group) -> tuple[object, ...]:
+        return group, group.name, group.control_name  # a recreated group with the same ranks has other names
+
+    saves = {save.owner: save for save in _PENDING_SAVES
+             if identity(save.world) == identity(world) and not world.is_destroyed and save._pid == os.getpid()}
     for owner in owners:
         if owner in saves:
             saves[owner].finish_for_other_engine()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from data.storage import escape_to_one_line
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.tags import (check_latest_inside, check_tag_exists, choose_tag, dangling, describe_format,
-                                      latest_file_warning, latest_tag, no_checkpoint_message, parse_checkpoint_path,
+                                      latest_tag, no_checkpoint_message, parse_checkpoint_path, print_to_stderr,
                                       scan_tags, tag_names)
 from megatron.checkpoint.verify import check_sizes, verify_tag
 from megatron.config.cli_help import command_parser
@@ -48,8 +48,9 @@ def list_tags(root: Path, tag: str | None) -> None:
     choice = choose_tag(root) if manifests or latest is not None else None
     used = records.get(choice.first) if choice is not None else None
     for name, manifest in manifests.items():
-        print(_tag_line(manifest) + _branch_text(manifest, records, used)
-              + "  damaged" * (name in damaged) + "  latest" * (name == latest))
+        layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+        print(escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
+              + _branch_text(manifest, records, used) + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in manifests),
@@ -66,13 +67,8 @@ def list_tags(root: Path, tag: str | None) -> None:
             f"{chosen} in its place")
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
-    if latest is None and (warning := latest_file_warning(root, chosen)):
-        print(escape_to_one_line(warning), file=sys.stderr)
-
-
-def _tag_line(manifest: Manifest) -> str:
-    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
+    if latest is None and choice.warning:
+        print_to_stderr(choice.warning)
 
 
 def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:

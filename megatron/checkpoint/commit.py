@@ -28,10 +28,10 @@ from typing import final
 from data.storage import (LockFile, LockResult, StorageFault, fsync_directory, lock_when_free, staged_file, try_lock,
                           unlock_on_exit, write_json_atomic)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
-                                          manifest_checksum, read_commit_number)
+                                          read_manifest_end)
 from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, commit_records, committed_pending_tag,
                                       format_file_names, latest_tag, link_target_outside, print_to_stderr, read_latest,
-                                      read_tag_manifest, remove_link, tag_folder, unknown_files)
+                                      read_tag_manifest, tag_folder, unknown_files)
 from megatron.distributed.process_group import after_shutdown, is_stop_requested
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import CheckpointError, ConfigError, StorageError
@@ -302,6 +302,13 @@ def _finish_replacement(root: Path, tag: str) -> None:
         discard_folder(aside)
 
 
+def _remove_link(path: Path) -> Path:
+    """Return `path` for writing; a link there is removed, its target stays."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
 def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
     """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
@@ -309,12 +316,12 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
         fsync_directory(staging)
         script, copy = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
         if copy.is_symlink() or not copy.is_file() or copy.read_bytes() != script:
-            with staged_file(remove_link(copy)) as file:
+            with staged_file(_remove_link(copy)) as file:
                 file.write(script)
         try:
-            if latest:
-                pending = {"tag": tag, "seal": manifest_checksum(staging), "was": read_latest(root)}
-                write_json_atomic(remove_link(root / PENDING_LATEST), pending)
+            if latest:  # what `latest` will say, for a kill between the second rename and its writing
+                pending = {"tag": tag, "seal": read_manifest_end(staging)[1], "was": read_latest(root)}
+                write_json_atomic(_remove_link(root / PENDING_LATEST), pending)
             if folder.exists() and aside.exists():
                 discard_folder(folder)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
@@ -323,7 +330,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
         except OSError:
             (root / PENDING_LATEST).unlink(missing_ok=True)
             raise
-        fsync_directory(root)
+        fsync_directory(root)  # from here on a power cut keeps the new tag
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):
@@ -331,14 +338,14 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
 
 
 def _write_latest(root: Path, tag: str) -> None:
-    with staged_file(remove_link(root / LATEST), "w") as file:
+    with staged_file(_remove_link(root / LATEST), "w") as file:
         file.write(f"{tag}\n")
     (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
 def last_commit_number(root: Path) -> int:
     """The largest commit number in the root; 0 without tags."""
-    return max((read_commit_number(root / name) for name in os.listdir(root)
+    return max((read_manifest_end(root / name)[0] for name in os.listdir(root)
                 if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
                 and link_target_outside(root / name, root) is None), default=0)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from data.storage import crc32, parse_error_text
 from megatron.errors import CheckpointError, ConfigError
@@ -116,16 +116,28 @@ class StrictRecord:
                                   f"{'' if above == float('-inf') else f' above {above:g}'}, found {value!r:.80}")
         return value
 
-    def take_optional_count(self, name: str) -> int | None:
-        if name in self.fields and self.fields[name] is None:
-            del self.fields[name]
-            return None
-        return self.take_count(name)
-
     def take_counts(self, name: str) -> tuple[int, ...]:
         """A list of non-negative integers."""
         values = self.take_field(name, list)
         return tuple(StrictRecord({name: value}, self.where).take_count(name) for value in values)
+
+    def take_all(self, kind: Callable[..., T]) -> T:
+        """A dataclass of all fields, each taken by its annotation. A field with a default may be missing; an unknown
+        one is refused, since it would be ignored."""
+        values: dict[str, Any] = {}
+        for item in fields(cast(Any, kind)):
+            if item.name not in self.fields and item.default is not MISSING:
+                continue
+            if item.type == "str":
+                values[item.name] = self.take_field(item.name, str)
+            elif item.type == "tuple[int, ...]":
+                values[item.name] = self.take_counts(item.name)
+            elif str(item.type).endswith("| None") and self.fields.get(item.name, 0) is None:
+                values[item.name] = self.fields.pop(item.name)
+            else:
+                values[item.name] = (self.take_count if "int" in str(item.type) else self.take_number)(item.name)
+        self.check_all_taken()
+        return kind(**values)
 
     def check_all_taken(self) -> None:
         if self.fields:
@@ -151,14 +163,6 @@ class TensorLocation:
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """The parsed header of a safetensors file."""
-
-    tensors: Mapping[str, TensorLocation]
-    metadata: Mapping[str, str]
-
-
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = {}) -> bytes:
     """The header of a safetensors file with these tensors (key -> dtype, shape), in this order."""
     entries: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
@@ -171,8 +175,8 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
-    """Read and check the header of a file opened at its beginning."""
+def read_header(file: IO[bytes], where: str) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    """(tensors, metadata) from the checked header of a safetensors file opened at its beginning."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -198,4 +202,4 @@ def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
         end += place.nbytes
     if end != size:
         raise CheckpointError(f"{where}: its tensors end at byte {end}, the file has {size}")
-    return SafetensorsHeader(locations, metadata)
+    return locations, metadata

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +26,30 @@ from megatron.errors import CheckpointError
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, bytes)}
 """Supported factories of a defaultdict."""
 
-StateEncoder = Callable[[Any, str, list[FileTensor]], Any]
-"""(value, its path, list that its tensors are appended to) -> JSON."""
-
 ReadTensor = Callable[[str], Tensor]
 """Path -> tensor."""
 
 
-def encode_state(value: object, path: str, items: list[FileTensor]) -> Any:
+def encode_state(value: Any, path: str, items: list[FileTensor]) -> Any:
     """`value` as JSON; its tensors are appended to `items` with their paths as keys."""
-    if isinstance(value, np.generic):  # numpy scalars have many types
-        return {"$numpy": [_numpy_dtype(value, path), _base64(value.tobytes())]}
-    encoder: StateEncoder = ENCODERS.get(type(value), _refuse_type)
-    return encoder(value, path, items)
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is Tensor:
+        return _encode_tensor(value, path, items)
+    if kind is list:
+        return _encode_sequence(value, path, items)
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode_state(child, f"{path}/{_escape_key(key)}", items) for key, child in value.items()}
+    codec = CODECS.get(np.generic if isinstance(value, np.generic) else kind)  # numpy scalars have many types
+    if codec is not None:
+        return {codec.mark: codec.encode(value, path, items)}
+    base = next((base for base in kind.__mro__ if base in SAVABLE_BASES), None)
+    instead = "what it is made of, such as its state_dict()" if base is None else f"{base.__name__}(...) of it"
+    raise CheckpointError(
+        f"state {path}: a value of type {kind.__name__} would not come back as it was: a checkpoint holds JSON "
+        "values, tensors, parameters, tuples, sets, bytes, OrderedDicts, Counters, defaultdicts, paths, Namespaces and "
+        f"NumPy's arrays and numbers; save {instead}")
 
 
 def _encode_tensor(value: Tensor, path: str, items: list[FileTensor]) -> Any:
@@ -47,12 +58,6 @@ def _encode_tensor(value: Tensor, path: str, items: list[FileTensor]) -> Any:
                               "dense ones that it is made of, such as torch.view_as_real(...) or .coalesce().values()")
     items.append(FileTensor(path, value.dtype, tuple(value.shape), partial(Tensor.detach, value)))
     return {"$tensor": path}
-
-
-def _encode_dict(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode_state(child, f"{path}/{_escape_key(key)}", items) for key, child in value.items()}
-    return {"$dict": _encode_pairs(value, path, items)}
 
 
 def _encode_pairs(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -> list[Any]:
@@ -71,7 +76,7 @@ def _encode_defaultdict(value: defaultdict[Any, Any], path: str, items: list[Fil
     if value.default_factory is not (None if name is None else DEFAULT_FACTORIES.get(name)):
         raise CheckpointError(f"state {path}: what the defaultdict makes would be lost, {value.default_factory!r}, as "
                               "it is neither None nor a built-in type; save dict(...) of it")
-    return {"$default": [name, _encode_pairs(value, path, items)]}
+    return [name, _encode_pairs(value, path, items)]
 
 
 def _encode_sequence(value: Iterable[Any], path: str, items: list[FileTensor]) -> list[Any]:
@@ -91,39 +96,8 @@ def _base64(raw: bytes | bytearray) -> str:
     return base64.b64encode(raw).decode("ascii")
 
 
-def _refuse_type(value: object, path: str, items: list[FileTensor]) -> Any:
-    base = next((kind for kind in type(value).__mro__ if kind in SAVABLE_BASES), None)
-    instead = "what it is made of, such as its state_dict()" if base is None else f"{base.__name__}(...) of it"
-    raise CheckpointError(
-        f"state {path}: a value of type {type(value).__name__} would not come back as it was: a checkpoint holds JSON "
-        "values, tensors, parameters, tuples, sets, bytes, OrderedDicts, Counters, defaultdicts, paths, Namespaces and "
-        f"NumPy's arrays and numbers; save {instead}")
-
-
 SAVABLE_BASES = frozenset({dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray})
 """Base types suggested for saving an instance of a subclass."""
-
-ENCODERS: dict[type, StateEncoder] = {
-    **dict.fromkeys((type(None), bool, int, float, str), lambda value, path, items: value),
-    Tensor: _encode_tensor,
-    nn.Parameter: lambda value, path, items: {"$parameter": [_encode_tensor(value, path, items), value.requires_grad]},
-    dict: _encode_dict,
-    OrderedDict: lambda value, path, items: {"$ordered": _encode_pairs(value, path, items)},
-    Counter: lambda value, path, items: {"$counter": _encode_pairs(value, path, items)},
-    defaultdict: _encode_defaultdict,
-    list: _encode_sequence,
-    tuple: lambda value, path, items: {"$tuple": _encode_sequence(value, path, items)},
-    torch.Size: lambda value, path, items: {"$size": [*value]},
-    set: lambda value, path, items: {"$set": _encode_sequence(value, path, items)},
-    frozenset: lambda value, path, items: {"$frozenset": _encode_sequence(value, path, items)},
-    bytes: lambda value, path, items: {"$bytes": _base64(value)},
-    bytearray: lambda value, path, items: {"$bytearray": _base64(value)},
-    type(Path()): lambda value, path, items: {"$path": str(value)},
-    argparse.Namespace: lambda value, path, items: {"$namespace": _encode_dict(vars(value), path, items)},
-    np.ndarray: lambda value, path, items: {
-        "$array": [_numpy_dtype(value, path), list(value.shape), _base64(np.ascontiguousarray(value).tobytes())]},
-    TorchVersion: lambda value, path, items: {"$torch_version": str(value)}}
-"""Exact type (no subclass) -> its encoder."""
 
 
 def decode_state(value: Any, fetch: ReadTensor) -> Any:
@@ -143,23 +117,41 @@ def _decode_pairs(content: Any, fetch: ReadTensor) -> list[tuple[Any, Any]]:
     return [(decode_state(key, fetch), decode_state(child, fetch)) for key, child in content]
 
 
+class Codec(NamedTuple):
+    """How a value of one exact type (no subclass) becomes `{mark: JSON}`, and back."""
+
+    mark: str
+    encode: Callable[[Any, str, list[FileTensor]], Any]
+    decode: Callable[[Any, ReadTensor], Any]
+
+
+CODECS: dict[type, Codec] = {
+    nn.Parameter: Codec("$parameter", lambda value, path, items: [_encode_tensor(value, path, items),
+                                                                  value.requires_grad],
+                        lambda content, fetch: nn.Parameter(decode_state(content[0], fetch), requires_grad=content[1])),
+    tuple: Codec("$tuple", _encode_sequence, lambda content, fetch: tuple(decode_state(content, fetch))),
+    set: Codec("$set", _encode_sequence, lambda content, fetch: set(decode_state(content, fetch))),
+    frozenset: Codec("$frozenset", _encode_sequence, lambda content, fetch: frozenset(decode_state(content, fetch))),
+    dict: Codec("$dict", _encode_pairs, lambda content, fetch: dict(_decode_pairs(content, fetch))),
+    OrderedDict: Codec("$ordered", _encode_pairs, lambda content, fetch: OrderedDict(_decode_pairs(content, fetch))),
+    Counter: Codec("$counter", _encode_pairs, lambda content, fetch: Counter(dict(_decode_pairs(content, fetch)))),
+    defaultdict: Codec("$default", _encode_defaultdict, lambda content, fetch: defaultdict(
+        None if content[0] is None else DEFAULT_FACTORIES[content[0]], _decode_pairs(content[1], fetch))),
+    argparse.Namespace: Codec("$namespace", lambda value, path, items: encode_state(vars(value), path, items),
+                              lambda content, fetch: argparse.Namespace(**decode_state(content, fetch))),
+    bytes: Codec("$bytes", lambda value, *_: _base64(value), lambda content, _: base64.b64decode(content)),
+    bytearray: Codec("$bytearray", lambda value, *_: _base64(value),
+                     lambda content, _: bytearray(base64.b64decode(content))),
+    type(Path()): Codec("$path", lambda value, *_: str(value), lambda content, _: Path(content)),
+    torch.Size: Codec("$size", lambda value, *_: [*value], lambda content, _: torch.Size(content)),
+    TorchVersion: Codec("$torch_version", lambda value, *_: str(value), lambda content, _: TorchVersion(content)),
+    np.ndarray: Codec("$array", lambda value, path, _: [_numpy_dtype(value, path), list(value.shape),
+                                                        _base64(np.ascontiguousarray(value).tobytes())],
+                      lambda content, _: np.ndarray(content[1], np.dtype(content[0]),
+                                                    base64.b64decode(content[2])).copy()),
+    np.generic: Codec("$numpy", lambda value, path, _: [_numpy_dtype(value, path), _base64(value.tobytes())],
+                      lambda content, _: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()])}
+
 DECODERS: dict[str, Callable[[Any, ReadTensor], Any]] = {
     "$tensor": lambda content, fetch: fetch(str(content)),
-    "$parameter": lambda content, fetch: nn.Parameter(decode_state(content[0], fetch), requires_grad=content[1]),
-    "$tuple": lambda content, fetch: tuple(decode_state(content, fetch)),
-    "$size": lambda content, fetch: torch.Size(content),
-    "$set": lambda content, fetch: set(decode_state(content, fetch)),
-    "$frozenset": lambda content, fetch: frozenset(decode_state(content, fetch)),
-    "$bytes": lambda content, fetch: base64.b64decode(content),
-    "$bytearray": lambda content, fetch: bytearray(base64.b64decode(content)),
-    "$path": lambda content, fetch: Path(content),
-    "$namespace": lambda content, fetch: argparse.Namespace(**decode_state(content, fetch)),
-    "$dict": lambda content, fetch: dict(_decode_pairs(content, fetch)),
-    "$ordered": lambda content, fetch: OrderedDict(_decode_pairs(content, fetch)),
-    "$counter": lambda content, fetch: Counter(dict(_decode_pairs(content, fetch))),
-    "$default": lambda content, fetch: defaultdict(None if content[0] is None else DEFAULT_FACTORIES[content[0]],
-                                                   _decode_pairs(content[1], fetch)),
-    "$array": lambda content, fetch: np.ndarray(content[1], np.dtype(content[0]), base64.b64decode(content[2])).copy(),
-    "$numpy": lambda content, fetch: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()],
-    "$torch_version": lambda content, fetch: TorchVersion(content)}
-"""Marker key -> decoder of its content."""
+    **{codec.mark: codec.decode for codec in CODECS.values()}}

@@ -210,7 +210,7 @@ class Manifest(CommitRecord):
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """The file's content. `read_commit_number` needs the last fields at the end."""
+        """The file's content. `read_manifest_end` needs the last fields at the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = self.tensors_as_json()
@@ -223,43 +223,31 @@ class Manifest(CommitRecord):
         tp, shards = self.tp_dp_sizes
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
-            where, cut, dp_cut = f"tag {self.tag}: {MANIFEST}: {tensor.label}", tensor.sharding, tensor.dp_sharding
+            cut, dp_cut, problem = tensor.sharding, tensor.dp_sharding, ""
             if (tensor.kind, tensor.name) in seen:
-                raise CheckpointError(f"{where} is listed twice")
+                problem = " is listed twice"
+            elif not cut.can_exist:
+                problem = f": no such cut: {cut}"
+            elif cut.dim is not None and cut.tp_size != tp:
+                problem = f": cut over {cut.tp_size} tensor-parallel ranks of {tp}"
+            elif tensor.numel and dp_cut.start + tensor.numel > dp_cut.shard_size * shards:
+                problem = (f": {tensor.numel} elements from {dp_cut.start} on are not in {shards} shards of "
+                           f"{dp_cut.shard_size}")
+            if problem:
+                raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {tensor.label}{problem}")
             seen.add((tensor.kind, tensor.name))
-            if not cut.can_exist:
-                raise CheckpointError(f"{where}: no such cut: {cut}")
-            if cut.dim is not None and cut.tp_size != tp:
-                raise CheckpointError(f"{where}: cut over {cut.tp_size} tensor-parallel ranks of {tp}")
-            if tensor.numel and dp_cut.start + tensor.numel > dp_cut.shard_size * shards:
-                raise CheckpointError(f"{where}: {tensor.numel} elements from {dp_cut.start} on are not in "
-                                      f"{shards} shards of {dp_cut.shard_size}")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    where = f"tag {folder.name}: {MANIFEST}"
-    return parse_manifest(read_bytes(folder / MANIFEST, where), where)
-
-
-def manifest_checksum(folder: Path) -> str | None:
-    """The checksum at the end of the manifest in `folder`, which identifies a save; None without a whole manifest."""
-    end = _match_end(folder)
-    return end and end[2].decode()
-
-
-def read_commit_number(folder: Path) -> int:
-    """The commit number, from the manifest's last bytes; 0 if there is none."""
-    end = _match_end(folder)
-    return int(end[1]) if end else 0
-
-
-def _match_end(folder: Path) -> re.Match[bytes] | None:
+def read_manifest_end(folder: Path) -> tuple[int, str | None]:
+    """(commit number, checksum) from the last bytes of a manifest, without parsing it; the checksum identifies a save.
+    (0, None) without a whole manifest."""
     try:
         with open(folder / MANIFEST, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-            return _END_PATTERN.search(file.read(_END_BYTES))
+            end = _END_PATTERN.search(file.read(_END_BYTES))
     except OSError:
-        return None
+        end = None
+    return (0, None) if end is None else (int(end[1]), end[2].decode())
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
@@ -290,10 +278,7 @@ def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
     record = StrictRecord(value, f"{where}: tensors[]")
     kind, name = record.take_field("kind", str), record.take_field("name", str)
     record.where = f"{where}: {kind} {name!r}"
-    cut = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding")
-    sharding = TPSharding(cut.take_counts("local_shape"), cut.take_optional_count("dim"), cut.take_count("stride"),
-                          cut.take_optional_count("size"), cut.take_count("tp_size"))
-    cut.check_all_taken()
+    sharding = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding").take_all(TPSharding)
     dp_sharding = DPSharding(record.take_count("start"), record.take_count("each"))
     entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding)
     record.check_all_taken()
@@ -340,10 +325,6 @@ class RankManifest:
     lineage: Mapping[str, Any] | None = None
     """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
 
-    @property
-    def tensor_files(self) -> list[str]:
-        return [name for name in self.files if name not in RANK_0_FILES]
-
     def to_bytes(self) -> bytes:
         files = {name: asdict(entry) for name, entry in self.files.items()}
         content = {"format": FORMAT, "origin": self.provenance, "files": files, "state": self.state}
@@ -382,8 +363,7 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     files: dict[str, FileEntry] = {}
     for file, value in record.take_field("files", dict).items():
         entry = StrictRecord(value, f"{where}: files[{check_safe_name(file, f'{where}: file')}]")
-        files[file] = FileEntry(entry.take_count("size"), entry.take_field("crc32", str))
-        entry.check_all_taken()
+        files[file] = entry.take_all(FileEntry)
         if file == name or rank_of_file(file) != rank:
             raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")
     rank_manifest = RankManifest(provenance, files, record.fields.pop("state", None), lineage)

@@ -25,13 +25,13 @@ from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors,
                                               reraise_as_corrupt)
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
-from megatron.checkpoint.manifest import (LATEST, MANIFEST, SHARED_STATE_FILE, Manifest, RankManifest, TensorEntry,
-                                          manifest_checksum, piece_key, provenance_of, rank_manifest_name,
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, Manifest, RankManifest,
+                                          TensorEntry, piece_key, provenance_of, rank_manifest_name, read_manifest_end,
                                           read_rank_manifest)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import (TagChoice, check_tag_exists, choose_tag, latest_file_warning, print_to_stderr,
-                                      read_tag_manifest, tag_folder, unknown_files_warning)
+from megatron.checkpoint.tags import (TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder,
+                                      unknown_files_warning)
 from megatron.checkpoint.verify import parse_shared_state, unexpected_names, verify_share
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
@@ -48,13 +48,9 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     int8 weights, which are otherwise refused."""
     folder = Path(root)
 
-    def choose() -> list[Any]:
-        choice = choose_tag(folder, tag if tag is None else check_tag_exists(folder, tag))
-        if tag is None and (warning := latest_file_warning(folder, choice.first)):
-            print_to_stderr(warning)
-        return [*astuple(choice)]
-
-    choice = TagChoice(*on_rank_0(choose, world))
+    choice = TagChoice(*on_rank_0(lambda: astuple(choose_tag(folder, tag)), world))
+    if choice.warning is not None and world.rank == 0:
+        print_to_stderr(choice.warning)
     names, advice = [choice.first], ""
     if fallback and choice.fallbacks:
         names += choice.fallbacks
@@ -71,7 +67,7 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
                 raise CheckpointError(f"{error}{advice}") from error
             if world.rank == 0:
                 print_to_stderr(f"warning: {error}; falling back to an older tag, {names[0]}{choice.assumption}")
-    if found.has(INT8_KIND) and not int8:
+    if INT8_KIND in found.kinds and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
@@ -89,7 +85,8 @@ def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
             return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
     manifest, checked = all_succeed_or_raise(check, world)
-    assert_equal_across_ranks({f"tag {tag}": manifest_checksum(tag_folder(root, tag))}, world,
+    # Each node may have a disk of its own, with another copy of the tag.
+    assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
     count = sum_over_ranks(checked, world)
     if others := all_succeed_or_raise(find_others, world):
@@ -103,6 +100,8 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.tag, self.iteration = folder, manifest, manifest.tag, manifest.iteration
         self.config, self.layout = manifest.config, manifest.layout
+        self.label = f"{self.tag} of {folder.parent}"
+        self.shared_label = f"tag {self.tag}: file {SHARED_STATE_FILE}"
         self.tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
@@ -110,9 +109,6 @@ class Checkpoint:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         return tuple(sorted({kind for kind, _ in self.tensors}))
-
-    def has(self, kind: str) -> bool:
-        return kind in self.kinds
 
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
@@ -122,7 +118,7 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        where = f"tag {self.tag}: file {SHARED_STATE_FILE}"
+        where = self.shared_label
         value = parse_json(read_bytes(self.folder / SHARED_STATE_FILE, where), where)
         return self._decode_state(parse_shared_state(value, provenance_of(self.manifest, 0), where), where, 0)
 
@@ -133,10 +129,6 @@ class Checkpoint:
         where = f"tag {self.tag}: file {rank_manifest_name(rank)}"
         return self._decode_state(self._rank_manifest(rank).state, where, rank)
 
-    def read(self, kind: str, name: str, *, offset: int, out: torch.Tensor, **local: Any) -> None:
-        """`read_slice` with the fields of a TPSlice as arguments of their own."""
-        self.read_slice(kind, name, TPSlice(**local), offset, out)
-
     def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with elements from `offset` of the flattened local tensor."""
         stored, wanted = self._entry(kind, name), local.sharding
@@ -146,6 +138,7 @@ class Checkpoint:
         if wanted == stored.sharding:
             self._copy_segment(stored, TensorSegment(local.stored_rank, offset, 0, out.numel()), out)
             return
+        # asked local -> logical -> stored local; what is in no segment is padding, zero
         out.zero_()
         for run in wanted.to_logical(local.stored_rank, offset, offset + out.numel()):
             for part in stored.sharding.to_local(run.logical_start, run.logical_start + run.count):
@@ -171,7 +164,7 @@ class Checkpoint:
 
     def _file_holding(self, rank: int, key: str) -> SafetensorsReader:
         """The file of the rank that contains `key`."""
-        names = self._rank_manifest(rank).tensor_files
+        names = [name for name in self._rank_manifest(rank).files if name not in RANK_0_FILES]
         for name in names:
             if name not in self._open_files:
                 self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")
@@ -222,7 +215,7 @@ def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count
 def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
     names = {name: name for name in checkpoint.names("weight")}
-    with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
+    with reraise_as_corrupt(f"{checkpoint.shared_label}: field 'tied'"):
         names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
     items = []
     for name, saved in sorted(names.items()):  # safetensors requires a tied tensor to be stored under each name
@@ -248,16 +241,20 @@ class RecordedModel:
     tokenizer: TokenizerFacts | None
 
 
+def recorded_precision(config: Mapping[str, Any]) -> str:
+    """fp32, fp16 or bf16 in a saved configuration."""
+    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
+
+
 def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
     with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
         shape, data = ModelConfig(**checkpoint.config["model"]), dict(checkpoint.config["data"])
-        precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
+        precision = recorded_precision(checkpoint.config)
     if shape.vocab_size is None:
         raise CheckpointError(
-            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected a GPT2 "
+            f"{checkpoint.label} does not record the shape of its model: expected a GPT2 "
             "of megatron.model; load_checkpoint into the model it was saved from, and save_checkpoint, record it")
-    state = StrictRecord(checkpoint.shared_state,
-                         f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
+    state = StrictRecord(checkpoint.shared_state, checkpoint.shared_label).take_field("client_state", dict)
     tokenizer = tokenizer_facts_of_state(state)
     if tokenizer is not None and data.get("tokenizer_type") is None:
         data["tokenizer_type"] = tokenizer.name

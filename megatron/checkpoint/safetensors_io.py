@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.file_formats import TensorLocation, build_header, explain_read_errors, read_header
+from megatron.checkpoint.file_formats import build_header, explain_read_errors, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.errors import CheckpointError
 
@@ -182,18 +182,18 @@ class SafetensorsReader:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             with open(self._file, "rb", closefd=False) as file:
-                self.tensors = read_header(file, where).tensors
+                self.tensors = read_header(file, where)[0]
             self._modified_ns = os.fstat(self._file).st_mtime_ns
 
     def tensor(self, key: str) -> torch.Tensor:
-        place = self._location_of(key)
+        place = self.tensors[key]
         found = torch.empty(place.shape, dtype=DTYPES[place.dtype], device="cpu")
         self.read(key, 0, found.view(-1))
         return found
 
     def read(self, key: str, start: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out`, of any dtype and device, with elements from `start` on of the flattened tensor."""
-        place, count = self._location_of(key), len(out)
+        place, count = self.tensors[key], len(out)
         dtype = DTYPES[place.dtype]
         if start + count > prod(place.shape):
             raise CheckpointError(f"{self.where}: {key!r} has {prod(place.shape)} elements, {start + count} expected")
@@ -206,11 +206,6 @@ class SafetensorsReader:
             self._read_bytes(block, place.start + (start + done) * dtype.itemsize)
             if between is not None:
                 part.copy_(block)
-
-    def _location_of(self, key: str) -> TensorLocation:
-        if key not in self.tensors:
-            raise CheckpointError(f"{self.where}: no tensor {key!r}")
-        return self.tensors[key]
 
     def _read_bytes(self, block: torch.Tensor, offset: int) -> None:
         left = block.detach().view(torch.uint8).numpy().data

@@ -25,8 +25,8 @@ from data.storage import escape_to_one_line
 from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
                                               unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
-                                          iteration_of_tag, manifest_checksum, parse_lineage, rank_manifest_name,
-                                          rank_of_file, read_manifest)
+                                          iteration_of_tag, parse_lineage, parse_manifest, rank_manifest_name,
+                                          rank_of_file, read_manifest_end)
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3
@@ -58,13 +58,6 @@ def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
 
 def check_latest_inside(root: Path) -> None:
     check_link_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
-
-
-def remove_link(path: Path) -> Path:
-    """Return `path` for writing; a link there is removed, its target stays."""
-    if path.is_symlink():
-        path.unlink()
-    return path
 
 
 def unknown_files(folder: Path) -> list[str]:
@@ -107,7 +100,8 @@ def read_tag_manifest(root: Path, tag: str) -> Manifest:
     check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{describe_format(folder)}")
-    manifest = read_manifest(folder)
+    where = f"tag {folder.name}: {MANIFEST}"
+    manifest = parse_manifest(read_bytes(folder / MANIFEST, where), where)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
     return manifest
@@ -228,7 +222,7 @@ def committed_pending_tag(root: Path) -> str | None:
     except CheckpointError:
         return None
     is_outdated = not is_safe_name(tag) or (was if isinstance(was, str) else None) != read_latest(root)
-    return None if is_outdated or manifest_checksum(tag_folder(root, tag)) != seal else tag
+    return None if is_outdated or read_manifest_end(tag_folder(root, tag))[1] != seal else tag
 
 
 def latest_tag(root: Path) -> str | None:
@@ -251,12 +245,16 @@ class TagChoice:
     """Why no other tag may."""
     assumption: str
     """A note if its ancestry is unknown and was assumed; otherwise ""."""
+    warning: str | None
+    """Why a tag is taken by default that `latest` does not name."""
 
 
 def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
-    """CheckpointError if there is no tag."""
+    """The only place that chooses a tag. CheckpointError if there is none, or not the requested one."""
     if requested is None:
         check_latest_inside(root)
+    else:
+        check_tag_exists(root, requested)
     tags, first = scan_tags(root), requested or latest_tag(root)
     if not tags and first is None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
@@ -280,7 +278,8 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
               if known is None and good else "no tag is there that it continues from: name another one")
     assumption = "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
-    return TagChoice(first, fallbacks, reason, assumption)
+    return TagChoice(first, fallbacks, reason, assumption,
+                     _latest_file_warning(root, first) if requested is None else None)
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
@@ -307,7 +306,7 @@ def _holds_files(folder: Path) -> bool:
         return True  # opening it reports the error
 
 
-def latest_file_warning(root: Path, chosen: str) -> str | None:
+def _latest_file_warning(root: Path, chosen: str) -> str | None:
     """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
     content = read_latest(root)
     if content == chosen:
@@ -342,26 +341,20 @@ def no_checkpoint_message(root: Path) -> str:
 def describe_format(path: Path) -> str:
     """"; it is FORMAT: ADVICE", or "" for an unknown format."""
     try:
-        sentence = _detect_deepspeed(path) or _detect_other_format(path)
+        sentence = _detect_format(path)
     except OSError:  # an unreadable folder is not recognised
         return ""
     return f"; it is {sentence}" if sentence else ""
 
 
-def _detect_deepspeed(path: Path) -> str | None:
+def _detect_format(path: Path) -> str | None:
     latest = read_latest(path)
-    folders = [path, path / latest] if latest is not None and is_safe_name(latest) else [path]
-    patterns = "*mp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
-    tag_folder = next((folder for folder in folders if any(any(folder.glob(pattern)) for pattern in patterns)), None)
-    if tag_folder is None:
-        return None
-    root, tag = path.parent if tag_folder == path else path, tag_folder.resolve().name
-    return (f"a DeepSpeed checkpoint (tag {tag}): resume it with DeepSpeed, or take its weights with "
-            f"`python {root}/zero_to_fp32.py {root} OUT -t {tag}`, then {CONVERT_COMMAND} OUT --output NEW` "
-            "(docs/checkpoints.md)")
-
-
-def _detect_other_format(path: Path) -> str | None:
+    for folder in (path, path / latest) if latest is not None and is_safe_name(latest) else (path,):
+        if any(folder.glob("*mp_rank_*_model_states.pt")) or any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
+            root, tag = path.parent if folder == path else path, folder.resolve().name
+            return (f"a DeepSpeed checkpoint (tag {tag}): resume it with DeepSpeed, or take its weights with "
+                    f"`python {root}/zero_to_fp32.py {root} OUT -t {tag}`, then {CONVERT_COMMAND} OUT --output NEW` "
+                    "(docs/checkpoints.md)")
     advice = f"{CONVERT_COMMAND} {path} --output NEW` makes a checkpoint of its weights, for `--load NEW --finetune`"
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return f"a Megatron-LM checkpoint: {advice}"

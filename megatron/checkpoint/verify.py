@@ -72,11 +72,11 @@ def _verify_files(folder: Path, rank: int, files: Mapping[str, FileEntry], manif
                 raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
             if path.suffix == ".safetensors":
                 with open(path, "rb") as file:
-                    header = read_header(file, where)
-                check_provenance(header.metadata, expected, where)
-                if twice := stored.keys() & header.tensors.keys():
+                    tensors, metadata = read_header(file, where)
+                check_provenance(metadata, expected, where)
+                if twice := stored.keys() & tensors.keys():
                     raise CheckpointError(f"{where}: {min(twice)!r:.80} is in another file of the rank as well")
-                stored |= header.tensors
+                stored |= tensors
             elif name != CONFIG_FILE:
                 parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
             elif parse_json(read_bytes(path, where), where) != manifest.config:

@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,8 +42,6 @@ from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_ta
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,6 @@ class TensorPiece:
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data
 
-    def to_tensor_entry(self) -> TensorEntry:
-        """The manifest entry if one data-parallel rank holds the whole tensor."""
-        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype], self.local.sharding,
-                           DPSharding(0, prod(self.local.shape)))
-
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -110,7 +104,6 @@ def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveRep
 class RankFiles:
     """What one rank writes; `rank_manifest` still without its files."""
 
-    rank: int
     rank_manifest: RankManifest
     tensors: list[FileTensor]
     texts: Mapping[str, bytes]
@@ -123,15 +116,16 @@ class RankFiles:
     def write(self, folder: Path) -> int:
         """Write the files, the rank manifest last; returns the bytes."""
         files: dict[str, FileEntry] = {}
-        metadata = {name: str(value) for name, value in self.rank_manifest.provenance.items()}
+        provenance, rank = self.rank_manifest.provenance, int(self.rank_manifest.provenance["rank"])
+        metadata = {name: str(value) for name, value in provenance.items()}
         for index, batch in enumerate(split_files(self.tensors)):
-            name = tensor_file_name(self.rank, index)
+            name = tensor_file_name(rank, index)
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_file(folder / name, batch, metadata)
         for name, text in self.texts.items():
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_blob(folder / name, text)
-        name, text = rank_manifest_name(self.rank), replace(self.rank_manifest, files=files).to_bytes()
+        name, text = rank_manifest_name(rank), replace(self.rank_manifest, files=files).to_bytes()
         with explain_disk_errors(folder / name, len(text)):
             write_blob(folder / name, text)
         return sum(entry.size for entry in files.values()) + len(text)
@@ -146,11 +140,11 @@ def collect_rank_files(manifest: Manifest, rank: int, pieces: Iterable[TensorPie
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": provenance, "state": encode_state(shared_state, "shared", items)}
-        texts = {SHARED_STATE_FILE: _json_bytes(shared),
-                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
+        values = {SHARED_STATE_FILE: {"origin": provenance, "state": encode_state(shared_state, "shared", items)},
+                  CONFIG_FILE: encode_state(manifest.config, "config", items)}
+        texts = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in values.items()}
     items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
-    return RankFiles(rank, RankManifest(provenance, {}, own, lineage), items, texts)
+    return RankFiles(RankManifest(provenance, {}, own, lineage), items, texts)
 
 
 class PendingSave:
@@ -174,12 +168,19 @@ class PendingSave:
         data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
         With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
         self._begin, self.root, self.world = time.perf_counter(), Path(root), world
-        self._written: int | None = None
+        self._written = 0
+        self.is_committing = False
+        """The next or current phase is the last one."""
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
+        self._explain_out_of_memory = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
+        # ---- agree on what is saved ----
         place = world.rank if place is None else place
+        # a replicated tensor is stored once, under tensor-parallel rank 0
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
-        entries = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
-                         key=lambda entry: (entry.kind, entry.name))
+        if tensors is None:
+            tensors = (TensorEntry(piece.kind, piece.name, DTYPE_NAMES[piece.data.dtype], piece.local.sharding,
+                                   DPSharding(0, prod(piece.local.shape))) for piece in own)
+        entries = sorted(tensors, key=lambda entry: (entry.kind, entry.name))
         self.manifest = Manifest(tag, iteration, run_id, self._lineage.branch, history=self._lineage.history,
                                  layout=layout, config=config, tensors=tuple(entries))
         self.manifest = replace(self.manifest, save_id=_agree_on_save_id(self.manifest, own, place, world))
@@ -188,22 +189,13 @@ class PendingSave:
             files = collect_rank_files(self.manifest, place, own, rank_state, shared_state)
             return files if hold is None else replace(files, tensors=hold(files.tensors))
 
+        # Copies are made here, before training goes on; a rank without memory for its copy ends the save on all.
         self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)
+        # All ranks write into one file system, so the sum must fit.
         needed = sum_over_ranks(self._files.nbytes, world)
         self._staging_lock = ExitStack()  # of rank 0
-
-        def prepare() -> str:
-            return str(self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))
-
-        self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(prepare), world))
-
-    def _explain_out_of_memory(self, action: Callable[[], T]) -> T:
-        return explain_out_of_memory(action, self.world, f"saving {self.manifest.tag}")
-
-    @property
-    def is_committing(self) -> bool:
-        """Whether the next or current phase is the last one."""
-        return self._written is not None
+        self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(lambda: str(
+            self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))), world))
 
     def run_phase(self) -> int:
         """This rank's part of the phase; returns the bytes written. No communication."""
@@ -221,11 +213,12 @@ class PendingSave:
                 shutil.rmtree(self._staging, ignore_errors=True)
             self.close()
             raise
-        if self._written is None:
-            self._written = nbytes
+        self._written += nbytes
+        if not self.is_committing:
+            self.is_committing = True
             return True
         self.close()
-        self.report = SaveReport(self.manifest.tag, self._written + nbytes, time.perf_counter() - self._begin)
+        self.report = SaveReport(self.manifest.tag, self._written, time.perf_counter() - self._begin)
         return False
 
     def finish(self) -> SaveReport:
@@ -244,8 +237,8 @@ class PendingSave:
         with explain_disk_errors(root / tag, 0), exclusive_access(root):
             if replaced := _replacement_note(root, tag):
                 print_to_stderr(replaced)
-            assert self._written is not None
             now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+            # Above every number in this folder and in the history: a copied tag keeps its place in the order.
             earlier = last_commit_number(root), *(known.commit for known in self.manifest.history)
             made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier))
             data = made.to_bytes()
@@ -300,7 +293,3 @@ def _replacement_note(root: Path, tag: str) -> str | None:
         return f"replacing {root / tag}, which is damaged{lost}"
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
-
-
-def _json_bytes(value: object) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"

@@ -231,7 +231,7 @@ def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) ->
     recorded = all_succeed_or_raise(lambda: read_recorded_model(checkpoint), groups.world)
     opened = OpenedModel(checkpoint.read_slice, recorded.shape, recorded.data, recorded.precision,
                          f"{checkpoint.tag} of {root}", recorded.tokenizer)
-    if checkpoint.has(INT8_KIND):
+    if INT8_KIND in checkpoint.kinds:
         return replace(opened, precision="int8", has_int8_levels=lambda name: True)
     moq = all_succeed_or_raise(lambda: open_moq_weights(checkpoint, DTYPES[recorded.precision]), groups.world)
     return opened if moq is None else replace(opened, read_slice=moq.read_slice, has_int8_levels=moq.has_int8_levels)

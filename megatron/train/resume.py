@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,19 @@ from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
 from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tags import (check_tag_exists, choose_tag, dangling, find_tag_of_step, has_no_checkpoint,
-                                      iterations_by_tag, parse_checkpoint_path, tag_names)
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint, recorded_precision
+from megatron.checkpoint.tags import (choose_tag, dangling, find_tag_of_step, has_no_checkpoint, iterations_by_tag,
+                                      parse_checkpoint_path, tag_names)
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_config import read_model_fields
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
-from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedulers import LRSchedule
 from megatron.train.loop import TrainState, lr_scheduler_of
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
-from megatron.zero.api.checkpoint_state import check_shared_state, shared_state_label
+from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.engine import Engine
 from mpu.groups import Groups
 
@@ -104,10 +104,10 @@ class RunCheckpoints:
                                   "position of a run: give --finetune to start from its weights")
         scheduler = lr_scheduler_of(engine)
         state, schedule, data_fingerprint = (TrainState(), None, "") if section.finetune else parse_loop_state(
-            saved, f"{shared_state_label(checkpoint)}: field 'client_state'")
+            saved, f"{checkpoint.shared_label}: field 'client_state'")
         if schedule is not None:  # restoring sets the learning rate from the schedule, so choose that first
             scheduler.schedule = _choose_schedule(self.config, schedule, scheduler.schedule)
-        same_precision = _precision(checkpoint.config) == self.config.precision.name
+        same_precision = recorded_precision(checkpoint.config) == self.config.precision.name
         engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                                rng=not (section.finetune or section.no_load_rng),
                                                loss_scale=same_precision,
@@ -141,14 +141,7 @@ class RunCheckpoints:
     def _note_later_tags(self, state: TrainState) -> None:
         """Note tags in --save of later steps, from a branch that this run leaves or from another run."""
         root = self.config.save.save
-
-        def saved_iterations() -> dict[str, int]:
-            try:
-                return iterations_by_tag(Path(root)) if root is not None else {}
-            except CheckpointError as error:
-                raise StorageError(f"--save: {error}") from error
-
-        saved = on_rank_0(saved_iterations, self.groups.world)
+        saved = {} if root is None else on_rank_0(lambda: iterations_by_tag(Path(root)), self.groups.world)
         if later := [tag for tag, step in saved.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
@@ -183,10 +176,7 @@ class RunCheckpoints:
             self.notes += [f" {note}"] if note else []
         if same and tag is None and has_no_checkpoint(root):
             return None, None
-        if tag is None:
-            choose_tag(root)  # raises CheckpointError if there is none
-        else:
-            check_tag_exists(root, tag)
+        choose_tag(root, tag)  # raises CheckpointError if there is none
         return str(root), tag
 
     # ---- saving -------------------------------------------------------------------------------------------------
@@ -198,10 +188,8 @@ class RunCheckpoints:
         section, step = self.config.save, state.iteration
         folder = section.save
         assert folder is not None
-        counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
-        position = {**counters, "schedule": asdict(lr_scheduler_of(engine).schedule), "data": self._data_fingerprint,
-                    "tokenizer": asdict(self.tokenizer)}
-        engine.save_checkpoint(folder, client_state=position, save_optimizer_states=not section.no_save_optim,
+        client_state = loop_state(state, lr_scheduler_of(engine).schedule, self._data_fingerprint, self.tokenizer)
+        engine.save_checkpoint(folder, client_state=client_state, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
                                on_complete=lambda report: on_saved(report, step, folder))
@@ -241,7 +229,7 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     rows = _compare_models(ModelConfig(**saved["model"]), config.model)
     if not config.save.finetune:
         if not config.save.load_precision_change:
-            rows.append(("precision", _precision(saved), config.precision.name))
+            rows.append(("precision", recorded_precision(saved), config.precision.name))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
         rows.append(("--seq-length", length, config.seq_length))
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
@@ -262,14 +250,9 @@ def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
             + ("" if is_same else ", and --train-data may be another corpus"))
 
 
-def _precision(config: Mapping[str, Any]) -> str:
-    """fp32, fp16 or bf16 in a saved configuration."""
-    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
-
-
 def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> list[str]:
     """One line on what was resharded; empty if nothing was."""
-    saved = {**checkpoint.layout, "precision": _precision(checkpoint.config)}
+    saved = {**checkpoint.layout, "precision": recorded_precision(checkpoint.config)}
     present = {**engine.layout, "precision": precision}
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
     if saved["precision"] != precision == "fp16":
@@ -306,38 +289,26 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
 
-LOOP_STATE_FIELDS = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
-"""Fields of the client state that the loop reads."""
+
+# ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
+
+def loop_state(state: TrainState, schedule: LRSchedule, data_fingerprint: str, tokenizer: TokenizerFacts
+               ) -> dict[str, Any]:
+    counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
+    return {**counters, "schedule": asdict(schedule), "data": data_fingerprint, "tokenizer": asdict(tokenizer)}
 
 
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
-    """(state, schedule, fingerprint of the data)."""
-    record = StrictRecord({name: saved[name] for name in LOOP_STATE_FIELDS if name in saved}, where)
-    schedule = _parse_schedule(StrictRecord(record.take_field("schedule", dict), f"{where}: schedule"))
+    """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
+    known = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
+    record = StrictRecord({name: saved[name] for name in known if name in saved}, where)
+    schedule = StrictRecord(record.take_field("schedule", dict), f"{where}: schedule").take_all(LRSchedule)
     owes = record.take_field("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
     state = TrainState(record.take_count("iteration"), record.take_count("consumed_samples"), owes)
     with reraise_as_corrupt(f"{where}: schedule"):
         schedule(state.iteration)
         schedule.betas(state.iteration)
     return state, schedule, record.take_field("data", str)
-
-
-def _parse_schedule(record: StrictRecord) -> LRSchedule:
-    """Optional fields may be missing; an unknown field is refused, since it would be ignored."""
-    values: dict[str, Any] = {}
-    for item in fields(LRSchedule):
-        if item.name not in record.fields and item.default is not MISSING:
-            continue
-        if item.type == "str":
-            values[item.name] = record.take_field(item.name, str)
-        elif item.type == "int":
-            values[item.name] = record.take_count(item.name)
-        elif item.default is None and record.fields[item.name] is None:
-            del record.fields[item.name]
-        else:
-            values[item.name] = record.take_number(item.name)
-    record.check_all_taken()
-    return LRSchedule(**values)
 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -48,7 +49,10 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
                               "zero_to_fp32.py writes any model")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
-    entries = [_output_tensor(checkpoint, name, shape) for name, shape in parameter_shapes(model).items()]
+    entries = [OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."),
+                            shape[::-1] if HUGGING_FACE.is_transposed(name) else shape, "F32",
+                            partial(_load_weight, checkpoint, name, shape), name)
+               for name, shape in parameter_shapes(model).items()]
     tokenizer = build_tokenizer_files(recorded.data, model, recorded.tokenizer)
     if tokenizer.note is not None:
         print(f"note: {tokenizer.note}")
@@ -70,15 +74,9 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
     return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
 
 
-def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
-    is_transposed = HUGGING_FACE.is_transposed(name)
-
-    def load() -> Any:
-        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
-        return whole.T if is_transposed else whole
-
-    their_shape = shape[::-1] if is_transposed else shape
-    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), their_shape, "F32", load, name)
+def _load_weight(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Any:
+    whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
+    return whole.T if HUGGING_FACE.is_transposed(name) else whole
 
 
 # ---- the tokenizer --------------------------------------------------------------------------------------------------

@@ -67,11 +67,6 @@ class ExternalCheckpoint:
                                       f"{min(names)} (by our name) first")
         self._last: tuple[str, Tensor] = "", torch.empty(0)
 
-    def check(self) -> None:
-        """Load every tensor once to check its shape, before any parameter is changed."""
-        for name in self.shapes:
-            self.tensor(name)
-
     def tensor(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise CheckpointError(f"{self.where}: holds no {name!r}")

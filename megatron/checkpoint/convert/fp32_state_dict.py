@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.zero_to_fp32 import (DamagedCheckpoint, InvalidArguments, OutputTensor, open_tag, output_path,
-                                              parse_byte_count, write_output)
+                                              output_tensors, parse_byte_count, write_output)
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from mpu.partition import partition_of
 
@@ -96,7 +96,7 @@ class LazyStateDict(Mapping[str, Tensor]):
 
 def _entries(folder: PathLike, tag: str | None, exclude_frozen: bool) -> list[OutputTensor]:
     with _translate_script_errors():
-        return open_tag(Path(folder), tag).output_tensors(exclude_frozen)
+        return output_tensors(*open_tag(Path(folder), tag), exclude_frozen)
 
 
 @contextmanager

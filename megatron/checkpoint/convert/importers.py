@@ -47,7 +47,7 @@ def open_external_checkpoint(source: Path, vocab_size: int | None = None, heads:
     if source.is_file() or (source / NANOGPT_FILE).is_file():
         path = source if source.is_file() else source / NANOGPT_FILE
         saved = load_torch_file(path)
-        if is_state_dict(saved):
+        if any(".query_key_value." in name for name, _ in _flatten_state_dict(saved, "")):
             return open_state_dict(saved, path, vocab_size, heads, version)
         return open_nanogpt(saved, path, vocab_size)
     if (folder := find_folder(source)) is not None:
@@ -104,6 +104,25 @@ class NameTable:
             renamed[ours] = tensor
         return renamed
 
+    def open_tensors(self, where: str, model: ModelConfig, tensors: Mapping[str, Tensor], notes: tuple[str, ...] = (),
+                     tokens: int | None = None) -> ExternalCheckpoint:
+        """The checkpoint of whole tensors by their names, whose output layer is tied to the token table. Rows of the
+        table beyond `tokens` are padding."""
+        found = self.rename_tensors(tensors.items(), where)
+        heads = [tensor for name, tensor in tensors.items() if name.endswith("lm_head.weight")]
+        table = found.get("wte.weight")
+        if heads and table is not None and not torch.equal(heads[0], table):
+            raise CheckpointError(f"{where}: lm_head.weight differs from wte.weight: an output layer of its own, which "
+                                  "this program's GPT-2 does not have")
+        if table is not None:
+            found["wte.weight"] = table[:tokens]
+        checkpoint = ExternalCheckpoint(where, model, {
+            name: tensor.t if self.is_transposed(name) and tensor.dim() == 2 else tensor.detach
+            for name, tensor in found.items()}, notes)
+        for name in checkpoint.shapes:
+            checkpoint.tensor(name)  # checks its shape, before any parameter is changed
+        return checkpoint
+
 
 HUGGING_FACE = NameTable(
     "Hugging Face", prefixes=("_orig_mod.", "module.", "transformer."), layers="h", transposes_matrices=True,
@@ -136,23 +155,7 @@ REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddi
 def open_huggingface(folder: Path) -> ExternalCheckpoint:
     """Open a Hugging Face folder; its tensors are views of mapped files."""
     model = model_config_of(read_hf_config(folder), str(folder / HF_CONFIG_FILE))
-    tensors = _load_tensors(folder)
-    found = HUGGING_FACE.rename_tensors(tensors.items(), str(folder))
-    check_output_layer(tensors, found, str(folder))
-    loads = {name: tensor.t if HUGGING_FACE.is_transposed(name) and tensor.dim() == 2 else tensor.detach
-             for name, tensor in found.items()}
-    checkpoint = ExternalCheckpoint(str(folder), model, loads)
-    checkpoint.check()
-    return checkpoint
-
-
-def check_output_layer(their_tensors: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise if the output layer is not tied to the token table."""
-    heads = [tensor for name, tensor in their_tensors.items() if name.endswith("lm_head.weight")]
-    table = our_tensors.get("wte.weight")
-    if heads and table is not None and not torch.equal(heads[0], table):
-        raise CheckpointError(f"{where}: lm_head.weight differs from wte.weight: an output layer of its own, which "
-                              "this program's GPT-2 does not have")
+    return HUGGING_FACE.open_tensors(str(folder), model, _load_tensors(folder))
 
 
 def model_config_of(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -222,17 +225,11 @@ def open_nanogpt(saved: Any, path: Path, vocab_size: int | None = None) -> Exter
     model = build_model_config(str(path), **{**fields, "vocab_size": vocab_size or rows}, attention_dropout=dropout,
                                hidden_dropout=dropout)
     tensors = {key: value for key, value in saved["model"].items() if isinstance(value, Tensor)}
-    found = NANOGPT.rename_tensors(tensors.items(), str(path))
-    check_output_layer(tensors, found, str(path))
-    if "wte.weight" in found:
-        found["wte.weight"] = found["wte.weight"][:model.known_vocab_size]
-    if not args.get("bias", True):
-        found = {name: torch.zeros(shape)
-                 for name, shape in parameter_shapes(model).items() if name.endswith(".bias")} | found
-    checkpoint = ExternalCheckpoint(str(path), model, {name: tensor.detach for name, tensor in found.items()},
-                                    ("it was trained with the exact GELU, this program's is the tanh form",))
-    checkpoint.check()
-    return checkpoint
+    if not args.get("bias", True):  # zeros in the place of those that it does not have
+        tensors = {NANOGPT.to_their_name(name, "transformer."): torch.zeros(shape)
+                   for name, shape in parameter_shapes(model).items() if name.endswith(".bias")} | tensors
+    return NANOGPT.open_tensors(str(path), model, tensors, tokens=model.known_vocab_size,
+                                notes=("it was trained with the exact GELU, this program's is the tanh form",))
 
 
 # ---- Megatron-LM ----------------------------------------------------------------------------------------------------
@@ -267,11 +264,6 @@ def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | 
     version = float(saved[0].get("checkpoint_version", 0))
     return _join_ranks(str(folder), parts, vocab_size, args.get("num_attention_heads", heads), version,
                        args.get("layernorm_epsilon", 1e-5))
-
-
-def is_state_dict(saved: Any) -> bool:
-    """Whether the content of a file is a state dict of a Megatron GPT-2."""
-    return any(".query_key_value." in name for name, _ in _flatten_state_dict(saved, ""))
 
 
 def open_state_dict(saved: Any, path: Path, vocab_size: int | None, heads: int | None,

@@ -11,7 +11,7 @@ On another layout random streams are derived from the seed and the step; all oth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,8 @@ from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, checkpoint_label,
-    error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback, restore_param_groups,
-    shared_state_label, tensor_entries)
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, error_feedback,
+    hyper_parameters, load_error_feedback, restore_param_groups, tensor_entries)
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
@@ -105,7 +104,13 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
     has checked the client state, and that every rank makes this call. Collective over the world."""
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
-    tp = engine.groups.tp
+    tp, dp = engine.groups.tp, engine.groups.dp
+    # What all ranks together save. Replicas of an unsharded bucket divide the writing as if it were sharded.
+    entries: list[TensorEntry] = []
+    for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
+        dtypes = dict.fromkeys(kinds if bucket.trainable else ("weight",), bucket.master_state.dtype)
+        entries += tensor_entries(FlatLayout(bucket.layout.slots, dp.size), dtypes, tp.size)
+    # What this rank writes of it.
     pieces: list[TensorPiece] = []
     for slot, offset, segment in engine.state.segments_to_save(kinds, frozen):
         # An offloaded segment is read when its file is written.
@@ -113,7 +118,9 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
                                                                            segment.fetch)
         local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
         pieces.append(TensorPiece(slot.name, segment.kind, local, offset, data))
-    pieces += error_feedback_pieces(engine) if optimizer else ()
+    if optimizer and engine.compressed_exchanges:
+        more_entries, more_pieces = error_feedback(engine)
+        entries, pieces = entries + more_entries, pieces + more_pieces
     shared = {
         "run_id": run_id,
         "engine": engine.scalar_state(),
@@ -125,10 +132,9 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
         "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
         "loop": dict(loop_state),
         "client_state": dict(client_state)}
-    return PendingSave(root, tag, pieces=pieces, tensors=_tensor_entries(engine, kinds, frozen),
-                       place=_grid_index(engine.groups), rank_state={"rng": capture_rng()} if rng else {},
-                       shared_state=shared, world=engine.groups.world, run_id=run_id, iteration=engine.global_steps,
-                       **options)
+    return PendingSave(root, tag, pieces=pieces, tensors=entries, place=dp.rank * tp.size + tp.rank,
+                       rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
+                       world=engine.groups.world, run_id=run_id, iteration=engine.global_steps, **options)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -141,40 +147,29 @@ def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
-def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
-    """What all ranks together save. Replicas of an unsharded bucket divide the writing as if it were sharded."""
-    groups = engine.groups
-    for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
-        dtypes = dict.fromkeys(kinds if bucket.trainable else ("weight",), bucket.master_state.dtype)
-        yield from tensor_entries(FlatLayout(bucket.layout.slots, groups.dp.size), dtypes, groups.tp.size)
-    if len(kinds) > 1:
-        yield from error_feedback_tensors(engine)
-
-
-def _grid_index(groups: Groups) -> int:
-    """This rank's index in the (dp, tp) grid, used in its file names."""
-    return groups.dp.rank * groups.tp.size + groups.tp.rank
-
-
 def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedulerProtocol | None,
                 options: LoadOptions) -> None:
     """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
     scale unless that is off. Mismatches raise before anything changes."""
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
     optimizer, shared = options.optimizer and bool(engine.buckets), checkpoint.shared_state
-    where = shared_state_label(checkpoint)
+    where = checkpoint.shared_label
     if options.counters and not shared["engine"]:
-        raise CheckpointError(f"{checkpoint_label(checkpoint)} holds imported weights, not a run: load them with "
+        raise CheckpointError(f"{checkpoint.label} holds imported weights, not a run: load them with "
                               "load_module_only=True, or --finetune")
-    if optimizer:
-        _check_optimizer(engine, checkpoint)
-        check_error_feedback(engine, checkpoint)
     _check_model(engine, checkpoint, options.strict, optimizer)
     param_groups = _param_groups_to_restore(shared, scheduler, options) if engine.buckets else None
     if param_groups is not None:
-        check_param_groups(param_groups, engine.param_groups, checkpoint_label(checkpoint))
+        check_param_groups(param_groups, engine.param_groups, checkpoint.label)
         check_hyper_parameters(param_groups, engine.param_groups, where)
-    _load_tensors(engine, checkpoint, optimizer)
+    kinds = ("weight", *(engine.rule.states if optimizer else ()))
+    known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
+    engine.load_segments(known, partial(_read_segment, engine, checkpoint),
+                         partial(all_succeed_or_raise, world=engine.groups.world))
+    for name, buffer in engine.module.named_buffers():
+        if name in shared["buffers"]:
+            buffer.copy_(shared["buffers"][name])
+    # After the tensors: the rule's scalars decide whether gradients are compressed, and with MoQ round the weights.
     if options.counters:
         own = ({} if options.loss_scale
                else {key: value for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS})
@@ -189,17 +184,6 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
         with reraise_as_corrupt(f"{where}: field 'lr_scheduler'"):
             scheduler.load_state_dict(shared["lr_scheduler"])  # ours also set the param groups' rates
-
-
-def _load_tensors(engine: ZeroEngine, checkpoint: Checkpoint, optimizer: bool) -> None:
-    kinds = ("weight", *(engine.rule.states if optimizer else ()))
-    known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
-    engine.load_segments(known, partial(_read_segment, engine, checkpoint),
-                         partial(all_succeed_or_raise, world=engine.groups.world))
-    buffers = checkpoint.shared_state["buffers"]
-    for name, buffer in engine.module.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
 
 
 def _param_groups_to_restore(shared: Mapping[str, Any], scheduler: LRSchedulerProtocol | None,
@@ -231,21 +215,19 @@ def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoin
     checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
-def _check_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    kinds = (*engine.rule.states, *checkpoint.shared_state.get("owed", ()))
-    missing = [kind for kind in kinds if not checkpoint.has(kind)]
-    saved = checkpoint.shared_state["optimizer"]
-    if missing or saved != engine.rule.name:
-        what = (f"holds the optimizer state of {saved}, not of {engine.rule.name}" if saved != engine.rule.name else
-                f"holds no optimizer state ({', '.join(missing)}): saved without")
-        raise CheckpointError(f"{checkpoint_label(checkpoint)} {what}; to resume from the weights alone "
-                              "give --no-load-optim or --finetune (load_optimizer_states=False)")
-
-
 def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optimizer: bool) -> None:
-    """Raise CheckpointError unless buffers, weights and the optimizer state of trainable parameters have the model's
-    shapes; with `strict`, unless the model and the checkpoint have the same parameters."""
-    where = checkpoint_label(checkpoint)
+    """Raise CheckpointError unless buffers, weights and, with `optimizer`, the state of trainable parameters have the
+    model's shapes and the engine's rule; with `strict`, unless model and checkpoint have the same parameters."""
+    where, states = checkpoint.label, engine.rule.states if optimizer else ()
+    if optimizer:
+        saved_rule = checkpoint.shared_state["optimizer"]
+        missing = [kind for kind in (*states, *checkpoint.shared_state.get("owed", ())) if kind not in checkpoint.kinds]
+        if missing or saved_rule != engine.rule.name:
+            what = (f"holds no optimizer state ({', '.join(missing)}): saved without" if saved_rule == engine.rule.name
+                    else f"holds the optimizer state of {saved_rule}, not of {engine.rule.name}")
+            raise CheckpointError(f"{where} {what}; to resume from the weights alone give --no-load-optim or "
+                                  "--finetune (load_optimizer_states=False)")
+        check_error_feedback(engine, checkpoint)
     buckets = (*engine.buckets, *engine.frozen_buckets)
     model = {slot.name for bucket in buckets for slot in bucket.layout.slots}
     saved = set(checkpoint.names("weight"))
@@ -258,7 +240,7 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
         if shape != buffer.shape:
             raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
                                   f"found {list(shape)}")
-    kinds = ("weight", *(engine.rule.states if strict and optimizer else ()))
+    kinds = ("weight", *(states if strict else ()))
     for bucket in buckets:
         for slot in bucket.layout.slots:
             expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
@@ -275,7 +257,7 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
 
 def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     """Restore this rank's random streams; a note if they cannot continue. Local."""
-    index = _grid_index(groups)
+    index = groups.dp.rank * groups.tp.size + groups.tp.rank
     # With equal tp and dp sizes rank k has the same role in both runs.
     same_ranks = all(checkpoint.layout.get(axis) == layout[axis] for axis in ("tp", "dp"))
     saved = checkpoint.rank_state(index) if same_ranks else None

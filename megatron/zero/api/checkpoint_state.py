@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.file_formats import StrictRecord
-from megatron.checkpoint.manifest import SHARED_STATE_FILE, TensorEntry
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES
@@ -74,18 +74,10 @@ OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_
 """Fields of the shared state that may be missing or None, with their types."""
 
 
-def checkpoint_label(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.tag} of {checkpoint.folder.parent}"
-
-
-def shared_state_label(checkpoint: Checkpoint) -> str:
-    return f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}"
-
-
 def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
-    where = shared_state_label(checkpoint)
+    where = checkpoint.shared_label
     state = StrictRecord({name: value for name, value in checkpoint.shared_state.items()
                           if value is not None or name not in OPTIONAL_FIELDS}, where)
     state.take_field("run_id", str)
@@ -108,8 +100,8 @@ def check_shared_state(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{where}: field {name!r}: its values must be {kind.__name__}")
     loop = StrictRecord(optional.get("loop", {}), f"{where}: field 'loop'")
     for name in LOOP_COUNTERS:
-        if name in loop.fields:
-            loop.take_optional_count(name)
+        if loop.fields.get(name) is not None:
+            loop.take_count(name)
     state.take_field("client_state", dict)
     state.check_all_taken()
 
@@ -157,31 +149,25 @@ def tensor_entries(layout: FlatLayout, dtypes: Mapping[str, torch.dtype], tp: in
                               DPSharding(slot.offset, layout.shard_numel))
 
 
-def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
-    """The error feedback of this rank."""
-    dp, tp = engine.groups.dp, engine.groups.tp
+def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPiece]]:
+    """The tensors that all ranks save together, and the pieces of this rank."""
+    dp, tp, entries, pieces = engine.groups.dp, engine.groups.tp, list[TensorEntry](), list[TensorPiece]()
     for exchange in engine.compressed_exchanges:
-        for slot in _nonempty_slots(exchange.layout):
-            shape, partition = _worker_error_shape(slot, dp.size)
-            yield TensorPiece(slot.name, WORKER_ERROR, TPSlice(shape, partition, tp.rank, tp.size),
-                              dp.rank * slot.numel, exchange.one_bit_mean.worker_error[slot.offset : slot.end])
-        for segment in exchange.layout.segments(dp.rank):
+        layout, mean = exchange.layout, exchange.one_bit_mean
+        dtype = DTYPE_NAMES[mean.worker_error.dtype]
+        for slot in _nonempty_slots(layout):
+            worker = TPSlice(*_worker_error_shape(slot, dp.size), tp.rank, tp.size)
+            server = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+            entries += [TensorEntry(WORKER_ERROR, slot.name, dtype, worker.sharding, DPSharding(0, slot.numel)),
+                        TensorEntry(SERVER_ERROR, slot.name, dtype, server.sharding,
+                                    DPSharding(slot.offset, layout.shard_numel))]
+            pieces.append(TensorPiece(slot.name, WORKER_ERROR, worker, dp.rank * slot.numel,
+                                      mean.worker_error[slot.offset : slot.end]))
+        for segment in layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            yield TensorPiece(slot.name, SERVER_ERROR, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
-                              segment.slot_offset, exchange.one_bit_mean.server_error[start:start + segment.count])
-
-
-def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
-    """The tensors that the pieces of all ranks make up."""
-    tp = engine.groups.tp.size
-    for exchange in engine.compressed_exchanges:
-        dtype = DTYPE_NAMES[exchange.one_bit_mean.worker_error.dtype]
-        for slot in _nonempty_slots(exchange.layout):
-            shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
-            yield TensorEntry(WORKER_ERROR, slot.name, dtype, tp_sharding_of(shape, partition, tp),
-                              DPSharding(0, slot.numel))
-            yield TensorEntry(SERVER_ERROR, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, tp),
-                              DPSharding(slot.offset, exchange.layout.shard_numel))
+            pieces.append(TensorPiece(slot.name, SERVER_ERROR, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
+                                      segment.slot_offset, mean.server_error[start : start + segment.count]))
+    return entries, pieces
 
 
 def check_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
@@ -224,7 +210,7 @@ def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
     expected = tp_sharding_of(*_worker_error_shape(slot, 1), engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
         raise CheckpointError(
-            f"{checkpoint_label(checkpoint)} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
+            f"{checkpoint.label} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
             f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
 

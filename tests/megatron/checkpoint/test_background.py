@@ -62,6 +62,18 @@ def held_back() -> Iterator[threading.Event]:
         yield go
 
 
+@contextmanager
+def slow_writes(seconds: float) -> Iterator[None]:
+    write = RankFiles.write
+
+    def later(*args: Any) -> Any:
+        time.sleep(seconds)
+        return write(*args)
+
+    with mock.patch.object(RankFiles, "write", later):
+        yield
+
+
 def weight(root: Path, step: int, count: int) -> list[float]:
     out = torch.empty(count)
     open_checkpoint(root, f"global_step{step}").read_slice("weight", "w", TPSlice((count,)), 0, out)
@@ -142,13 +154,7 @@ def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
             "train_batch_size": world, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "zero_optimization": {"stage": 2}})[0]
 
-    write = RankFiles.write
-
-    def later(*args: Any) -> Any:
-        time.sleep(0.3 * rank)
-        return write(*args)
-
-    with mock.patch.object(RankFiles, "write", later):
+    with slow_writes(0.3 * rank):
         made().save_checkpoint(root / str(rank) if rank else root, "first", in_background=True)
         made().save_checkpoint(root, "second")
     return [(root / "latest").read_text().strip(), *tag_names(root)]
@@ -257,13 +263,7 @@ def flags(root: Path, name: str, *more: object) -> list[object]:
 
 def slowly(rank: int, world: int, argv: list[object], seconds: float) -> str:
     """A run whose rank `world - 1` needs that long to write."""
-    write = RankFiles.write
-
-    def later(*args: Any) -> Any:
-        time.sleep(seconds if rank == world - 1 else 0)
-        return write(*args)
-
-    with mock.patch.object(RankFiles, "write", later):
+    with slow_writes(seconds if rank == world - 1 else 0):
         return train(argv)
 
 
@@ -389,9 +389,6 @@ def test_a_second_ctrl_c_waits_for_no_save_and_nothing_of_it_comes_later(tmp_pat
     said = broken_training(0, 1, flags(tmp_path, "s", "--async-save"), KeyboardInterrupt, None)
     assert said == "KeyboardInterrupt  the save under way is not complete; the tag before it is the newest"
     assert not async_save._PENDING_SAVES and tag_names(tmp_path / "s") == []
-
-
-# ---- deaths ------------------------------------------------------------------------------------------------------
 
 
 # ---- the end of the program ----------------------------------------------------------------------------------------

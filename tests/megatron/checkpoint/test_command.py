@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.tags import describe_format
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid, save_solo
+from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
 from tests.megatron.helpers import TINY, train
 
 TREE = Path(__file__).parents[3]
@@ -56,13 +55,6 @@ def test_damage_is_exit_4_and_other_tags_are_checked_too(root: Path, capsys: pyt
     code, line = failing(capsys, "verify", str(root))
     assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
     assert main(["verify", str(root), "--tag", "global_step2"]) == 0
-
-
-def test_merge_writes_one_file(root: Path, tmp_path: Path) -> None:
-    output = tmp_path / "all.safetensors"
-    assert main(["merge", str(root), "--output", str(output)]) == 0
-    assert {name: tuple(tensor.shape) for name, tensor in load_file(output).items()} == \
-        {name: shape for name, (shape, _) in SHAPES.items()}
 
 
 def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from megatron.checkpoint.verify import verify_tag
 from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
 from mpu.groups import build
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import GRIDS, Grid, open_quietly, redigest, reseal, rewrite, save_grid, set_header
+from tests.megatron.checkpoint.made import Grid, open_quietly, redigest, reseal, rewrite, save_grid, set_header
 
 TAG = "global_step10"
 GRID = Grid(2, 2)
@@ -63,7 +63,7 @@ MIXES = list(mixes())
 
 
 def exported(root: Path) -> None:
-    for entry in zero_to_fp32.open_tag(root, TAG).output_tensors():
+    for entry in zero_to_fp32.output_tensors(*zero_to_fp32.open_tag(root, TAG)):
         entry.load()
 
 
@@ -126,11 +126,6 @@ def test_a_manifest_that_says_something_else_is_of_another_checkpoint(what: str,
                                                                       tmp_path: Path) -> None:
     shutil.copytree(tags["ours"], tmp_path / TAG)
     rewrite(tmp_path / TAG / MANIFEST, CHANGES[what])
-    assert accepted(tmp_path) == []
-
-
-def test_a_manifest_of_another_name_is_refused(tags: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(tags["another step"], tmp_path / TAG)
     assert accepted(tmp_path) == []
 
 
@@ -214,12 +209,3 @@ def test_a_damaged_file_is_refused_and_named(damage: str, times: int, tags: dict
         assert path.name in refusal(root), path
         path.write_bytes(files[path])
     assert open_quietly(root).tag == TAG
-
-
-def test_fifty_clean_tags_raise_no_alarm(tmp_path: Path) -> None:
-    for seed in range(50):
-        root = tmp_path / str(seed)
-        save_grid(root, GRIDS[seed % len(GRIDS)], step=seed, seed=seed)
-        assert open_quietly(root).iteration == seed
-        assert verify_tag(root, f"global_step{seed}")
-        shutil.rmtree(root)

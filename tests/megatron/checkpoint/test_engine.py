@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.tags import latest_tag
 from megatron.config.tree import build_config
 from megatron.errors import CheckpointError
 from megatron.train import build
@@ -39,15 +38,6 @@ def steps(engine: Engine, count: int, value: float = 1.0) -> None:
 
 def weights(engine: Engine) -> list[float]:
     return [x for p in engine.module.parameters() for x in p.detach().flatten().tolist()]
-
-
-def test_a_save_in_the_background_is_the_latest_when_it_is_complete(tmp_path: Path) -> None:
-    run = engine()
-    for tag in ("global_step9", "mine"):
-        steps(run, 1)
-        run.save_checkpoint(tmp_path, tag=tag, in_background=True)
-        run.finish_save()
-        assert latest_tag(tmp_path) == tag
 
 
 def test_without_save_latest_a_tag_is_taken_only_by_name(tmp_path: Path) -> None:

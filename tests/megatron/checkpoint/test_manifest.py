@@ -12,7 +12,7 @@ import pytest
 
 from megatron.checkpoint.file_formats import checksum_ending
 from megatron.checkpoint.manifest import (Ancestor, Manifest, TensorEntry,
-                                          check_safe_name, iteration_of_tag, parse_manifest, read_commit_number)
+                                          check_safe_name, iteration_of_tag, parse_manifest, read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
 
@@ -31,10 +31,10 @@ def test_it_comes_back_as_it_went() -> None:
 
 
 def test_the_commit_number_is_found_without_parsing(tmp_path: Path) -> None:
-    assert read_commit_number(tmp_path) == 0
+    assert read_manifest_end(tmp_path) == (0, None)
     for data, commit in ((MANIFEST.to_bytes(), MANIFEST.commit), (b"{}", 0)):
         (tmp_path / "manifest.json").write_bytes(data)
-        assert read_commit_number(tmp_path) == commit
+        assert read_manifest_end(tmp_path)[0] == commit
 
 
 def test_its_length_does_not_depend_on_the_number_of_ranks() -> None:

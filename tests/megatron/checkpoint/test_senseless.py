@@ -132,7 +132,7 @@ def load(root: Path) -> None:
 
 
 def export(root: Path) -> None:
-    for entry in zero_to_fp32.open_tag(root, TAG).output_tensors():
+    for entry in zero_to_fp32.output_tensors(*zero_to_fp32.open_tag(root, TAG)):
         entry.load()
 
 

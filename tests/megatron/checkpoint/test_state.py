@@ -59,15 +59,12 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
 
 
-def test_a_parameter_comes_back_as_one() -> None:
+def test_tensors_and_parameters_come_back_as_such() -> None:
+    found = there_and_back({"x": [(torch.arange(3), torch.ones((), dtype=torch.bfloat16))]})["x"][0]
+    assert type(found) is tuple and torch.equal(found[0], torch.arange(3)) and found[1].dtype == torch.bfloat16
     for value in (nn.Parameter(torch.ones(2)), nn.Parameter(torch.arange(2), requires_grad=False)):
         found = there_and_back([value])[0]
         assert type(found) is nn.Parameter and torch.equal(found, value) and found.requires_grad == value.requires_grad
-
-
-def test_tensors_go_beside_the_text() -> None:
-    found = there_and_back({"x": [(torch.arange(3), torch.ones((), dtype=torch.bfloat16))]})["x"][0]
-    assert type(found) is tuple and torch.equal(found[0], torch.arange(3)) and found[1].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("value", [

@@ -7,8 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +28,6 @@ from megatron.distributed.rank_status import STATUS
 from megatron.distributed.signals import StopListener
 from mpu.groups import SOLO
 from tests.megatron.checkpoint.made import printed
-from tests.megatron.helpers import ROOT, TINY
 
 
 IN_BACKGROUND = BackgroundDeleter.delete  # which conftest.py replaces
@@ -171,34 +168,3 @@ def test_without_threads_it_is_deleted_at_once(tmp_path: Path) -> None:
     with mock.patch.object(commit.threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         DELETER.delete((tmp_path / "global_step1").rename(tmp_path / f"{TRASH_PREFIX}1"))
     assert in_trash(tmp_path) == []
-
-
-KILLED = """
-import os, shutil, sys
-import pretrain_gpt2
-from megatron.checkpoint import commit
-
-def half(path, *words, **more):
-    for name in sorted(os.listdir(path))[:2]:
-        os.unlink(os.path.join(path, name))
-    print("half deleted", path, flush=True)
-    os.kill(os.getpid(), 9)
-
-commit.shutil.rmtree = half
-pretrain_gpt2.main()
-"""
-
-
-def test_a_program_that_is_killed_while_it_deletes_leaves_what_the_next_start_sweeps(tmp_path: Path) -> None:
-    flags = [*TINY, "--mock-data", "--train-iters", "3", "--save-interval", "1", "--keep-last", "1",
-             "--save", str(tmp_path / "s"), "--load", str(tmp_path / "s")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *flags], env=environment, capture_output=True, text=True)
-    assert killed.returncode == -9 and "half deleted" in killed.stdout, killed.stderr
-    assert len(in_trash(tmp_path / "s")) == 1
-    for tag in tag_names(tmp_path / "s"):
-        verify_tag(tmp_path / "s", tag)
-    subprocess.run([sys.executable, "pretrain_gpt2.py", *flags], env=environment, cwd=ROOT, check=True,
-                   capture_output=True)
-    assert sorted(name for name in os.listdir(tmp_path / "s") if name != ".lock") == [
-        "global_step3", "latest", "zero_to_fp32.py"]

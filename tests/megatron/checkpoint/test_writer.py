@@ -173,31 +173,6 @@ def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: st
     assert open_checkpoint(root).tag == newest
 
 
-def save_on_rank(rank: int, world_size: int, root: str, full: int) -> str:
-    """Save with a disk that is full for rank `full` only (-1: none)."""
-    world = build().world
-    piece = TensorPiece("w", "weight", TPSlice((4,), Partition(0), rank, world_size), 0, torch.full((4,), float(rank)))
-    disk = FullDisk(0 if rank == full else 10**9)
-    try:
-        with patched(disk):
-            writer.save(root, f"global_step{full + 2}", pieces=[piece], rank_state={"rank": rank}, shared_state={},
-                        config={}, layout={"tp": world_size, "dp": 1}, world=world, run_id="job", iteration=full + 2)
-    except TrainerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
-
-
-def test_real_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
-    assert run_ranks(save_on_rank, 2, str(tmp_path), -1, timeout=20) == ["saved", "saved"]
-    for full in (0, 1):
-        first, second = run_ranks(save_on_rank, 2, str(tmp_path), full, timeout=20)
-        assert first == second and first.startswith("StorageError: ") and f"/rank{full}.safetensors" in first
-    check_untouched(tmp_path)
-    out = torch.empty(8)
-    open_checkpoint(tmp_path).read_slice("weight", "w", TPSlice((8,)), 0, out)
-    assert out.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
 def save_one(root: Path, data: torch.Tensor | LazyData, **changes: Any) -> None:
     piece = TensorPiece("w", "weight", TPSlice((4,)), 0, data)
     options: dict[str, Any] = dict(pieces=[piece], rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1},
