@@ -102,7 +102,8 @@ class Config:
         require(offload.offload_param_device == "none" or stage == 3, "{offload_param_device=} needs {zero_stage} 3, "
                 "not {stage}: other stages keep whole parameters on the device", stage=stage)
         if self.train.cuda_graphs:
-            require(stage < 3, "{cuda_graphs} needs {zero_stage} 0, 1 or 2: at stage 3 parameters have no fixed address")
+            require(stage < 3,
+                    "{cuda_graphs} needs {zero_stage} 0, 1 or 2: at stage 3 parameters have no fixed address")
             require(not recompute.checkpoint_activations,
                     "{cuda_graphs} and {checkpoint_activations} exclude each other: the replay of a recomputed forward "
                     "takes the memory of the backward under way; leave one out")

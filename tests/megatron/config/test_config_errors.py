@@ -128,7 +128,8 @@ def test_an_error_names_its_settings_and_one_in_doubt_is_not_told_again() -> Non
     def errors(*templates: str) -> list[SettingError]:
         return [SettingError(text, {"compile": True, "lr": 0.1, "bf16": True}, {"why": "{x}"}) for text in templates]
 
-    collector, in_keys = ErrorCollector(), FlagToKeyNames({"--lr": "lr", "--bf16": "bf16"}, {"--compile": "c"}, file="f")
+    collector = ErrorCollector()
+    in_keys = FlagToKeyNames({"--lr": "lr", "--bf16": "bf16"}, {"--compile": "c"}, file="f")
     collector.add_errors(errors("{no compile} is wrong: {why}", "{compile} too"))
     collector.add_errors(errors("{compile} follows", "{lr=} does not"))
     collector.key_names = in_keys

@@ -126,7 +126,8 @@ def test_a_place_is_read_as_it_was_written(tmp_path):
     assert str(places.status_of(1)) == "before its program began"
     mine.set_activity("start-up")
     mine.publish_in(str(tmp_path / "places"), 1)
-    assert places.status_of(1) == StatusSnapshot(1, os.getpid(), 0, "start-up") and places.status_of(0) == StatusSnapshot()
+    assert places.status_of(1) == StatusSnapshot(1, os.getpid(), 0, "start-up")
+    assert places.status_of(0) == StatusSnapshot()
     for step, phase, unit, text in [(0, "", "", "start-up"), (3, "forward", "blocks.11", "step 3: forward, blocks.11"),
                                     (3, "forward", "", "step 3: forward"), (4, "", "", "step 4: training")]:
         mine.set_activity("training" if step else "start-up")

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from megatron.launch.node_monitor import NodeInfo, NodeMonitor
 from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import RankProcess, Supervisor
 from tests.megatron.launch.processes import (LIMIT, PATIENCE, PRELUDE, ROOT, alive, begin, environment, state,
-                                              wait_until)
+                                             wait_until)
 
 SHOW_ENVIRONMENT = """
 names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS GLOO_SOCKET_IFNAME "

@@ -25,9 +25,10 @@ from megatron.launch import node_monitor, rendezvous
 from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
 from tests.megatron.launch.processes import (LIMIT, MEET, PATIENCE, ROOT, begin, catches, environment,
-                                              wait_until)
+                                             wait_until)
 
 HOST = socket.gethostname()
+
 
 class Node:
     """A launcher, whose ranks run `body`."""
