@@ -15,7 +15,7 @@ from datetime import timedelta
 from signal import SIGHUP
 
 from megatron.config.run_config import check_wandb
-from megatron.distributed.exit_codes import exit_on_request, run, shows_tracebacks
+from megatron.distributed.exit_codes import exit_with_error, run, shows_tracebacks
 from megatron.distributed.process_group import publish_status, read_environment
 from megatron.distributed.rank_status import START_UP, STATUS
 from megatron.distributed.signals import BEFORE_FIRST_STEP, StopListener
@@ -26,7 +26,7 @@ def program() -> int:
     """Run `main` with stop signals handled; returns the exit code of the process."""
     stop = StopListener(startup_reason=BEFORE_FIRST_STEP)
     try:
-        return run(lambda: main(stop.listen(exit_on_request, dump_stacks=shows_tracebacks())), is_job=True)
+        return run(lambda: main(stop.listen(exit_with_error, dump_stacks=shows_tracebacks())), is_job=True)
     finally:
         stop.close()
 

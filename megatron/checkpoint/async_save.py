@@ -162,9 +162,8 @@ class AsyncSaver:
             self.wait_for_save()
         except BaseException as error:  # at exit the error can only be printed
             failure = exit_codes.exit_reason_of(error)
-            exit_codes.write_error(f"{self._name}, which was being written in the background, is not complete: "
-                                   f"{failure.text}")
-            exit_codes.exit_now(failure.code)
+            exit_codes.exit_with_error(f"{self._name}, which was being written in the background, is not complete: "
+                                       f"{failure.text}", failure.code)
 
 
 _PENDING_SAVES: list[AsyncSaver] = []

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from data.cli import StrictArgumentParser, normalize_flag_names, suggest_spelling
 from megatron.config import cli_help, ds_json
-from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames
+from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
 from megatron.config.schema import field_name, flag_name, setting_of
@@ -56,49 +56,39 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                               for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
-    # a preset that contradicts the folder is refused when the folder is read
-    preset = {**_fields_of_huggingface_folder(values), **preset}
+    folder = values.get("load_hf")
+    if folder is not None and ("load" not in values or Path(folder).exists()):  # gone: the run resumes
+        own = {"tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"} & values.keys()
+        # a preset that contradicts the folder is refused when the folder is read
+        preset = {**read_model_fields(folder), **({} if own else read_tokenizer_fields(folder)), **preset}
     for name in ("deepspeed", "dry_run"):  # no part of the configuration
         values.pop(name, None)
-    flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
-    collector, by_name = ErrorCollector(), OPTIMIZER_DEVICE in values or not values.get("cpu_optimizer")
-    with FlagToKeyNames({} if by_name else {flag_name(OPTIMIZER_DEVICE): CPU_OPTIMIZER_TEXT}).translate_errors():
-        config = _build_from_flags(values, preset, world_size, collector)
+    source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
+    names = FlagToKeyNames()
+    if on_host:  # yields to a file that says more
+        preset = {**preset, OPTIMIZER_DEVICE: "cpu"}
+        if OPTIMIZER_DEVICE not in values:
+            names = FlagToKeyNames({flag_name(OPTIMIZER_DEVICE): CPU_OPTIMIZER_TEXT})
+    collector = ErrorCollector()
+    with names.translate_errors():
+        config = build_config({**preset, **values}, collector) if source is None else ds_json.build_ds_config(
+            source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
+            collector=collector)
+        if on_host and config.offload.offload_optimizer_device == "none":
+            collector.add_errors([SettingError("--cpu-optimizer keeps the optimizer's state on the host, but "
+                                               "{offload_optimizer_device} is none: give one of them",
+                                               config.settings())])
         collector.add_errors(run_errors(config))
         collector.raise_if_any()
-    unread = (f" note: {line}"
-              for line in unused_settings(config, flags, {*flags, *map(field_name, config.key_names.keys_of_given)}))
+    given_fields = {*values, *map(field_name, config.key_names.keys_of_given)}
+    unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
     return replace(config, notes=(*notes, *unread, *config.notes))
-
-
-def _build_from_flags(values: dict[str, Any], preset: dict[str, Any], world_size: int,
-                      collector: ErrorCollector) -> Config:
-    """The Config of the flags and the JSON file they name. `--cpu-optimizer` yields to a file that says more."""
-    source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
-    if on_host:
-        preset = {**preset, OPTIMIZER_DEVICE: "cpu"}
-    config = build_config({**preset, **values}, collector) if source is None else ds_json.build_ds_config(
-        source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
-        collector=collector)
-    if on_host and config.offload.offload_optimizer_device == "none":
-        collector.add_errors(["--cpu-optimizer keeps the optimizer's state on the host, but "
-                              f"{flag_name(OPTIMIZER_DEVICE)} is none: give one of them"])
-    return config
 
 
 def is_dry_run(argv: Sequence[str]) -> bool:
     """Whether --dry-run is given: plan the run, do not start it."""
     words = (word.partition("=") for word in normalize_flag_names(argv))
     return any(name == "--dry-run" and (not equals or value.lower() in YES) for name, equals, value in words)
-
-
-def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Model and tokenizer fields of the `--load-hf` folder; empty if the folder is gone and the run resumes."""
-    folder = values.get("load_hf")
-    if folder is None or ("load" in values and not Path(folder).exists()):
-        return {}
-    own = {"tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"} & values.keys()
-    return {**read_model_fields(folder), **({} if own else read_tokenizer_fields(folder))}
 
 
 def build_parser() -> argparse.ArgumentParser:

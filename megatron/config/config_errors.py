@@ -1,17 +1,21 @@
-"""Collect configuration errors, so that one run reports all of them, and name settings as the user wrote them.
+"""Errors of settings. Each names its settings as data, so that one run reports all errors, in the user's own words.
 
-Checks run from keys to single values to combinations. A setting that an earlier check complained about is doubtful:
-later errors about it may only follow from that and are dropped.
+    errors.require(self.min_lr <= self.lr, "{min_lr=} is above {lr=}")
+
+In such a text {lr} is the flag, or the key of the JSON file that set it; {lr=} also has its value; {no compile} is the
+switch turned off. Checks run from keys to single values to combinations. A setting that an earlier check complained
+about is doubtful: later errors about it may only follow from that and are dropped.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from string import Formatter
+from typing import Any
 
 from megatron.config.schema import flag_name, setting_of
 from megatron.errors import ConfigError, TrainerError, format_listed_error
@@ -19,28 +23,28 @@ from megatron.errors import ConfigError, TrainerError, format_listed_error
 _FLAG = r"--[a-z][\w-]*"
 
 
-def flags_in(message: str) -> set[str]:
-    """The flags in a message; --no-compile counts as --compile."""
-    return {re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, message)}
-
-
 @dataclass(frozen=True)
 class FlagToKeyNames:
-    """Rewrites flags in messages to the keys of the JSON file that set them."""
+    """The user's words for settings: flags, or the keys of the JSON file that set them."""
 
     keys_of_given: Mapping[str, str] = field(default_factory=dict)  # flag -> the key that was given in its place
     keys_of_others: Mapping[str, str] = field(default_factory=dict)  # flag that neither file nor command line set
     has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
     file: str = ""
 
-    def translate(self, message: str) -> str:
-        """The message with keys in place of flags, if any of these came from the file."""
-        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(flags_in(message)):
-            return message
-        names = {**self.keys_of_others, **self.keys_of_given}
-        names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
-        translated = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
-        return translated.replace("optimizer.params. ", "optimizer.params.")  # --optimizer-params NAME
+    def keys(self, flags: Collection[str]) -> dict[str, str]:
+        """Flag -> key, for a text that names these flags; empty if none of them came from the file."""
+        in_keys = self.has_only_keys or not self.keys_of_given.keys().isdisjoint(flags)
+        return {**self.keys_of_others, **self.keys_of_given} if in_keys else {}
+
+    def translate(self, text: str) -> str:
+        """The text with keys in place of flags. A SettingError knows its settings; other texts, such as the engine's,
+        are searched for flags."""
+        if isinstance(text, SettingError):
+            return text.named_by(self)
+        keys = self.keys({re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, text)})
+        words = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in keys.items()}, **keys}
+        return _join_name(re.sub(_FLAG, lambda match: words.get(match[0], match[0]), text))
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -50,6 +54,41 @@ class FlagToKeyNames:
         except TrainerError as error:
             error.args = (self.translate(str(error)),)
             raise
+
+
+def _join_name(text: str) -> str:
+    """`--optimizer-params NAME` is one key in a file."""
+    return text.replace("optimizer.params. ", "optimizer.params.")
+
+
+class SettingError(str):
+    """An error text that knows the settings it names: `fields`. `template` names fields of `values` as the head of this
+    file says, and anything in `others` by its name there."""
+
+    fields: frozenset[str]
+    _parts: tuple[str, Mapping[str, Any], Mapping[str, Any]]
+
+    def __new__(cls, template: str, values: Mapping[str, Any], others: Mapping[str, Any] = {},
+                names: FlagToKeyNames = FlagToKeyNames()) -> SettingError:
+        named = {name.removeprefix("no ").removesuffix("=") for _, name, _, _ in Formatter().parse(template)
+                 if name and name not in others}
+        keys, words = names.keys(set(map(flag_name, named))), dict(others)
+        for name in named:
+            flag, value = flag_name(name), values[name]
+            word = keys.get(flag, flag)
+            words |= {name: word, f"{name}=": f"{word} {f'{value:g}' if isinstance(value, float) else value}",
+                      f"no {name}": f"{word} false" if flag in keys else f"--no-{flag[2:]}"}
+        error = super().__new__(cls, _join_name(template.format_map(words)))
+        error.fields, error._parts = frozenset(named), (template, values, others)
+        return error
+
+    def named_by(self, names: FlagToKeyNames) -> SettingError:
+        return SettingError(*self._parts, names)
+
+
+def fields_of(error: str) -> frozenset[str]:
+    """The settings that an error names."""
+    return error.fields if isinstance(error, SettingError) else frozenset()
 
 
 MAX_SHOWN_ERRORS = 40
@@ -82,43 +121,53 @@ class ErrorList(list[str]):
             raise ConfigErrors(self, name)
 
 
+class SettingErrors(ErrorList):
+    """Errors of the settings in `values` (field -> value)."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def require(self, condition: bool, message: str, **others: Any) -> None:
+        """Add an error unless the condition holds; `message` is the template of a SettingError."""
+        if not condition:
+            self.append(SettingError(message, self._values, others))
+
+
 class ConfigSection:
     """Base of the sections, which are frozen dataclasses: checks the ranges of the fields, then what `check` checks."""
 
     def __post_init__(self) -> None:
-        errors, section = ErrorList(), cast(Any, self)
-        for item in fields(section):
-            value, allowed = getattr(section, item.name), setting_of(item).range
+        errors = SettingErrors(vars(self))
+        for item in fields(self):  # type: ignore[arg-type]
+            value, allowed = getattr(self, item.name), setting_of(item).range
             errors.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
-                           f"{flag_name(item.name)} is {value}: expected {allowed}")
+                           f"{{{item.name}}} is {{found}}: expected {{allowed}}", found=value, allowed=allowed)
         errors.raise_if_any()
         self.check(errors)
         errors.raise_if_any()
 
-    def check(self, errors: ErrorList) -> None:
-        """Add an error text for each rule that the fields break, or raise a ConfigError."""
+    def check(self, errors: SettingErrors) -> None:
+        """Add an error for each rule that the fields break."""
 
 
 class ErrorCollector(ErrorList):
-    """Errors found so far, and the settings that they concern."""
+    """Errors found so far, in the user's words, and the settings that they concern."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.key_names = FlagToKeyNames()  # translates the errors added from now on
-        self._doubtful: set[str] = set()
+        self.key_names = FlagToKeyNames()  # of the errors added from now on
+        self.doubtful: set[str] = set()  # fields that an earlier check complained about
         self._file = ""
 
-    def ignore_later_errors_of(self, flags: Iterable[str]) -> None:
-        self._doubtful.update(*map(flags_in, flags))
-
     def add_errors(self, sentences: Iterable[str], file: str = "") -> None:
-        """Add one check's errors, which name flags; with `file` they already name its keys."""
-        new_sentences = [sentence for sentence in sentences if self._doubtful.isdisjoint(flags_in(sentence))]
-        translated = new_sentences if file else list(map(self.key_names.translate, new_sentences))
-        if file and new_sentences or translated != new_sentences:
+        """Add one check's errors; with `file` they already name its keys."""
+        added = [error for error in sentences if self.doubtful.isdisjoint(fields_of(error))]
+        translated = added if file else list(map(self.key_names.translate, added))
+        if file and added or translated != added:
             self._file = file or self.key_names.file
         self += translated
-        self.ignore_later_errors_of(new_sentences)
+        self.doubtful.update(*map(fields_of, added))
 
     def raise_if_any(self, name: str = "") -> None:
         super().raise_if_any(name or self._file)

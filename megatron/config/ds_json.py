@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ds_cross_keys
-from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, error_sentences
+from megatron.config.config_errors import (ErrorCollector, ErrorList, FlagToKeyNames, SettingError, SettingErrors,
+                                           error_sentences)
 from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE_STEP, OPTIMIZER_PARAMS, WARMUP_STEPS,
                                            FieldValue, solve_batch_sizes)
 from megatron.config.ds_keys import (AUTO_VALUE, DS_KEYS, DS_OBJECTS, DsKeyValues, FixedValue, IgnoredKey, RenamedKey,
@@ -51,7 +52,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(ds_values, auto_keys=tuple(
         path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
-    errors.ignore_later_errors_of(_flags_of_keys(ds_values.invalid_keys))
+    errors.doubtful.update(_fields_of_keys(ds_values.invalid_keys))
     found = list(_field_values(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr)))
     errors.add_errors(problems, ds_values.name)
     errors.add_errors(_flag_conflicts(in_effect, found, flags))
@@ -103,7 +104,14 @@ def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: 
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {json_text(tree)}")
-    _check_keys(values, tree)
+    renamed = []  # checked last, when all other keys are known
+    for path, value in _leaves(values, tree, ""):
+        if isinstance(DS_KEYS[path], RenamedKey):
+            renamed.append((path, value))
+        else:
+            _add_value(values, path, value)
+    for path, value in renamed:
+        _add_value(values, path, value)
     return values
 
 
@@ -177,22 +185,6 @@ def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
     return value
 
 
-class _InvalidKey(ValueError):
-    """An error of one key."""
-
-
-def _check_keys(values: DsKeyValues, tree: dict[str, Any]) -> None:
-    """Fill in the keys of the tree, each checked by itself."""
-    renamed = []
-    for path, value in _leaves(values, tree, ""):
-        if isinstance(DS_KEYS[path], RenamedKey):
-            renamed.append((path, value))  # renamed keys come last, when all others are known
-        else:
-            _add_value(values, path, value)
-    for path, value in renamed:
-        _add_value(values, path, value)
-
-
 def _leaves(values: DsKeyValues, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of every key; `type` first, since it decides which others are accepted."""
     for key in sorted(tree, key=lambda key: key != "type"):
@@ -219,7 +211,7 @@ def _add_value(values: DsKeyValues, path: str, value: Any) -> None:
             values.auto_keys += (path,)
         else:
             _add_checked_value(values, path, value)
-    except _InvalidKey as error:
+    except ConfigError as error:
         values.invalid_keys.add(path)
         values.errors.append(str(error))
 
@@ -230,13 +222,13 @@ def _add_checked_value(values: DsKeyValues, path: str, value: Any) -> None:
         _add_renamed_key(values, path, value, row)
     elif isinstance(row, JsonKey):
         if isinstance(value, str) and value.lower() in row.refused:
-            raise _InvalidKey(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
+            raise ConfigError(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
         if value is not None or not row.nullable:
             values.keys[path] = _convert_value(path, value, row.json_type)
             values.raw_values[path] = value
     elif isinstance(row, FixedValue):
         if not any(values_match(value, allowed) for allowed in row.values):
-            raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
+            raise ConfigError(f"{path} is {json_text(value)}: not supported, {row.reason}; "
                               f"expected {json_text(row.values[0])}")
     elif isinstance(row, IgnoredKey):
         converted = _convert_value(path, value, row.json_type)
@@ -245,7 +237,7 @@ def _add_checked_value(values: DsKeyValues, path: str, value: Any) -> None:
         elif converted != row.default:
             values.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
     elif not _is_off(value) and value not in row.off:
-        raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
+        raise ConfigError(f"{path} is not supported, {row.reason}; leave it out")
 
 
 def _add_renamed_key(values: DsKeyValues, path: str, value: Any, row: RenamedKey) -> None:
@@ -260,7 +252,7 @@ def _add_renamed_key(values: DsKeyValues, path: str, value: Any, row: RenamedKey
         new_row, known = DS_KEYS[new], values.deprecated_names.get(new, new)
         assert isinstance(new_row, JsonKey)
         if not values_are_close(values.keys[new], _convert_value(new, converted, new_row.json_type)):
-            raise _InvalidKey(f"{path} {json_text(value)} is the old name of {known} "
+            raise ConfigError(f"{path} {json_text(value)} is the old name of {known} "
                               f"{json_text(values.raw_values[new])}, and both are given with different values; "
                               f"leave {path} out")
     if row.deprecated:
@@ -282,7 +274,7 @@ def _convert_value(path: str, value: Any, kind: JsonType | None) -> Any:
     except ValueError:
         near = difflib.get_close_matches(value, kind.choices, n=1, cutoff=0.5) if isinstance(value, str) else []
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise _InvalidKey(f"{path} is {json_text(value)}: expected {kind.expected}{hint}") from None
+        raise ConfigError(f"{path} is {json_text(value)}: expected {kind.expected}{hint}") from None
 
 
 def values_match(value: Any, allowed: Any) -> bool:
@@ -324,22 +316,23 @@ def _nearest_key(path: str) -> tuple[str, str]:
 
 
 def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: Mapping[str, Any]) -> Iterator[str]:
-    """An error text for each key and flag that differ."""
+    """An error for each key and flag that differ."""
     for name, value, path in found:
         if name in flags and not values_are_close(flags[name], value) and path != STEPS_PER_PRINT:
             raw = ds_values.raw_value(path)
             meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
-            yield (f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} of "
-                   f"{ds_values.name} is {json_text(raw)}{meant}: give one of them, or the same value")
+            yield SettingError(f"{{{name}}} is {{given}}, but {{key}} is {{raw}}{{meant}}: give one of them, or the "
+                               "same value", flags, {"given": value_text(flags[name]), "raw": json_text(raw),
+                                                     "key": ds_values.key_in_file(path), "meant": meant})
 
 
-def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
-    """The flags that these keys correspond to."""
+def _fields_of_keys(paths: Iterable[str]) -> Iterator[str]:
+    """The fields that these keys set."""
     for row in map(DS_KEYS.get, paths):
         if isinstance(row, RenamedKey):
-            yield from _flags_of_keys(row.new_paths)
+            yield from _fields_of_keys(row.new_paths)
         elif isinstance(row, JsonKey) and row.field:
-            yield flag_name(row.field)
+            yield row.field
 
 
 def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
@@ -351,9 +344,11 @@ def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: Er
     seen: dict[str, tuple[Any, str]] = {}
     for name, value, path in chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)):
         other, where = seen.setdefault(name, (value, path))
-        problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where)} "
-                         f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path)} "
-                         f"{json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; leave one out")
+        if not values_are_close(other, value):
+            one, two = (f"{ds_values.name_as_written(key)} {json_text(ds_values.raw_value(key))}"
+                        for key in (where, path))
+            problems.append(SettingError(f"{{one}} and {{two}} disagree on {{{name}}}; leave one out", {name: value},
+                                         {"one": one, "two": two}))
         yield name, value, path
     yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
     yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
@@ -365,18 +360,18 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
     """Batch sizes of the file and the flags, with missing ones computed; {} if the file has none."""
     if not ds_values.invalid_keys.isdisjoint(BATCH_SIZE_KEYS):
         return {}
-    given = {key: (ds_values.keys[key], f"{ds_values.name_as_written(key)} of {ds_values.name}")
+    given = {key: (ds_values.keys[key], ds_values.key_in_file(key))
              for key in BATCH_SIZE_KEYS if key in ds_values.keys}
     if not given:
         return {}
-    problems = ErrorList()
+    problems = SettingErrors(flags)
     for key, name in BATCH_FIELDS.items():
         if name in flags:
-            value, flag = flags[name], flag_name(name)
-            was, where = given.setdefault(key, (value, flag))
-            problems.require(value >= 1, f"{flag} is {value}: expected a number >= 1")
-            problems.require(was == value, f"{flag} is {value}, but {where} is {was}: give one of them, or the same "
-                             "value")
+            value = flags[name]
+            was, where = given.setdefault(key, (value, flag_name(name)))
+            problems.require(value >= 1, f"{{{name}}} is {value}: expected a number >= 1")
+            problems.require(was == value, f"{{{name}}} is {value}, but {{where}} is {was}: give one of them, or the "
+                             "same value", where=where)
     problems.raise_if_any()
     total, micro, accumulation = (given.get(key) for key in BATCH_SIZE_KEYS)
     return dict(
@@ -436,5 +431,4 @@ def _value_of_auto(path: str, config: Config, dp_size: int) -> str:
     row = DS_KEYS[path]
     if not isinstance(row, JsonKey) or not row.field:
         return "the default"
-    values = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    return f"{flag_name(row.field)} {value_text(values[row.field])}"
+    return f"{flag_name(row.field)} {value_text(config.settings()[row.field])}"

@@ -288,3 +288,6 @@ class DsKeyValues:
 
     def name_as_written(self, path: str) -> str:
         return self.deprecated_names.get(path, path)
+
+    def key_in_file(self, path: str) -> str:
+        return f"{self.name_as_written(path)} of {self.name}"

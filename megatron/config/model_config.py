@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
-from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import COUNT, MAX_INT64, NUMBER, JsonKey, NumberRange, one_of, require, setting
+from megatron.config.config_errors import ConfigSection, SettingErrors
+from megatron.config.schema import COUNT, MAX_INT64, NUMBER, JsonKey, NumberRange, one_of, setting
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule
 
@@ -64,12 +64,12 @@ class ModelConfig(ConfigSection):
                                                        "gathers one tile at a time")
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
-    def check(self, errors: ErrorList) -> None:
+    def check(self, errors: SettingErrors) -> None:
         tiles = NumberRange(1, self.hidden_size)
-        errors.require(tiles.contains(self.tile_factor),
-                       f"--tile-factor is {self.tile_factor}: expected {tiles}")
-        errors.require(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not "
-                       f"divisible by --num-attention-heads {self.num_attention_heads}")
+        errors.require(tiles.contains(self.tile_factor), "{tile_factor} is {found}: expected {tiles}",
+                       found=self.tile_factor, tiles=tiles)
+        errors.require(self.hidden_size % self.num_attention_heads == 0,
+                       "{hidden_size=} is not divisible by {num_attention_heads=}")
 
     @property
     def ffn_size(self) -> int:
@@ -123,9 +123,9 @@ class DataConfig(ConfigSection):
     reset_attention_mask: bool = setting(False, "attend only within a document")
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
-    def check(self, errors: ErrorList) -> None:
-        require(not (self.mock_data and self.train_data),
-                "--mock-data and --train-data exclude each other: give one of them")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(not (self.mock_data and self.train_data),
+                       "{mock_data} and {train_data} exclude each other: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ class TrainConfig(ConfigSection):
     deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
                                          "need be (docs/training.md)")
 
-    def check(self, errors: ErrorList) -> None:
-        require(self.compile is not False or not self.cuda_graphs,
-                "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")
-        require(not self.skip_train or self.evaluates_every > 0,
-                "--skip-train leaves nothing to do with --eval-interval 0 or --eval-iters 0: leave that out")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.compile is not False or not self.cuda_graphs, "{cuda_graphs} and {no compile} exclude each "
+                       "other: only what is compiled is replayed; leave one out")
+        errors.require(not self.skip_train or self.evaluates_every > 0, "{skip_train} leaves nothing to do with "
+                       "{eval_interval} 0 or {eval_iters} 0: leave that out")
 
     @property
     def evaluates_every(self) -> int:
@@ -278,21 +278,20 @@ class QuantizeConfig(ConfigSection):
     eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"),
                                        needs="quantize_eigenvalue")
 
-    def check(self, errors: ErrorList) -> None:
+    def check(self, errors: SettingErrors) -> None:
         errors.require(not self.quantize_eigenvalue or self.quantize_training,
-                       "--quantize-eigenvalue needs --quantize-training: it only says when bits fall")
+                       "{quantize_eigenvalue} needs {quantize_training}: it only says when bits fall")
         errors.require(not self.quantize_eigenvalue or self.quantize_period > 1,
-                       "--quantize-eigenvalue needs --quantize-period of at least 2, not 1: an eigenvalue is found "
+                       "{quantize_eigenvalue} needs {quantize_period} of at least 2, not 1: an eigenvalue is found "
                        "with a batch of the step before a bit falls")
         errors.require(self.quantize_target_bits <= self.quantize_start_bits,
-                       f"--quantize-target-bits {self.quantize_target_bits} is above --quantize-start-bits "
-                       f"{self.quantize_start_bits}: bits only fall")
+                       "{quantize_target_bits=} is above {quantize_start_bits=}: bits only fall")
         few = self.quantize_training and self.quantize_target_bits < MIN_UNIFORM_BITS
-        for name, value, plain in (("type", self.quantize_type, "symmetric"),
-                                   ("rounding", self.quantize_rounding, "nearest")):
-            errors.require(not few or value == plain,
-                           f"--quantize-{name} {value} needs --quantize-target-bits of at least {MIN_UNIFORM_BITS}, "
-                           f"not {self.quantize_target_bits}: ternary and binary weights are symmetric and nearest")
+        for name, is_plain in (("quantize_type", self.quantize_type == "symmetric"),
+                               ("quantize_rounding", self.quantize_rounding == "nearest")):
+            errors.require(not few or is_plain, f"{{{name}=}} needs {{quantize_target_bits}} of at least "
+                           f"{MIN_UNIFORM_BITS}, not {self.quantize_target_bits}: ternary and binary weights are "
+                           "symmetric and nearest")
 
     @property
     def schedule(self) -> BitSchedule | None:

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import ConfigSection, ErrorList
+from megatron.config.config_errors import ConfigErrors, ConfigSection, SettingError, SettingErrors
 from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, JSON_TYPE_OF, NUMBER, NUMBER_FROM_0,
-                                    JsonKey, JsonType, NumberRange, flag_name, one_of, require, setting)
-from megatron.errors import ConfigError
+                                    JsonKey, JsonType, NumberRange, flag_name, one_of, setting)
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
@@ -143,26 +142,27 @@ class OptimConfig(ConfigSection):
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
                                "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
 
-    def check(self, errors: ErrorList) -> None:
-        freeze = self.onebit_freeze_step
+    def check(self, errors: SettingErrors) -> None:
+        freeze, optimizer = self.onebit_freeze_step, self.optimizer
         errors.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
-                       f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
-        errors.require(self.optimizer in OPTIMIZERS,
-                       f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+                       "{onebit_freeze_step} is {freeze}: expected a number of steps from 1 on, or {auto}",
+                       freeze=freeze, auto=AUTO_STEPS)
+        errors.require(optimizer in OPTIMIZERS, "{optimizer} is {found}: expected {choices}", found=optimizer,
+                       choices=", ".join(OPTIMIZERS))
         errors.raise_if_any()
-        require(self.adam_w_mode or self.optimizer != "adamw",
-                "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
-        require(self.adam_w_mode or self.optimizer not in ONE_BIT_OPTIMIZERS,
-                f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be "
-                "added to a momentum that travels at one bit; leave it out")
+        if not self.adam_w_mode:
+            errors.require(optimizer != "adamw", "{no adam_w_mode} contradicts {optimizer=}: give {optimizer} adam")
+            errors.require(optimizer not in ONE_BIT_OPTIMIZERS, "{no adam_w_mode} and {optimizer=} exclude each other: "
+                           "a weight's decay cannot be added to a momentum that travels at one bit; leave it out")
+            errors.require(optimizer != "muon", "{no adam_w_mode} and {optimizer=} exclude each other: its decay is "
+                           "decoupled from the gradient, which is made orthogonal; leave it out")
+            errors.raise_if_any()
         own = self._parse_optimizer_params()
-        for sentence in ordering_errors({**OPTIMIZERS[self.optimizer].extra, **own}):
-            raise ConfigError(f"--optimizer-params {sentence}")
-        require(not own.get("amsgrad") or own.get("bias_correction", True),
-                f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
-        if self.optimizer == "muon":
-            require(self.adam_w_mode, "--no-adam-w-mode and --optimizer muon exclude each other: its decay is "
-                    "decoupled from the gradient, which is made orthogonal; leave it out")
+        for sentence in ordering_errors({**OPTIMIZERS[optimizer].extra, **own}):
+            errors.require(False, "{optimizer_params} {sentence}", sentence=sentence)
+        errors.require(not own.get("amsgrad") or own.get("bias_correction", True),
+                       "{optimizer_params} amsgrad=true needs bias_correction=true in {name}: leave one out",
+                       name=optimizer)
 
     @property
     def freeze_step(self) -> int | None:
@@ -181,29 +181,34 @@ class OptimConfig(ConfigSection):
 
     def _parse_optimizer_params(self) -> dict[str, Any]:
         takes, params = OPTIMIZERS[self.optimizer], dict[str, Any]()
+
+        def require(condition: bool, problem: str, **others: Any) -> None:
+            if not condition:
+                raise ConfigErrors([SettingError("{optimizer_params} {param}" + problem, vars(self),
+                                                 {"param": name, **others})])
+
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
-            require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
-            require(name not in params, f"--optimizer-params {name} is given twice; leave one of them out")
+            require(bool(equals), ": expected NAME=VALUE")
+            require(name not in params, " is given twice; leave one of them out")
             if name in OPTIMIZER_SWITCHES and name not in takes.extra and value == "false":
                 continue
-            if name in takes.fields:
-                flags = " and ".join(map(flag_name, takes.fields[name].split()))
-                raise ConfigError(f"--optimizer-params {name} has a flag of its own: give {flags}")
-            require(name in takes.extra, f"--optimizer-params {name} is not a parameter of --optimizer "
-                    f"{self.optimizer}: expected {', '.join(takes.extra) or 'none'}")
+            require(name not in takes.fields, " has a flag of its own: give {flags}",
+                    flags=" and ".join(map(flag_name, takes.fields.get(name, "").split())))
+            require(name in takes.extra, " is not a parameter of {optimizer=}: expected {known}",
+                    known=", ".join(takes.extra) or "none")
             kind, given = extra_param_type(name, takes.extra[name]), value
             try:
                 given = value.strip('"') if isinstance(takes.extra[name], str) else json.loads(value)
                 params[name] = kind.convert(given)
             except json.JSONDecodeError:
-                raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
+                require(False, " is {given}: expected a number, true or false", given=value)
             except ValueError:
-                raise ConfigError(f"--optimizer-params {name} is {given!r}: expected {kind.expected}") from None
+                require(False, " is {given!r}: expected {kind}", given=given, kind=kind.expected)
             numbers = params[name] if isinstance(params[name], tuple) else (params[name],)
-            if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
-                shown = f"{given:g}" if isinstance(given, float) else given
-                raise ConfigError(f"--optimizer-params {name} is {shown}: expected {EXTRA_RANGES[name]}")
+            require(name not in EXTRA_RANGES or all(map(EXTRA_RANGES[name].contains, numbers)),
+                    " is {given}: expected {range}", range=EXTRA_RANGES.get(name),
+                    given=f"{given:g}" if isinstance(given, float) else given)
         return params
 
 
@@ -281,12 +286,12 @@ class ScheduleConfig(ConfigSection):
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
 
-    def check(self, errors: ErrorList) -> None:
-        require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
-        require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")
-        require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
-                "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.min_lr <= self.lr, "{min_lr=} is above {lr=}")
+        errors.require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
+                       "{lr_decay_style=} needs {lr_wsd_decay_iters}: the number of steps of its decay")
+        errors.require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
+                       "{override_lr_scheduler} and {use_checkpoint_lr_scheduler} exclude each other: give at most one")
 
     @property
     def cycled_momentum(self) -> tuple[float, float, float] | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
+from megatron.config.config_errors import ConfigSection, SettingErrors
+from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, setting
 from megatron.errors import ConfigError
 
 NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
@@ -40,13 +40,13 @@ class SaveConfig(ConfigSection):
         False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
-    def check(self, errors: ErrorList) -> None:
-        require(self.keep_every is None or self.keep_last is not None,
-                "--keep-every needs --keep-last: without it every checkpoint is kept")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.keep_every is None or self.keep_last is not None,
+                       "{keep_every} needs {keep_last}: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
             value = getattr(self, name)
-            require(value is None or value is False or self.load is not None,
-                    f"{flag_name(name)} needs --load: there is nothing to load")
+            errors.require(value is None or value is False or self.load is not None,
+                           f"{{{name}}} needs {{load}}: there is nothing to load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,10 @@ class LogConfig(ConfigSection):
     verbose: bool = setting(False, "print the whole configuration at the start")
     debug: bool = setting(False, "print tracebacks")
 
-    def check(self, errors: ErrorList) -> None:
+    def check(self, errors: SettingErrors) -> None:
         for name in ("wandb_group", "wandb_team"):
             errors.require(getattr(self, name) is None or self.wandb_project is not None,
-                           f"{flag_name(name)} needs --wandb-project")
+                           f"{{{name}}} needs {{wandb_project}}")
 
 
 def check_wandb(flag: str) -> None:
@@ -127,14 +127,13 @@ class ProfileConfig(ConfigSection):
         first, last = map(int, self.profile_steps.split(":"))
         return range(first, last + 1)
 
-    def check(self, errors: ErrorList) -> None:
+    def check(self, errors: SettingErrors) -> None:
         steps = self.profile_steps
         is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
-        errors.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
-                                 "write 10:12, say, for steps 10 to 12")
-        output_file = self.flops_profiler_output_file
-        errors.require(not (output_file or "").lower().endswith((".html", ".htm")), f"--flops-profiler-output-file "
-                       f"{output_file}: a profile is JSON or text, no page; name a .json or .txt file")
+        errors.require(is_range, "{profile_steps=} is no FIRST:LAST of steps from 1 on, in their order: write 10:12, "
+                       "say, for steps 10 to 12")
+        errors.require(not (self.flops_profiler_output_file or "").lower().endswith((".html", ".htm")),
+                       "{flops_profiler_output_file=}: a profile is JSON or text, no page; name a .json or .txt file")
 
     def notes(self, train_iters: int | None = None) -> list[str]:
         """Notes on settings that are on but have no effect."""
@@ -189,7 +188,6 @@ class AutotuningConfig(ConfigSection):
         None, "tensor parallel size (default: all that divide ranks and model are tried)",
         json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"), ge=1)
 
-    def check(self, errors: ErrorList) -> None:
-        require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
-                f"--autotuning-end-profile-step {self.autotuning_end_profile_step} is before "
-                f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
+                       "{autotuning_end_profile_step=} is before {autotuning_start_profile_step=}")

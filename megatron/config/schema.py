@@ -14,7 +14,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -227,12 +227,6 @@ def flag_name(field_name: str) -> str:
 
 def field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def flags_have(names: Sequence[str]) -> str:
-    """The beginning of a sentence about these fields: "--a has" or "--a and --b have"."""
-    *most, last = map(flag_name, names)
-    return f"{', '.join(most)} and {last} have" if most else f"{last} has"
 
 
 def require(condition: bool, message: str) -> None:

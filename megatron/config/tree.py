@@ -9,16 +9,17 @@ Not here: parsing (cli.py), DeepSpeed's JSON (ds_json.py), anything that opens a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
-from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, error_sentences, flags_in
+from megatron.config.config_errors import (ErrorCollector, FlagToKeyNames, SettingErrors, error_sentences,
+                                           fields_of)
 from megatron.config.model_config import PRESETS, DataConfig, LayerDropConfig, ModelConfig, QuantizeConfig, TrainConfig
 from megatron.config.optimizer_config import (AUTO_STEPS, DEFAULT_WARMUP_FRACTION, ONE_BIT_OPTIMIZERS, OPTIMIZERS,
                                               OptimConfig, ScheduleConfig)
 from megatron.config.run_config import AutotuningConfig, LogConfig, ProfileConfig, SaveConfig
-from megatron.config.schema import Needs, flag_name, flags_have, location_presence, require, setting_of
+from megatron.config.schema import Needs, flag_name, location_presence, require, setting_of
 from megatron.config.zero_config import (OffloadConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ZeroConfig,
                                          data_parallel_size)
 from megatron.errors import ConfigError
@@ -52,107 +53,87 @@ class Config:
     # not sections, not saved: notes printed once at the start, and the names of flags in the JSON file
     notes: tuple[str, ...] = field(default=(), compare=False)
     key_names: FlagToKeyNames = field(default_factory=FlagToKeyNames, compare=False)
-    conflicts: InitVar[ErrorList | None] = None  # receives errors across sections; None: they are raised
+    collector: InitVar[ErrorCollector | None] = None  # receives errors across sections; None: they are raised
 
-    def __post_init__(self, errors: ErrorList | None) -> None:
-        problems = ErrorList() if errors is None else errors
-        self._check_model(problems)
-        self._check_schedule(problems)
-        self._check_stage(problems)
-        if self.train.cuda_graphs:
-            self._check_graphs(problems)
-        recompute = self.recompute
-        buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
-        problems.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
-                         f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
-                         f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
-                         f"{recompute.checkpoint_num_layers}: leave it out")
-        problems.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
-                         "--skip-train without weights to evaluate: the model's would be random; give --load or "
-                         "--load-hf")
-        if self.layer_drop.progressive_layer_drop:
-            problems.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs "
-                             "--ignore-unused-parameters: a block that is left out has no gradient")
-            problems.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, "
-                             "not 1: the first block is never left out")
-        if self.optim.optimizer in ONE_BIT_OPTIMIZERS:
-            self._check_one_bit(problems)
-        if self.optim.optimizer == "muon":
-            self._check_muon(problems)
-        if errors is None:
-            problems.raise_if_any()
+    def __post_init__(self, collector: ErrorCollector | None) -> None:
+        errors = SettingErrors(self.settings())
+        self._check_model_and_schedule(errors.require)
+        self._check_methods(errors.require)
+        if collector is None:
+            errors.raise_if_any()
+        else:
+            collector.add_errors(errors)
 
-    def _check_model(self, errors: ErrorList) -> None:
-        length, table = self.seq_length, self.model.max_position_embeddings
-        errors.require(length <= table, f"--seq-length {length} is above --max-position-embeddings {table}: the "
-                       "position table is too short")
-        tp = self.parallel.model_parallel_size
+    def _check_model_and_schedule(self, require: Callable[..., None]) -> None:
+        model, schedule, tp = self.model, self.schedule, self.parallel.model_parallel_size
+        require(self.seq_length <= model.max_position_embeddings, "{seq_length} {length} is above "
+                "{max_position_embeddings=}: the position table is too short", length=self.seq_length)
         for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
-            value = getattr(self.model, name)
-            errors.require(value is None or value % tp == 0,
-                           f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
-        if self.model.memory_centric_tiled_linear:
-            self._check_tiles(errors, tp)
+            value = getattr(model, name)
+            require(value is None or value % tp == 0, f"{{{name}=}} is not divisible by {{model_parallel_size=}}")
+        if model.memory_centric_tiled_linear:
+            require(tp == 1, "{memory_centric_tiled_linear} and {model_parallel_size=} exclude each other: both cut "
+                    "the matrices of a block; give one of them")
+            require(self.save.load_hf is None, "{load_hf} and {memory_centric_tiled_linear} exclude each other: its "
+                    "matrices are whole; give one of them")
+            require(not self.quantize.quantize_training,
+                    "{quantize_training} and {memory_centric_tiled_linear} exclude each other: weights are scaled by "
+                    "groups of rows of whole matrices, which are cut there; leave one out")
 
-    def _check_schedule(self, errors: ErrorList) -> None:
-        section, whole = self.schedule, f"--lr-decay-iters {self.decay_iters}"
-        if section.lr_warmup_iters is not None and section.warmup is not None:
-            steps = int(section.warmup * self.decay_iters)
-            errors.require(steps == section.lr_warmup_iters, f"--warmup {section.warmup:g} is {steps} steps of "
-                           f"{whole}, but --lr-warmup-iters is {section.lr_warmup_iters}: give one of them")
-        errors.require(self.warmup_steps <= self.decay_iters, f"--lr-warmup-iters {self.warmup_steps} is above {whole} "
-                       "(default: --train-iters): the rate would never reach its peak")
-        if section.lr_decay_style == "WSD":
-            steps = section.lr_wsd_decay_iters or 0
-            errors.require(self.warmup_steps + steps <= self.decay_iters, f"--lr-wsd-decay-iters {steps} and a warm-up "
-                           f"of {self.warmup_steps} steps are more than {whole} (default: --train-iters)")
+        warmup, whole = self.warmup_steps, self.decay_iters
+        if schedule.lr_warmup_iters is not None and schedule.warmup is not None:
+            steps = int(schedule.warmup * whole)
+            require(steps == schedule.lr_warmup_iters, "{warmup=} is {steps} steps of {lr_decay_iters} {whole}, but "
+                    "{lr_warmup_iters} is {given}: give one of them", steps=steps, whole=whole,
+                    given=schedule.lr_warmup_iters)
+        require(warmup <= whole, "{lr_warmup_iters} {steps} is above {lr_decay_iters} {whole} (default: "
+                "{train_iters}): the rate would never reach its peak", steps=warmup, whole=whole)
+        steps = schedule.lr_wsd_decay_iters or 0
+        require(schedule.lr_decay_style != "WSD" or warmup + steps <= whole,
+                "{lr_wsd_decay_iters} {steps} and a warm-up of {warmup_steps} steps are more than {lr_decay_iters} "
+                "{whole} (default: {train_iters})", steps=steps, warmup_steps=warmup, whole=whole)
 
-    def _check_tiles(self, errors: ErrorList, tp: int) -> None:
-        errors.require(tp == 1, f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: "
-                       "both cut the matrices of a block; give one of them")
-        errors.require(self.save.load_hf is None, "--load-hf and --memory-centric-tiled-linear exclude each other: its "
-                       "matrices are whole; give one of them")
-        errors.require(not self.quantize.quantize_training,
-                       "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled "
-                       "by groups of rows of whole matrices, which are cut there; leave one out")
-
-    def _check_stage(self, errors: ErrorList) -> None:
-        stage, offload = self.zero.zero_stage, self.offload
-        errors.require(offload.offload_optimizer_device == "none" or stage > 0, "--offload-optimizer-device "
-                       f"{offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
-        errors.require(offload.offload_param_device == "none" or stage == 3,
-                       f"--offload-param-device {offload.offload_param_device} needs --zero-stage 3, not {stage}: "
-                       "other stages keep whole parameters on the device")
-
-    def _check_graphs(self, errors: ErrorList) -> None:
-        errors.require(self.zero.zero_stage < 3,
-                       "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
-        errors.require(not self.recompute.checkpoint_activations,
-                       "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed "
-                       "forward takes the memory of the backward under way; leave one out")
-        errors.require(not self.layer_drop.progressive_layer_drop,
-                       "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the "
-                       "same, and each step leaves out other blocks; leave one out")
-        errors.require(not self.quantize.quantize_eigenvalue, "--quantize-eigenvalue and --cuda-graphs exclude each "
-                       "other: an eigenvalue takes forwards that no step follows; leave one out")
-
-    def _check_one_bit(self, errors: ErrorList) -> None:
-        name = f"--optimizer {self.optim.optimizer}"
-        errors.require(self.zero.zero_stage < 2,
-                       f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own "
-                       "gradients are, whole, and from stage 2 on they are summed and split as they are made")
-        errors.require(self.offload.offload_optimizer_device == "none",
-                       f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
-                       "other: what a rank says is made of the momentum, on the device; leave one out")
-
-    def _check_muon(self, errors: ErrorList) -> None:
-        errors.require(not self.model.memory_centric_tiled_linear,
-                       "--optimizer muon and --memory-centric-tiled-linear exclude each other: the matrices that are "
-                       "made orthogonal never exist whole there; leave one out")
-        hyper = self.optim.hyper_parameters()
-        errors.require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None,
-                       f"--lr is {self.schedule.lr:g}, and muon_lr and adam_lr are rates beside it, which follow its "
-                       "schedule: give one above 0")
+    def _check_methods(self, require: Callable[..., None]) -> None:
+        """Checks of the stage, offloading, CUDA graphs, recomputation, layer drop and the optimizer."""
+        stage, offload, optim, recompute = self.zero.zero_stage, self.offload, self.optim, self.recompute
+        layer_drop = self.layer_drop.progressive_layer_drop
+        require(offload.offload_optimizer_device == "none" or stage > 0,
+                "{offload_optimizer_device=} needs {zero_stage} 1, 2 or 3, not 0")
+        require(offload.offload_param_device == "none" or stage == 3, "{offload_param_device=} needs {zero_stage} 3, "
+                "not {stage}: other stages keep whole parameters on the device", stage=stage)
+        if self.train.cuda_graphs:
+            require(stage < 3,
+                    "{cuda_graphs} needs {zero_stage} 0, 1 or 2: at stage 3 parameters have no fixed address")
+            require(not recompute.checkpoint_activations,
+                    "{cuda_graphs} and {checkpoint_activations} exclude each other: the replay of a recomputed forward "
+                    "takes the memory of the backward under way; leave one out")
+            require(not layer_drop, "{progressive_layer_drop} and {cuda_graphs} exclude each other: what is replayed "
+                    "is always the same, and each step leaves out other blocks; leave one out")
+            require(not self.quantize.quantize_eigenvalue, "{quantize_eigenvalue} and {cuda_graphs} exclude each "
+                    "other: an eigenvalue takes forwards that no step follows; leave one out")
+        buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
+        require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
+                "{number_checkpoints=} is below the {chunks} chunks of {num_layers=} with {checkpoint_num_layers=}: "
+                "leave it out", chunks=self.chunks)
+        require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
+                "{skip_train} without weights to evaluate: the model's would be random; give {load} or {load_hf}")
+        require(not layer_drop or self.zero.ignore_unused_parameters, "{progressive_layer_drop} needs "
+                "{ignore_unused_parameters}: a block that is left out has no gradient")
+        require(not layer_drop or self.model.num_layers > 1, "{progressive_layer_drop} needs {num_layers} of at least "
+                "2, not 1: the first block is never left out")
+        if optim.optimizer in ONE_BIT_OPTIMIZERS:
+            require(stage < 2, "{optimizer=} needs {zero_stage} 0 or 1, not {stage}: each rank says what its own "
+                    "gradients are, whole, and from stage 2 on they are summed and split as they are made", stage=stage)
+            require(offload.offload_optimizer_device == "none",
+                    "{optimizer=} and {offload_optimizer_device=} exclude each other: what a rank says is made of "
+                    "the momentum, on the device; leave one out")
+        if optim.optimizer == "muon":
+            require(not self.model.memory_centric_tiled_linear,
+                    "{optimizer=} and {memory_centric_tiled_linear} exclude each other: the matrices that are made "
+                    "orthogonal never exist whole there; leave one out")
+            hyper = optim.hyper_parameters()
+            require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None, "{lr} is 0, and muon_lr and "
+                    "adam_lr are rates beside it, which follow its schedule: give one above 0")
 
     @property
     def chunks(self) -> int:
@@ -196,12 +177,14 @@ class Config:
         """The message with the JSON file's keys in place of flags."""
         return self.key_names.translate(message)
 
+    def settings(self) -> dict[str, Any]:
+        """Field -> value, of all sections."""
+        return {name: value for section in SECTIONS for name, value in vars(getattr(self, section)).items()}
+
     def rank_invariant_settings(self) -> dict[str, Any]:
         """Flag -> value, for everything that must be equal on all ranks; of paths only whether they are given."""
-        values = ((item, getattr(getattr(self, name), item.name))
-                  for name, section in SECTIONS.items() for item in fields(section))
-        return {flag_name(item.name): location_presence(value) if setting_of(item).is_location else value
-                for item, value in values}
+        return {flag_name(name): location_presence(value) if setting_of(FIELDS[name]).is_location else value
+                for name, value in self.settings().items()}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
@@ -212,35 +195,31 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
                              if f.name not in ("notes", "key_names")}
 """Section name -> its dataclass; field names are unique across sections (tested)."""
+FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 
 
 def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
     """A Config from flat field values. Errors are raised, or added to `collector`; their fields keep the defaults."""
-    errors, conflicts = ErrorCollector() if collector is None else collector, ErrorList()
-    known = {item.name for section in SECTIONS.values() for item in fields(section)}
-    assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
-    sections = {name: _build_section(section, {item.name: values[item.name] for item in fields(section)
-                                               if item.name in values}, errors) for name, section in SECTIONS.items()}
-    config = Config(**sections, conflicts=conflicts)
-    errors.add_errors(conflicts)
+    errors = ErrorCollector() if collector is None else collector
+    assert values.keys() <= FIELDS.keys(), f"no section has {', '.join(sorted(values.keys() - FIELDS.keys()))}"
+    sections: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        given = {item.name: values[item.name] for item in fields(section) if item.name in values}
+        while name not in sections:
+            try:
+                sections[name] = section(**given)
+            except ConfigError as error:  # go on without the wrong values
+                sentences = error_sentences(error)
+                errors.add_errors(sentences)
+                wrong = frozenset[str]().union(*map(fields_of, sentences))
+                given = {field: value for field, value in given.items() if field not in wrong} \
+                    if wrong & given.keys() else {}
+    config = Config(**sections, collector=errors)
     if collector is None:
         errors.raise_if_any()
     return config
 
 
-def _build_section(section: Any, values: Mapping[str, Any], collector: ErrorCollector) -> Any:
-    """The section, built from the values without errors."""
-    try:
-        return section(**values)
-    except ConfigError as error:
-        sentences = error_sentences(error)
-        collector.add_errors(sentences)
-        wrong = flags_in(" ".join(sentences))
-        left = {name: value for name, value in values.items() if wrong.isdisjoint(flags_in(flag_name(name)))}
-        return _build_section(section, left if len(left) < len(values) else {}, collector)
-
-
-_FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 OPTIMIZER_FIELDS: dict[str, list[str]] = {}  # field of `optim` -> the optimizers that read it
 for _optimizer, _takes in OPTIMIZERS.items():
     for _name in " ".join(_takes.fields.values()).split():
@@ -250,10 +229,10 @@ for _optimizer, _takes in OPTIMIZERS.items():
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
     """A sentence for the fields of `candidates` that have no effect; `given` are all fields that were set explicitly.
     Files write out switches that are off, and DeepSpeed's guide the defaults of what a choice leaves unread."""
-    values = {name: value for section in config.as_dict().values() for name, value in section.items()}
+    values = config.settings()
     idle: dict[str, list[str]] = {}  # why -> the settings
     for name in dict.fromkeys(candidates):
-        value, default, needs = values[name], _FIELDS[name].default, _missing_needs(name, values)
+        value, default, needs = values[name], FIELDS[name].default, _missing_needs(name, values)
         if needs is None:
             continue
         if () in needs.values():
@@ -264,9 +243,11 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
         if is_news:
             missing = (f"{flag_name(switch)} {' or '.join(map(str, wanted))}".rstrip()
                        for switch, wanted in needs.items())
-            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(_FIELDS[name]).unread_because}"
+            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(FIELDS[name]).unread_because}"
             idle.setdefault(why, []).append(name)
-    yield from (f"{flags_have(names)} no effect{why}" for why, names in idle.items())
+    for why, names in idle.items():
+        *most, last = map(flag_name, names)
+        yield (f"{', '.join(most)} and {last} have" if most else f"{last} has") + f" no effect{why}"
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
     optimizer = config.optim.optimizer
     for name in on:
@@ -279,7 +260,7 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
 
 def _missing_needs(name: str, values: Mapping[str, Any]) -> Needs | None:
     """The outermost need of a field that is not met, empty for a field that is never read; None if all are met."""
-    declared = setting_of(_FIELDS[name])
+    declared = setting_of(FIELDS[name])
     needs = {} if declared.unread_because else declared.needs
     if needs is None:
         return None
@@ -288,32 +269,27 @@ def _missing_needs(name: str, values: Mapping[str, Any]) -> Needs | None:
     return outer or (None if is_met else needs)
 
 
-def run_errors(config: Config) -> Iterator[str]:
-    """An error text for each method that would never start in this run, or that does not fit the model."""
-    iters, quantize = config.train.train_iters, config.quantize
-    if config.optim.optimizer in ONE_BIT_OPTIMIZERS:
-        yield from _one_bit_warm_up_too_long(config)
-    if not quantize.quantize_training:
-        return
-    if 0 < iters < quantize.quantize_offset:
-        yield (f"--quantize-offset {quantize.quantize_offset} is above --train-iters {iters}, so that nothing would be "
-               "rounded: give 0 to round from the first step on, or fewer steps than the run has")
-    hidden = config.model.hidden_size  # the check that the engine makes for any model
-    rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
-    if uneven := [f"{count} ({name})" for name, count in rows.items() if count % quantize.quantize_groups]:
-        yield (f"--quantize-groups {quantize.quantize_groups} does not divide the rows of every matrix, "
-               f"{', '.join(uneven)}: give a divisor of all")
-
-
-def _one_bit_warm_up_too_long(config: Config) -> Iterator[str]:
-    """A run shorter than the optimizer's warm-up would never compress."""
-    warm_up, iters = config.optim.freeze_step, config.train.train_iters
-    if warm_up is None:
-        beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
-        if 0 < iters <= 2 * each:
-            yield (f"--onebit-freeze-step {AUTO_STEPS} looks at the variance every {each} steps with --adam-beta2 "
-                   f"{beta2:g}, and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that "
-                   "nothing would travel at one bit: give a number, 15 to 25 % of the steps are usual")
-    elif 0 < iters <= warm_up:
-        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing would travel at "
-               f"one bit: 15 to 25 % of the steps are usual, or give {AUTO_STEPS}")
+def run_errors(config: Config) -> SettingErrors:
+    """Errors of methods that would never start in this run, or that do not fit the model."""
+    errors = SettingErrors(config.settings())
+    iters, optim, quantize = config.train.train_iters, config.optim, config.quantize
+    if optim.optimizer in ONE_BIT_OPTIMIZERS and optim.freeze_step is None:
+        each = max(1, round(1 / (1 - optim.adam_beta2)))
+        errors.require(not 0 < iters <= 2 * each, "{onebit_freeze_step=} looks at the variance every {each} steps "
+                       "with {adam_beta2=}, and can freeze it after {both}, which is not below {train_iters=}, so "
+                       "that nothing would travel at one bit: give a number, 15 to 25 % of the steps are usual",
+                       each=each, both=2 * each)
+    elif optim.optimizer in ONE_BIT_OPTIMIZERS and optim.freeze_step is not None:
+        errors.require(not 0 < iters <= optim.freeze_step, "{onebit_freeze_step=} is not below {train_iters=}, so "
+                       "that nothing would travel at one bit: 15 to 25 % of the steps are usual, or give {auto}",
+                       auto=AUTO_STEPS)
+    if quantize.quantize_training:
+        errors.require(not 0 < iters < quantize.quantize_offset,
+                       "{quantize_offset=} is above {train_iters=}, so that nothing would be rounded: give 0 to "
+                       "round from the first step on, or fewer steps than the run has")
+        hidden, groups = config.model.hidden_size, quantize.quantize_groups  # the engine checks this for any model
+        rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
+        uneven = ", ".join(f"{count} ({name})" for name, count in rows.items() if count % groups)
+        errors.require(not uneven, "{quantize_groups=} does not divide the rows of every matrix, {uneven}: give a "
+                       "divisor of all", uneven=uneven)
+    return errors

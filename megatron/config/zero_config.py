@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.config_errors import ConfigSection, ErrorList
-from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, flag_name, one_of, require,
-                                    setting)
+from megatron.config.config_errors import ConfigSection, SettingErrors
+from megatron.config.schema import EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, one_of, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,10 @@ class ParallelConfig(ConfigSection):
 
 def data_parallel_size(world_size: int, tp: int) -> int:
     """The number of ranks per data parallel group; ConfigError if it is not an integer."""
-    require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
-            f"{world_size} is not divisible by {tp}")
+    errors = SettingErrors({"model_parallel_size": tp})
+    errors.require(world_size % tp == 0, "{ranks} ranks cannot be arranged in groups of {model_parallel_size=}: "
+                   "{ranks} is not divisible by {tp}", ranks=world_size, tp=tp)
+    errors.raise_if_any()
     return world_size // tp
 
 
@@ -65,17 +66,15 @@ class PrecisionConfig(ConfigSection):
                      refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
-    def check(self, errors: ErrorList) -> None:
-        require(not (self.fp16 and self.bf16),
-                "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
-        require(self.loss_scale is None or self.fp16,
-                f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled")
-        require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
-                f"--fp32-allreduce and --communication-data-type {self.communication_data_type} contradict each other: "
-                "give one of them")
-        require(self.fp16 or not self.auto_cast, "--auto-cast needs --fp16: it casts inputs to fp16")
-        require(self.min_scale <= self.initial_loss_scale,
-                f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(not (self.fp16 and self.bf16),
+                       "{fp16} and {bf16} exclude each other: give one ({no bf16} takes one back)")
+        errors.require(self.loss_scale is None or self.fp16,
+                       "{loss_scale=} needs {fp16}: other precisions are not scaled")
+        errors.require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
+                       "{fp32_allreduce} and {communication_data_type=} contradict each other: give one of them")
+        errors.require(self.fp16 or not self.auto_cast, "{auto_cast} needs {fp16}: it casts inputs to fp16")
+        errors.require(self.min_scale <= self.initial_loss_scale, "{min_scale=} is above {initial_loss_scale=}")
 
     @property
     def communication(self) -> Literal["fp32", "fp16", "bf16"] | None:
@@ -142,11 +141,12 @@ class ZeroConfig(ConfigSection):
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION, needs=_STAGE_3)
 
-    def check(self, errors: ErrorList) -> None:
-        errors.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
-        require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
-                f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
-                f"{self.gradient_predivide_factor:g}: give one of them")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.zero_stage in (0, 1, 2, 3), "{zero_stage} is {stage}: expected 0, 1, 2 or 3",
+                       stage=self.zero_stage)
+        errors.require(not self.prescale_gradients or self.gradient_predivide_factor == 1, "{prescale_gradients} "
+                       "divides by the data parallel size, {gradient_predivide_factor} by {factor:g}: give one of them",
+                       factor=self.gradient_predivide_factor)
 
 
 _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
@@ -212,19 +212,17 @@ class OffloadConfig(ConfigSection):
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
 
-    def check(self, errors: ErrorList) -> None:
-        for kind in ("optimizer", "param"):
-            device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
-            name = flag_name(f"offload_{kind}_device")
-            errors.require(device != "nvme" or bool(path),
-                           f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(self.offload_optimizer_device != "nvme" or bool(self.offload_optimizer_nvme_path),
+                       "{offload_optimizer_device=} needs {offload_optimizer_nvme_path}")
+        errors.require(self.offload_param_device != "nvme" or bool(self.offload_param_nvme_path),
+                       "{offload_param_device=} needs {offload_param_nvme_path}")
         errors.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
-                       f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
-                       "device would update its share at once, and the host the rest a step later; leave one of "
-                       "them out")
+                       "{delayed_param_update} with {offload_optimizer_ratio=}: the device would update its share at "
+                       "once, and the host the rest a step later; leave one of them out")
         errors.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
-                       "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
-                       "of the host, and is updated there; leave the flag out, or keep the state on cpu")
+                       "{offload_update=} with {offload_optimizer_device=}: state on a drive comes by way of the "
+                       "host, and is updated there; leave the flag out, or keep the state on cpu")
 
 
 _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
@@ -253,6 +251,7 @@ class RecomputeConfig(ConfigSection):
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
                                      json=_ACTIVATION_CHECKPOINTING + "profile", needs="checkpoint_activations")
 
-    def check(self, errors: ErrorList) -> None:
-        require(self.partition_activations or not self.contiguous_memory_optimization,
-                "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")
+    def check(self, errors: SettingErrors) -> None:
+        errors.require(
+            self.partition_activations or not self.contiguous_memory_optimization,
+            "{contiguous_memory_optimization} needs {partition_activations}: its buffer holds the parts of inputs")

@@ -27,8 +27,8 @@ from importlib import import_module
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from megatron.distributed.process_group import (CallbackList, is_rendezvous_error, on_early_exit, read_environment,
-                                                run_shutdown_callbacks)
+from megatron.distributed.process_group import (CallbackList, Environment, is_rendezvous_error, on_early_exit,
+                                                read_environment, run_shutdown_callbacks)
 from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.distributed.signals import StopRequested, ignore_stop_signals_at_exit, raise_on_stop_signal
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
@@ -47,11 +47,7 @@ def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> boo
     socket name made of the job and the message. Our launcher chooses among its ranks itself."""
     if _CLAIMED_SOCKETS:
         return False  # this process has printed its error already
-    try:
-        has_local_peers = read_environment(environ).local_world_size > 1
-    except ConfigError:
-        has_local_peers = False
-    if "MEGATRON_LAUNCHER" in environ or not has_local_peers:
+    if "MEGATRON_LAUNCHER" in environ or _environment(environ).local_world_size == 1:
         return True
     # rank numbers are left out: they may differ between the ranks that report one error
     parts = [str(os.getuid()), *(environ.get(name, "") for name in JOB_VARIABLES), re.sub(r"\brank \d+", "rank", text)]
@@ -204,8 +200,7 @@ def _handle_early_exit() -> None:
     """Handler of a script that exits in the middle of a step. With other ranks: print the error and exit."""
     if has_other_ranks():
         failure = exit_reason_of(EarlyExit())
-        write_error(failure.text)
-        exit_now(failure.code)
+        exit_with_error(failure.text, failure.code)
 
 
 def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> ExitReason:
@@ -275,11 +270,16 @@ def write_error(text: str) -> None:
             os.write(2, f"error: {lines.removeprefix('error: ')}\n".encode(errors="backslashreplace"))
 
 
-def has_other_ranks() -> bool:
+def _environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """That of a single rank if the variables contradict each other."""
     try:
-        return read_environment().world_size > 1
+        return read_environment(environ)
     except ConfigError:
-        return False
+        return Environment()
+
+
+def has_other_ranks() -> bool:
+    return _environment().world_size > 1
 
 
 def exit_now(code: int) -> NoReturn:
@@ -293,10 +293,10 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def exit_on_request(text: str) -> NoReturn:
-    """Exit for a stop request from another thread, because the main thread does not react to the signal."""
+def exit_with_error(text: str, code: int = EXIT_INTERRUPTED) -> NoReturn:
+    """Print the error and exit this rank, from any thread: the main thread may hang, or not react to a signal."""
     write_error(text)
-    exit_now(EXIT_INTERRUPTED)
+    exit_now(code)
 
 
 def flush_streams() -> bool:

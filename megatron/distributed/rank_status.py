@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 SLOT_BYTES = 1 << 14  # bytes per rank: COUNTER_BYTES of uint64 counters, then the texts
 COUNTER_BYTES = 128
@@ -67,17 +67,11 @@ class StatusSnapshot:
         return f"step {self.step}: {where}" if self.step else where
 
 
-class StatusCounters(Protocol):
-    def __getitem__(self, index: Any) -> Any: ...
-
-    def __setitem__(self, index: int, number: int) -> None: ...
-
-
 @final
 class ObservedCounters:
     """Counters that also report each write to `on_write(index, value)`."""
 
-    def __init__(self, numbers: StatusCounters, on_write: Callable[[int, int], None]) -> None:
+    def __init__(self, numbers: Any, on_write: Callable[[int, int], None]) -> None:
         self._counters, self._on_write = numbers, on_write
 
     def __getitem__(self, index: Any) -> Any:
@@ -97,20 +91,15 @@ class RankStatus:
         self._use_slot(memoryview(bytearray(SLOT_BYTES)))
 
     def _use_slot(self, slot: memoryview) -> None:
-        counters = slot[:COUNTER_BYTES].cast("Q")
+        self._slot, counters = slot, slot[:COUNTER_BYTES].cast("Q")
         self.collective_counters = counters[COLLECTIVE:COLLECTIVES_STARTED + 1]  # for mpu/collective_tracker.py
-        self._counters: StatusCounters = counters
+        self._counters: Any = counters
         self._text_buffer = slot[COUNTER_BYTES:SLOT_BYTES]
         self._text_ids, self._text_end = {"": 0}, 0
 
-    @property
-    def is_published(self) -> bool:
-        """Whether the status is in the shared file."""
-        return self._map is not None
-
     def publish_in(self, path: str | None, slot: int) -> None:
         """Move the status to a slot of the file at `path`, once. No effect if the file cannot be mapped."""
-        if not path or self.is_published:
+        if not path or self._map is not None:
             return
         with suppress(OSError, ValueError):  # diagnostics must not fail the run
             descriptor = os.open(path, os.O_RDWR)
@@ -191,7 +180,7 @@ class RankStatus:
 
     @property
     def snapshot(self) -> StatusSnapshot:
-        return _parse_slot(self._counters, self._text_buffer)
+        return parse_slot(self._slot)
 
     def _text_id(self, text: str) -> int:
         if text not in self._text_ids:
@@ -205,39 +194,17 @@ class RankStatus:
         return self._text_ids[text]
 
 
-def _parse_slot(counters: StatusCounters, text_buffer: memoryview) -> StatusSnapshot:
+def parse_slot(slot: memoryview) -> StatusSnapshot:
+    """The status in a slot of the file."""
+    counters = slot[:COUNTER_BYTES].cast("Q").tolist()
     state, pid, step, activity, phase, unit, collective, collectives_started = counters[:COLLECTIVES_STARTED + 1]
     # each text is a length byte and its bytes; a length of 0 ends them
-    buffer, texts, at = bytes(text_buffer), [""], 0
+    buffer, texts, at = bytes(slot[COUNTER_BYTES:]), [""], 0
     while len(texts) <= max(activity, phase, unit) and at < len(buffer) and buffer[at]:
         texts.append(buffer[at + 1:at + 1 + buffer[at]].decode(errors="replace"))
         at += 1 + buffer[at]
-    activity, phase, unit = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
-    return StatusSnapshot(state, pid, step, activity, phase, unit, collective, collectives_started)
-
-
-@final
-class StatusFile:
-    """The shared file, as the launcher reads it."""
-
-    def __init__(self, path: str, ranks: int) -> None:
-        """Create the file if it does not exist."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(descriptor).st_size < ranks * SLOT_BYTES:
-                # writing to a hole in a mapped file on a full disk raises SIGBUS in the rank
-                os.posix_fallocate(descriptor, 0, ranks * SLOT_BYTES)
-            self._map = mmap.mmap(descriptor, ranks * SLOT_BYTES)
-        finally:
-            os.close(descriptor)
-
-    def counters_of(self, slot: int) -> bytes:
-        """The raw counters of a slot; they change whenever its rank makes progress."""
-        return self._map[slot * SLOT_BYTES:slot * SLOT_BYTES + COUNTER_BYTES]
-
-    def read(self, slot: int) -> StatusSnapshot:
-        part = self._map[slot * SLOT_BYTES:(slot + 1) * SLOT_BYTES]
-        return _parse_slot(memoryview(part)[:COUNTER_BYTES].cast("Q"), memoryview(part)[COUNTER_BYTES:])
+    where = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
+    return StatusSnapshot(state, pid, step, *where, collective, collectives_started)
 
 
 STATUS = RankStatus()  # the status of this process

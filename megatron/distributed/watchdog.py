@@ -146,8 +146,8 @@ class DesyncWatchdog:
                     failures = 0
                 except RuntimeError as error:  # the store is gone, or only this connection
                     if self._store.is_unusable and not self._log.is_finished:
-                        exit_codes.write_error(exit_codes.exit_reason_of(error).text)
-                        exit_codes.exit_now(exit_codes.exit_reason_of(error).code)
+                        reason = exit_codes.exit_reason_of(error)
+                        exit_codes.exit_with_error(reason.text, reason.code)
                     failures += 1
                     if self._divergence_is_known:
                         self._exit_with(PeerError(f"{_STORE_LOST}: {_RESUME}"))
@@ -170,8 +170,7 @@ class DesyncWatchdog:
     def _exit_with(self, error: TrainerError | None) -> None:
         if error is not None and not self._log.is_finished and self._report_lock.acquire(blocking=False):
             self._acknowledge_error()
-            exit_codes.write_error(str(error))
-            exit_codes.exit_now(error.code)
+            exit_codes.exit_with_error(str(error), error.code)
 
     def _acknowledge_error(self, more: int = 1) -> None:
         """Count this rank as a reader of the error (0: it was counted before); the store's host waits for all."""

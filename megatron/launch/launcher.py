@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.distributed.exit_codes import prepare_streams
-from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
+from megatron.distributed.rank_status import STATUS_FILE_VARIABLE
 from megatron.distributed.signals import write_stderr
 from megatron.errors import EXIT_PEER, ConfigError, TrainerError
 from megatron.launch.node_monitor import NodeInfo, NodeMonitor
@@ -26,15 +26,15 @@ from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import Supervisor
 
 
-def create_memory_file(name: str) -> str:
-    """The path of a new empty file in memory, for the ranks. It needs no disk, and is gone when this process ends."""
-    return f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}"
-
-
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 600.0
 FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints the stack of each thread
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
+
+
+def create_memory_file(name: str) -> str:
+    """The path of a new empty file in memory, for the ranks. It needs no disk, and is gone when this process ends."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}"
 
 
 def build_launcher_parser() -> argparse.ArgumentParser:
@@ -147,7 +147,7 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
         os.execv(sys.executable, rank_argv)
     store_file = create_memory_file("megatron-store") if options.nnodes == 1 else None
     status_path = create_memory_file("megatron-status")
-    straggler_monitor = StragglerMonitor(StatusFile(status_path, options.nproc_per_node), options.nproc_per_node)
+    straggler_monitor = StragglerMonitor(status_path, options.nproc_per_node)
     own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
     nodes = NodeMonitor(own) if own.nodes == 1 else meet_nodes(
         own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,

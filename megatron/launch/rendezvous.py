@@ -42,39 +42,35 @@ def open_listener(address: str, port: int, print_line: PrintLine) -> socket.sock
     """Listen on --master-addr only, if it is an address of this machine; otherwise warn and listen on all."""
     where = f"{address}:{port}"
     try:
-        family, _, _, _, bare = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"launcher: --master-addr {address}: {error.strerror}; give the address of node 0, which is "
                           "this machine") from error
-    is_loopback = str(bare[0]).startswith("127.") or bare[0] == "::1"
-    if is_loopback and address not in ("localhost", bare[0]):
-        bare = ("", port)  # a name that resolves to another address on other machines
-    listener = _bind(family, bare, where)
-    if listener is None:
-        print_line(
-            f"warning: --master-addr {address} is no address of this machine, which is node 0 by its --node-rank")
-        bare, listener = ("", port), _bind(family, ("", port), where)
-    if bare[0] == "" or not is_loopback:
-        print_line(f"warning: the nodes meet at {where}, a port open to everything that reaches "
-                   f"{'this machine' if bare[0] == '' else 'that address'}; use a private network")
-    assert listener is not None  # the wildcard address can always be bound
-    raise_open_file_limit()
-    listener.listen(1024)
-    return listener
-
-
-def _bind(family: int, address: Any, where: str) -> socket.socket | None:
-    """A bound socket; None for an address of another machine."""
+    host = str(resolved[0])
+    is_loopback = host.startswith("127.") or host == "::1"
+    if is_loopback and address not in ("localhost", host):
+        host = ""  # a name that resolves to another address on other machines
     listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.bind(resolved if host else ("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            print_line(f"warning: --master-addr {address} is no address of this machine, which is node 0 by its "
+                       "--node-rank")
+            host = ""
+            listener.bind(("", port))
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise ConfigError(f"launcher: the nodes cannot meet: port {where.rpartition(':')[2]} of this node: "
-                          f"{error.strerror}; choose a free one with --master-port, the same on every node") from error
+        raise ConfigError(f"launcher: the nodes cannot meet: port {port} of this node: {error.strerror}; choose a free "
+                          "one with --master-port, the same on every node") from error
+    if not host or not is_loopback:
+        print_line(f"warning: the nodes meet at {where}, a port open to everything that reaches "
+                   f"{'that address' if host else 'this machine'}; use a private network")
+    raise_open_file_limit()
+    listener.listen(1024)
     return listener
 
 

@@ -6,15 +6,16 @@ has started none for a while: it hangs or is too slow. Standard library only.
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from dataclasses import dataclass
 from typing import final
 
-from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, FAILED, RUNNING, StatusFile,
-                                              StatusSnapshot)
+from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, FAILED, RUNNING, SLOT_BYTES,
+                                              StatusSnapshot, parse_slot)
 
 STRAGGLER_SECONDS = 2.0  # seconds without a collective before a rank counts as a straggler
-COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))  # bytes
 RESUME_ADVICE = "start the same command to resume from the last checkpoint"
 
 
@@ -37,21 +38,31 @@ class Straggler:
 
 @final
 class StragglerMonitor:
-    """Tracks when the collective counters of each local rank last changed. Call `update` often."""
+    """Reads the status file, and tracks when the collective counters of each local rank last changed. Call `update`
+    often."""
 
-    def __init__(self, status_file: StatusFile, ranks: int) -> None:
-        self._status_file = status_file
+    def __init__(self, path: str, ranks: int) -> None:
+        """Create the file if it does not exist."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < ranks * SLOT_BYTES:
+                # writing to a hole in a mapped file on a full disk raises SIGBUS in the rank
+                os.posix_fallocate(descriptor, 0, ranks * SLOT_BYTES)
+            self._map = mmap.mmap(descriptor, ranks * SLOT_BYTES)
+        finally:
+            os.close(descriptor)
         self._last_counters = [b""] * ranks
         self._unchanged_since = [time.monotonic()] * ranks
 
     def update(self) -> None:
         for local, before in enumerate(self._last_counters):
-            counters = self._status_file.counters_of(local)[COLLECTIVE_COUNTERS]
+            slot = local * SLOT_BYTES
+            counters = self._map[slot + 8 * COLLECTIVE:slot + 8 * (COLLECTIVES_STARTED + 1)]
             if counters != before:
                 self._last_counters[local], self._unchanged_since[local] = counters, time.monotonic()
 
     def status_of(self, local_rank: int) -> StatusSnapshot:
-        return self._status_file.read(local_rank)
+        return parse_slot(memoryview(self._map[local_rank * SLOT_BYTES:(local_rank + 1) * SLOT_BYTES]))
 
     def stragglers(self, running: list[int]) -> list[Straggler]:
         """The `running` local ranks that the others wait for now, the one without progress for longest first."""

@@ -112,35 +112,44 @@ def describe_rank(rank: int, pid: int) -> str:
     return f"rank {rank} (pid {pid} on {socket.gethostname()})"
 
 
-class ErrorRelay:
-    """Forwards a rank's stderr by line; holds back lines that begin with `error:` and the errors listed below them."""
+class RankProcess:
+    """A running rank. Its stderr is forwarded by line; lines that begin with `error:` are held back, with the errors
+    listed below them."""
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self.descriptor = descriptor
+    def __init__(self, command: Sequence[str], environment: dict[str, str], local_rank: int) -> None:
+        # A new session: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data workers.
+        # stdout is inherited, so that a progress bar sees the terminal; stdin only by the job's first rank.
+        self.rank, self.local_rank = int(environment["RANK"]), local_rank
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL if self.rank else None,
+                                        stderr=subprocess.PIPE, start_new_session=True, preexec_fn=die_with_parent())
+        assert self.process.stderr is not None
+        self.stderr = self.process.stderr.fileno()
+        os.set_blocking(self.stderr, False)
+        self.exit: RankExit | None = None
+        self.stopped_since: float | None = None
         self.held_errors: list[bytes] = []
-        self._partial = b""
+        self._partial_line = b""
         self._in_error = False  # the previous line belongs to an error
 
-    def relay_available(self) -> bool:
-        """Forward the available data; False at the end of the stream."""
+    def relay_stderr(self) -> bool:
+        """Forward the available lines; False at the end of the stream."""
         while True:
             try:
-                chunk = os.read(self.descriptor, 65536)
+                chunk = os.read(self.stderr, 65536)
             except BlockingIOError:
                 return True
             if not chunk:
                 return False
-            lines = (self._partial + chunk).splitlines(keepends=True)
+            lines = (self._partial_line + chunk).splitlines(keepends=True)
             # A progress bar ends its line with \r, so an unfinished line is one without either ending.
-            self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+            self._partial_line = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
             self._relay(lines)
 
     def relay_rest(self) -> None:
         """Forward the rest after the rank exited; a stray grandchild may hold the pipe open, so do not wait."""
-        self.relay_available()
-        self._relay([self._partial + b"\n"] if self._partial else [])
-        self._partial = b""
+        self.relay_stderr()
+        self._relay([self._partial_line + b"\n"] if self._partial_line else [])
+        self._partial_line = b""
 
     def _relay(self, lines: list[bytes]) -> None:
         others = []
@@ -155,15 +164,16 @@ class ErrorRelay:
                 self.held_errors.append(line)
         write_lines(b"".join(others))
 
+    def send_signal(self, number: int) -> None:
+        """Signal the rank's process only. Popen.send_signal could reap a rank, and `_poll_rank` would miss it."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.process.pid, number)
 
-@dataclass
-class RankProcess:
-    rank: int
-    local_rank: int
-    process: subprocess.Popen[bytes]
-    relay: ErrorRelay
-    exit: RankExit | None = None
-    stopped_since: float | None = None
+    def kill_group(self, number: signal.Signals) -> None:
+        """Signal a rank and its children; only before it is reaped, while its process group id is not reused."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
 
 
 @dataclass
@@ -208,27 +218,21 @@ class Supervisor:
                         self._start_teardown(self._early_exit_at)
             finally:
                 for rank in self._running:
-                    kill_group(rank, signal.SIGKILL)
+                    rank.kill_group(signal.SIGKILL)
                 for rank in self._running:
                     rank.process.wait()
         return self._report_outcome()
 
     def _start_rank(self, environment: dict[str, str]) -> None:
-        # A new session: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data workers.
-        # stdout is inherited, so that a progress bar sees the terminal; stdin only by the job's first rank.
-        stdin = None if environment["RANK"] == "0" else subprocess.DEVNULL
-        process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
-                                   start_new_session=True, preexec_fn=die_with_parent())
-        assert process.stderr is not None
-        rank = RankProcess(int(environment["RANK"]), len(self._ranks), process, ErrorRelay(process.stderr.fileno()))
+        rank = RankProcess(self.command, environment, len(self._ranks))
         self._ranks.append(rank)
         self._running.append(rank)
-        self._selector.register(process.stderr, selectors.EVENT_READ, rank.relay)
+        self._selector.register(rank.stderr, selectors.EVENT_READ, rank)
 
     def _tick(self) -> None:
         for key, _ in self._selector.select(TICK_SECONDS):
-            if isinstance(key.data, ErrorRelay):
-                if not key.data.relay_available():
+            if isinstance(key.data, RankProcess):
+                if not key.data.relay_stderr():
                     self._selector.unregister(key.fileobj)
             elif isinstance(key.data, NodeMonitor):
                 self.nodes.receive()
@@ -258,7 +262,7 @@ class Supervisor:
             self._rank0_owns_interrupts = self._rank0_owns_interrupts or number == SIGNAL_INTERRUPTS_OWNED_BY_RANK0
             return  # SIGCHLD only wakes the loop
         if number == signal.SIGINT and self._rank0_owns_interrupts:
-            signal_rank(self._ranks[0], number)
+            self._ranks[0].send_signal(number)
             return
         if number != signal.SIGINT:
             self._stop_request = max(self._stop_request, StopRequest.SIGNAL)
@@ -273,7 +277,7 @@ class Supervisor:
         if self._pending_signals and time.monotonic() - self._started_at >= SIGNAL_DELAY_SECONDS:
             for rank in self._running:
                 for number in self._pending_signals:
-                    signal_rank(rank, number)
+                    rank.send_signal(number)
             self._pending_signals.clear()
 
     def _poll_rank(self, rank: RankProcess) -> None:
@@ -287,11 +291,11 @@ class Supervisor:
             if rank.exit is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
                 self._record_exit(rank, RankExit(rank.rank, rank.process.pid, signal=status.si_status, was_stopped=True,
                                                  status=self.straggler_monitor.status_of(rank.local_rank)))
-                kill_group(rank, signal.SIGKILL)
+                rank.kill_group(signal.SIGKILL)
         else:
-            kill_group(rank, signal.SIGKILL)
+            rank.kill_group(signal.SIGKILL)
             result = rank.process.wait()
-            rank.relay.relay_rest()
+            rank.relay_rest()
             self._running.remove(rank)
             code, number = (result, None) if result >= 0 else (None, -result)
             is_terminating = self._state is JobState.TERMINATING
@@ -319,7 +323,7 @@ class Supervisor:
         if waited >= GRACE_SECONDS + TERM_SECONDS or waited >= GRACE_SECONDS and self._state is JobState.FAILING:
             self._state = JobState.TERMINATING
             for rank in self._running:
-                kill_group(rank, signal.SIGKILL if waited >= GRACE_SECONDS + TERM_SECONDS else signal.SIGTERM)
+                rank.kill_group(signal.SIGKILL if waited >= GRACE_SECONDS + TERM_SECONDS else signal.SIGTERM)
 
     def _report_outcome(self) -> int:
         if self._stop_request is StopRequest.SECOND_INTERRUPT:
@@ -350,8 +354,8 @@ class Supervisor:
                                         is_victim=True)
         culprit = culprit or (failures[0] if failures else None)
         if culprit is None:
-            return self._finish_job(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held_errors))
-        held_errors = {rank.rank: rank.relay.held_errors for rank in self._ranks}
+            return self._finish_job(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.held_errors))
+        held_errors = {rank.rank: rank.held_errors for rank in self._ranks}
         silent = [end.rank for end in failures
                   if end is not culprit and not end.is_victim and not held_errors[end.rank]]
         held = held_errors[culprit.rank]
@@ -393,19 +397,6 @@ class Supervisor:
             self._selector.close()
             receiver.close()
             sender.close()
-
-
-def signal_rank(rank: RankProcess, number: int) -> None:
-    """Signal the rank's process only. Popen.send_signal could reap a rank, and `_poll_rank` would miss it."""
-    if rank.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(rank.process.pid, number)
-
-
-def kill_group(rank: RankProcess, number: signal.Signals) -> None:
-    """Signal a rank and its children; only before the rank is reaped, while its process group id is not reused."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.process.pid, number)
 
 
 def die_with_parent() -> Callable[[], None]:

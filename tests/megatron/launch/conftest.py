@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.megatron.launch.processes import end_all
+from tests.megatron.launch.processes import Job, end_all
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,3 +45,9 @@ def port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield int(holder.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Job]:
+    """Starts a launcher whose ranks run a text."""
+    return partial(Job, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 30.0
 """Seconds for what takes less than one on a machine with nothing else to do."""
+LIMIT = 5.0
+"""Seconds within which nobody may be left after a failure (docs/launch.md)."""
+
 MEET = """
 def meet(folder):
     import os, time
@@ -41,11 +45,24 @@ def begin(command: list[str], **options: Any) -> subprocess.Popen[Any]:
     return _BEGUN[-1]
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], object], limit: float = PATIENCE) -> None:
+    until = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < until, "waited too long"
         time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie whose parent has not looked yet."""
+    return state(pid) not in ("", "Z")
+
+
+def state(pid: int) -> str:
+    """One letter, as `ps` shows it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -59,3 +76,38 @@ def end_all() -> None:
     while _BEGUN:
         with _BEGUN.pop() as process:
             process.kill()
+
+
+PRELUDE = MEET + """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+here = os.path.dirname(os.path.abspath(__file__))
+with open(os.path.join(here, f"pid{rank}.tmp"), "w") as f:
+    f.write(str(os.getpid()))
+os.rename(os.path.join(here, f"pid{rank}.tmp"), os.path.join(here, f"pid{rank}"))
+"""
+
+
+class Job:
+    """A running launcher and the program of its ranks."""
+
+    def __init__(self, folder: Path, body: str, ranks: int = 2, arguments: tuple[str, ...] = (),
+                 stdin: str = "") -> None:
+        self.folder = folder
+        script = folder / "program.py"
+        script.write_text(PRELUDE + body)
+        command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(script), *arguments]
+        self.process = begin(command, env=environment(TMPDIR=folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+        self._stdin = stdin
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, once it has started."""
+        path = self.folder / f"pid{rank}"
+        wait_until(path.exists)
+        return int(path.read_text())
+
+    def end(self, limit: float = PATIENCE) -> tuple[int, str, list[str]]:
+        """Exit code, standard output and the lines of standard error."""
+        out, err = self.process.communicate(self._stdin, timeout=limit)
+        return self.process.returncode, out, err.splitlines()

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.schema import flag_name, setting_of
+from megatron.config.schema import flag_name
 from megatron.config.tree import SECTIONS, Config
 from megatron.distributed import preflight
 from megatron.distributed.preflight import _modules, check_ranks_match, code_digest, mismatch_message
@@ -192,51 +192,29 @@ def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         seen.add(code_digest())
 
 
-def other(value: object) -> object:
-    """A value of the same kind that is another one."""
-    match value:
-        case bool():
-            return not value
-        case int() | float():
-            return value + 1
-        case tuple():
-            return (*value, "another")
-    return f"{value}x"
-
-
 PLACES = {"train_data", "valid_data", "test_data", "vocab_file", "merge_file", "tokenizer_path", "data_cache_path",
           "offload_optimizer_nvme_path", "offload_param_nvme_path", "flops_profiler_output_file",
           "profile_dir"}
 """May differ from node to node; whether they are given is compared, and what is found there later."""
-EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fields(section)]
+EVERY = [item.name for section in SECTIONS.values() for item in fields(section)]
 
 
-@pytest.mark.parametrize(("section", "name"), EVERY, ids=[name for _, name in EVERY])
-def test_no_two_values_of_any_setting_are_taken_for_the_same(section: str, name: str) -> None:
-    config = Config()
-    theirs = with_value(config, section, name, other(getattr(getattr(config, section), name)))
-    found = compare([config.rank_invariant_settings(), theirs.rank_invariant_settings()])
+@pytest.mark.parametrize("name", EVERY)
+def test_no_two_values_of_any_setting_are_taken_for_the_same(name: str) -> None:
+    ours, theirs, elsewhere = Config(), Config(), Config()
+    value = ours.settings()[name]
+    others = [not value, value] if isinstance(value, bool) else (
+        [value + 1, value + 2] if isinstance(value, (int, float)) else [(*value, "a"), (*value, "b")]
+        if isinstance(value, tuple) else [f"{value}x", f"{value}y"])
+    for config, other in zip((theirs, elsewhere), others, strict=True):  # unchecked
+        section = next(part for part in SECTIONS if name in vars(getattr(config, part)))
+        object.__setattr__(getattr(config, section), name, other)
+    found = compare([ours.rank_invariant_settings(), theirs.rank_invariant_settings()])
     assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
     if name in PLACES:
         assert f"{flag_name(name)} is not given on rank 0, given on rank 1" in found[0]
-        elsewhere = with_value(theirs, section, name, other(getattr(getattr(theirs, section), name)))
-        assert theirs.rank_invariant_settings() == elsewhere.rank_invariant_settings()
-
-
-def with_value(config: Config, section: str, name: str, value: object) -> Config:
-    """Unchecked."""
-    changed, found = object.__new__(type(getattr(config, section))), object.__new__(Config)
-    for item in fields(changed):
-        object.__setattr__(changed, item.name, getattr(getattr(config, section), item.name))
-    object.__setattr__(changed, name, value)
-    for item in fields(Config):
-        object.__setattr__(found, item.name, changed if item.name == section else getattr(config, item.name))
-    return found
-
-
-def test_a_setting_says_of_itself_that_it_is_a_place() -> None:
-    assert {item.name for section in SECTIONS.values() for item in fields(section)
-            if setting_of(item).is_location} == PLACES
+    same = theirs.rank_invariant_settings() == elsewhere.rank_invariant_settings()
+    assert same == (name in PLACES)
 
 
 # ---- real ranks --------------------------------------------------------------------------------------------------

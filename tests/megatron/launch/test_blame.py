@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron.distributed import exit_codes
-from megatron.distributed.rank_status import (FAILED, RUNNING, SLOT_BYTES, UNKNOWN, RankStatus, StatusFile,
-                                              StatusSnapshot)
+from megatron.distributed.rank_status import FAILED, RUNNING, SLOT_BYTES, UNKNOWN, RankStatus, StatusSnapshot
 from megatron.errors import ConfigError
 from megatron.launch.stragglers import Straggler, StragglerMonitor
 from tests.covering import cells
 from tests.megatron.launch import faulty
-from tests.megatron.launch.processes import environment
-from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
+from tests.megatron.launch.processes import LIMIT, alive, environment
 
 HOST = socket.gethostname()
 
@@ -59,7 +57,7 @@ LEAVES = [
 @pytest.mark.few(4)
 @pytest.mark.parametrize("leaves, patience", cells(LEAVES, [0.3, 60]))
 def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not(
-        leaves, patience, start):  # noqa: F811
+        leaves, patience, start):
     fault, words = leaves
     job = start(TRAINING.format(fault=fault, patience=patience), ranks=3)
     pid = job.pid(1)
@@ -68,12 +66,13 @@ def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not
     assert time.monotonic() - begun < 2 * LIMIT
     assert code == {"3": 3, "6": 6}.get(words[-1], 5)
     assert len(lines) == 1 and lines[0].startswith(f"error: rank 1 (pid {pid} on {HOST}) {words} {AT}")
+    assert not any(alive(job.pid(rank)) for rank in range(3))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [HANGS[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in HANGS[1:-1]),
                                    HANGS[-1]])
-def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: F811
+def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):
     job = start(TRAINING.format(fault=fault, patience=3), ranks=3)
     pids = [job.pid(rank) for rank in range(3)]
     begun = time.monotonic()
@@ -85,7 +84,7 @@ def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: 
     assert AT in lines[0] and not any(map(alive, pids))
 
 
-def test_a_rank_that_has_not_begun_is_named(start, tmp_path):  # noqa: F811
+def test_a_rank_that_has_not_begun_is_named(start, tmp_path):
     (tmp_path / "met1").touch()
     job = start("if rank == 1:\n    time.sleep(60)\n" + TRAINING.format(fault="pass", patience=3), ranks=2)
     code, _, lines = job.end()
@@ -102,19 +101,19 @@ WAITED = "raise PeerError('rank 0 waited in vain')"
     ("STATUS.mark_done(); return", 1, WAITED),
     # a network that fails at once: the rank that computes at that time has nothing to do with it
     ("STATUS.collective_counters[1] += 1; time.sleep(60)", 0.3, WAITED)])
-def test_a_rank_that_has_not_failed_is_not_blamed(fault, patience, end, start):  # noqa: F811
+def test_a_rank_that_has_not_failed_is_not_blamed(fault, patience, end, start):
     body = TRAINING.format(fault=fault, patience=patience).replace('raise PeerError("rank 0 waited in vain")', end)
     assert start(body).end() == ((5, "", ["error: rank 0 waited in vain"]) if end == WAITED else (0, "", []))
 
 
-def test_an_error_of_a_ranks_own_goes_before_a_rank_that_hangs(start):  # noqa: F811
+def test_an_error_of_a_ranks_own_goes_before_a_rank_that_hangs(start):
     body = TRAINING.format(fault="time.sleep(60)", patience=3).replace("raise PeerError(", "raise ValueError(")
     code, _, lines = start(body.replace("STATUS.collective_counters[0] = 2", "")).end()
     assert code == 5 and lines[0].startswith("error: internal error in rank 0: ValueError")
 
 
 @pytest.mark.parametrize("message", ["Broken pipe", "something new of gloo's", "Application timeout caused by"])
-def test_what_comes_out_of_an_exchange_is_never_an_internal_error(message, start):  # noqa: F811
+def test_what_comes_out_of_an_exchange_is_never_an_internal_error(message, start):
     body = TRAINING.format(fault="os._exit(4)", patience=0.5).replace("PeerError(", f"RuntimeError({message!r} + ")
     code, _, lines = start(body).end()
     assert code == 4 and lines[0].startswith("error: rank 1 ")
@@ -123,33 +122,34 @@ def test_what_comes_out_of_an_exchange_is_never_an_internal_error(message, start
 # ---- the file -----------------------------------------------------------------------------------------------------
 
 def test_a_place_is_read_as_it_was_written(tmp_path):
-    places, mine = StatusFile(str(tmp_path / "places"), 2), RankStatus()
-    assert str(places.read(1)) == "before its program began"
+    places, mine = StragglerMonitor(str(tmp_path / "places"), 2), RankStatus()
+    assert str(places.status_of(1)) == "before its program began"
     mine.set_activity("start-up")
     mine.publish_in(str(tmp_path / "places"), 1)
-    assert places.read(1) == StatusSnapshot(1, os.getpid(), 0, "start-up") and places.read(0) == StatusSnapshot()
+    assert places.status_of(1) == StatusSnapshot(1, os.getpid(), 0, "start-up")
+    assert places.status_of(0) == StatusSnapshot()
     for step, phase, unit, text in [(0, "", "", "start-up"), (3, "forward", "blocks.11", "step 3: forward, blocks.11"),
                                     (3, "forward", "", "step 3: forward"), (4, "", "", "step 4: training")]:
         mine.set_activity("training" if step else "start-up")
         mine.set_step(step)
         mine.set_phase(phase, unit)
-        assert str(places.read(1)) == text
+        assert str(places.status_of(1)) == text
     with mine.in_activity("evaluation"):
         mine.set_phase("forward", "blocks.0")
         mine.collective_counters[0] = 1
-        assert str(places.read(1)) == "step 4: evaluation, forward, blocks.0, exchange"
+        assert str(places.status_of(1)) == "step 4: evaluation, forward, blocks.0, exchange"
     mine.collective_counters[0] = 0
-    assert str(places.read(1)) == "step 4: training"
+    assert str(places.status_of(1)) == "step 4: training"
 
 
 def test_words_without_end_do_no_harm(tmp_path):
-    places, mine = StatusFile(str(tmp_path / "places"), 1), RankStatus()
+    places, mine = StragglerMonitor(str(tmp_path / "places"), 1), RankStatus()
     mine.publish_in(str(tmp_path / "places"), 0)
     for number in range(SLOT_BYTES // 50):
         mine.set_phase("forward", f"a block with a long name {number}" * 20)
-    assert places.read(0).phase == "forward" and (tmp_path / "places").stat().st_size == SLOT_BYTES
+    assert places.status_of(0).phase == "forward" and (tmp_path / "places").stat().st_size == SLOT_BYTES
     mine.set_phase("a\udcff\n", "")
-    assert places.read(0).phase in ("", "a?\n")
+    assert places.status_of(0).phase in ("", "a?\n")
 
 
 @pytest.mark.parametrize("path", [None, "/no/such/file", "/"])
@@ -157,14 +157,14 @@ def test_a_file_that_cannot_be_mapped_changes_nothing(path):
     mine = RankStatus()
     mine.publish_in(path, 0)
     mine.set_phase("forward")
-    assert mine.snapshot.phase == "forward" and not mine.is_published
+    assert mine.snapshot.phase == "forward"
 
 
 def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.launch.stragglers.STRAGGLER_SECONDS", 0.05)
     path = str(tmp_path / "places")
     ranks = [RankStatus() for _ in range(3)]
-    sight = StragglerMonitor(StatusFile(path, 3), 3)
+    sight = StragglerMonitor(path, 3)
     for local, one in enumerate(ranks):
         one.publish_in(path, local)
         one.collective_counters[0], one.collective_counters[1] = (2, 1, 0)[local], 5

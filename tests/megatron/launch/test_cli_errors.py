@@ -21,7 +21,6 @@ from data.writer import CorpusWriter
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
 from megatron.distributed import exit_codes
 from tests.megatron.helpers import ROOT, TINY, own_signals, steps, train, write_corpus
-from tests.megatron.launch.processes import environment
 
 Cli = Callable[[Sequence[object]], tuple[int, str]]
 
@@ -39,15 +38,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
     gc.disable()
     yield call
     gc.enable()
-
-
-def command(argv: Sequence[object], ranks: int = 1) -> tuple[int, str]:
-    """The same through the real command line."""
-    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launch, "pretrain_gpt2.py", *map(str, argv)], cwd=ROOT,
-                          capture_output=True, text=True,
-                          timeout=120, env=environment())
-    return done.returncode, done.stderr
 
 
 def check(result: tuple[int, str], code: int, *words: object) -> None:
@@ -128,11 +118,6 @@ def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torc
         done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
                                flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
         check((done.returncode, done.stderr), 2, f"{flag} {tmp_path}/x: no such file")
-
-
-def test_bad_configs_end_the_real_commands_alike() -> None:
-    check(command([*TINY, "--mock-data", "--lr", "-1"]), 2, "--lr")
-    check(command([*TINY, "--mock-data", "--zero-stage", "7"], ranks=2), 2, "--zero-stage is 7")
 
 
 # ---- checkpoints: 4 ----------------------------------------------------------------------------------------------

@@ -9,80 +9,22 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron.distributed.rank_status import StatusFile
 from megatron.distributed.signals import STOP_SIGNALS
 from megatron.launch import launcher as launch, supervisor
 from megatron.launch.node_monitor import NodeInfo, NodeMonitor
 from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import RankProcess, Supervisor
-from tests.megatron.launch.processes import MEET, PATIENCE, ROOT, begin, environment, wait_until
-
-LIMIT = 5.0
-"""Seconds within which nobody may be left after a failure (docs/launch.md)."""
-
-PRELUDE = MEET + """
-import json, os, signal, sys, time
-rank = int(os.environ["RANK"])
-here = os.path.dirname(os.path.abspath(__file__))
-with open(os.path.join(here, f"pid{rank}.tmp"), "w") as f:
-    f.write(str(os.getpid()))
-os.rename(os.path.join(here, f"pid{rank}.tmp"), os.path.join(here, f"pid{rank}"))
-"""
-
-
-class Job:
-    """A running launcher and the program of its ranks."""
-
-    def __init__(self, folder: Path, body: str, ranks: int = 2, arguments: tuple[str, ...] = (),
-                 stdin: str = "") -> None:
-        self.folder = folder
-        script = folder / "program.py"
-        script.write_text(PRELUDE + body)
-        command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(script), *arguments]
-        self.process = begin(command, env=environment(TMPDIR=folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
-        self._stdin = stdin
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank, once it has started."""
-        path = self.folder / f"pid{rank}"
-        wait_until(path.exists)
-        return int(path.read_text())
-
-    def end(self, limit: float = PATIENCE) -> tuple[int, str, list[str]]:
-        """Exit code, standard output and the lines of standard error."""
-        out, err = self.process.communicate(self._stdin, timeout=limit)
-        return self.process.returncode, out, err.splitlines()
-
-
-def alive(pid: int) -> bool:
-    """Neither gone nor a zombie whose parent has not looked yet."""
-    return state(pid) not in ("", "Z")
-
-
-def state(pid: int) -> str:
-    """One letter, as `ps` shows it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Job]:
-    return partial(Job, tmp_path)
-
+from tests.megatron.launch.processes import (LIMIT, PATIENCE, PRELUDE, ROOT, alive, begin, environment, state,
+                                             wait_until)
 
 SHOW_ENVIRONMENT = """
 names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
@@ -231,18 +173,6 @@ def test_a_line_of_a_job_that_succeeds_is_not_swallowed(start):
     assert start("rank or print('error: only words', file=sys.stderr)").end() == (0, "", ["error: only words"])
 
 
-def test_a_killed_rank_is_named_and_nobody_is_left(start):
-    job = start(SLEEP, ranks=3)
-    pids = [job.pid(rank) for rank in range(3)]
-    killed = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    code, _, lines = job.end()
-    assert time.monotonic() - killed < 2 * LIMIT
-    assert code == 5 and len(lines) == 1
-    assert lines[0].startswith(f"error: rank 1 (pid {pids[1]} on {socket.gethostname()}) ended by signal 9 (SIGKILL)")
-    assert not any(alive(pid) for pid in pids)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_that_crashes_in_native_code_shows_where_it_was(start, ranks):
     body = "def crash():\n    import ctypes\n    rank or ctypes.string_at(0)\ncrash()\ntime.sleep(30)"
@@ -271,19 +201,6 @@ sys.exit(6)
     begun = time.monotonic()
     assert job.end()[0] == 6 and time.monotonic() - begun < 2 * LIMIT
     wait_until(lambda: not alive(int((tmp_path / "child").read_text())))
-
-
-def test_a_stopped_rank_is_named_and_killed(start):
-    job = start(SLEEP)
-    pids = [job.pid(rank) for rank in range(2)]
-    stopped = time.monotonic()
-    os.kill(pids[1], signal.SIGSTOP)
-    code, _, lines = job.end()
-    assert time.monotonic() - stopped < 2 * LIMIT
-    assert code == 5 and len(lines) == 1
-    who = f"rank 1 (pid {pids[1]} on {socket.gethostname()})"
-    assert lines[0].startswith(f"error: {who} was stopped by signal 19 (SIGSTOP)")
-    assert not any(alive(pid) for pid in pids)
 
 
 def test_a_short_stop_is_no_failure(start, tmp_path):
@@ -338,7 +255,7 @@ def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name,
 def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, RankProcess]]:
     """A launcher in this process, whose loop does not run, and its only rank."""
     nodes = NodeMonitor(NodeInfo(0, 1, 1, "here"))
-    job = Supervisor([*command], [], nodes, StragglerMonitor(StatusFile(str(folder / "places"), 1), 1))
+    job = Supervisor([*command], [], nodes, StragglerMonitor(str(folder / "places"), 1))
     job._start_rank({**os.environ, "RANK": "0"})
     (rank,) = job._ranks
     with closing(nodes), closing(job._selector), rank.process:

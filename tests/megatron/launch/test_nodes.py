@@ -24,11 +24,10 @@ from megatron.errors import ConfigError, PeerError
 from megatron.launch import node_monitor, rendezvous
 from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
-from tests.megatron.launch.processes import MEET, PATIENCE, ROOT, begin, catches, environment, wait_until
+from tests.megatron.launch.processes import (LIMIT, MEET, PATIENCE, ROOT, begin, catches, environment,
+                                             wait_until)
 
 HOST = socket.gethostname()
-LIMIT = 5.0
-"""Seconds within which nobody may be left after a failure (docs/launch.md)."""
 
 
 class Node:
@@ -227,13 +226,6 @@ def test_a_launcher_that_is_asked_to_stop_while_it_waits_says_so(tmp_path: Path,
 def accepted(listener: socket.socket) -> socket.socket:
     listener.settimeout(PATIENCE)
     return listener.accept()[0]
-
-
-def test_the_port_of_another_program_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = int(other.getsockname()[1])
-        code, _, errors = Node(tmp_path, port, 0).end()
-        assert code == 2 and len(errors) == 1 and f"port {port} of this node: Address already in use" in errors[0]
 
 
 # ---- strangers ---------------------------------------------------------------------------------------------------

@@ -17,11 +17,9 @@ import pytest
 from megatron.checkpoint.cli import main as checkpoint
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
-from tests.megatron.launch.processes import begin, environment
+from tests.megatron.launch.processes import LIMIT, alive, begin, environment, wait_until
 from tests.terminal import AtTerminal
 
-LIMIT = 5.0
-"""Seconds from a request until nobody is left."""
 PATIENCE = 60.0
 """For a phase to begin: torch is imported until then."""
 LONG = "1000000"
@@ -67,7 +65,7 @@ class Run:
 
     def reaches(self, phase: str) -> None:
         """Waits until all ranks have come there."""
-        wait_for(lambda: len(self.pids(phase)) == self.ranks or self.process.poll() is not None, PATIENCE)
+        wait_until(lambda: len(self.pids(phase)) == self.ranks or self.process.poll() is not None, PATIENCE)
         assert self.process.poll() is None, self.process.communicate()
         time.sleep(0.3)  # well into it
 
@@ -85,17 +83,10 @@ class Run:
         """Code, lines of standard output and of standard error; nobody and nothing is left."""
         out, err = self.process.communicate(timeout=PATIENCE)
         took = time.monotonic() - self.asked
-        left = [pid for pid in self.pids() if is_alive(pid)]
+        left = [pid for pid in self.pids() if alive(pid)]
         assert took < LIMIT, (took, out[-300:], err)
         assert not left and not [*(self.folder / "tmp").glob("megatron-*")]
         return self.process.returncode, out.splitlines(), err.splitlines()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def check(run: Run, number: Signals, target: str) -> None:
@@ -164,7 +155,7 @@ def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(num
     process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,
                                env={**os.environ, **place, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for((tmp_path / "waits").exists, PATIENCE)
+        wait_until((tmp_path / "waits").exists, PATIENCE)
         time.sleep(0.2)
         process.send_signal(number)
         _, err = process.communicate(timeout=LIMIT)
@@ -227,7 +218,7 @@ def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
                                stderr=subprocess.PIPE, start_new_session=True)
     try:
         ranks = [tmp_path / f"pid{rank}" for rank in range(2)]
-        wait_for(lambda: all(path.exists() and path.read_text() for path in ranks))
+        wait_until(lambda: all(path.exists() and path.read_text() for path in ranks))
         for pid in (process.pid, *(int(path.read_text()) for path in ranks)):
             os.kill(pid, SIGHUP)
         time.sleep(0.5)
@@ -255,15 +246,8 @@ def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(ranks, tmp_path
         program_there.hangs_up()
         assert program_there.process.wait(LIMIT) == 0
         pids = [int(path.read_text()) for path in marks.glob("pid*")]
-        assert len(pids) == ranks and not any(is_alive(pid) for pid in pids)
+        assert len(pids) == ranks and not any(alive(pid) for pid in pids)
     assert checkpoint(["verify", str(save)]) == 0
-
-
-def wait_for(condition, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 # -- programs beside training ---------------------------------------------------------------------------------------
@@ -299,10 +283,10 @@ sys.exit(run(main))
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
     process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment(),
                     stderr=subprocess.PIPE, text=True)
-    wait_for((tmp_path / "begun").exists)
+    wait_until((tmp_path / "begun").exists)
     assert [*tmp_path.glob(".made.txt.*")]
     process.send_signal(number)
-    wait_for((tmp_path / "tidying").exists)
+    wait_until((tmp_path / "tidying").exists)
     process.send_signal(number)  # changes nothing
     (tmp_path / "enough").touch()
     _, err = process.communicate(timeout=PATIENCE)
@@ -336,7 +320,7 @@ def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     assert process.stdout.readline() == "done\n"
     time.sleep(0.3)  # for `run` to return
     for name in ("thread", "atexit"):
-        wait_for((tmp_path / name).exists)
+        wait_until((tmp_path / name).exists)
         for number in (SIGINT, SIGINT, SIGTERM, SIGHUP):
             process.send_signal(number)
             time.sleep(0.02)

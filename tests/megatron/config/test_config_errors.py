@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.config.config_errors import ConfigErrors, ErrorCollector, FlagToKeyNames, error_sentences
+from megatron.config.config_errors import ConfigErrors, ErrorCollector, FlagToKeyNames, SettingError, error_sentences
 from megatron.config.ds_json import build_ds_config
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
@@ -124,17 +124,26 @@ def test_a_draft_goes_on_without_what_is_wrong() -> None:
         draft.raise_if_any()
 
 
-def test_a_setting_in_doubt_is_one_whichever_way_its_flag_is_written() -> None:
-    draft = ErrorCollector()
-    draft.add_errors(["--no-compile is wrong", "--compile too"])
-    draft.add_errors(["--compile follows", "--lr does not"])
-    draft.key_names = FlagToKeyNames({"--lr": "lr", "--bf16": "bf16"}, file="f")
-    draft.add_errors(["--no-bf16 is said as a key"])
+def test_an_error_names_its_settings_and_one_in_doubt_is_not_told_again() -> None:
+    def errors(*templates: str) -> list[SettingError]:
+        return [SettingError(text, {"compile": True, "lr": 0.1, "bf16": True}, {"why": "{x}"}) for text in templates]
+
+    collector = ErrorCollector()
+    in_keys = FlagToKeyNames({"--lr": "lr", "--bf16": "bf16"}, {"--compile": "c"}, file="f")
+    collector.add_errors(errors("{no compile} is wrong: {why}", "{compile} too"))
+    collector.add_errors(errors("{compile} follows", "{lr=} does not"))
+    collector.key_names = in_keys
+    collector.add_errors(errors("{no bf16} is said as a key"))
     with pytest.raises(ConfigErrors) as caught:
-        draft.raise_if_any()
-    assert caught.value.sentences == ("--no-compile is wrong", "--compile too", "--lr does not",
-                                      "bf16 false is said as a key")
-    assert str(caught.value).startswith("f: 4 errors:\n  (1) --no-compile is wrong\n")
+        collector.raise_if_any()
+    told = ("--no-compile is wrong: {x}", "--compile too", "--lr 0.1 does not", "bf16 false is said as a key")
+    assert caught.value.sentences == told
+    assert str(caught.value).startswith("f: 4 errors:\n  (1) --no-compile is wrong: {x}\n")
+    (error,) = errors("{lr=} with {no compile}")
+    assert error == "--lr 0.1 with --no-compile" and error.fields == {"lr", "compile"}
+    for text in (error, str(error)):  # of the program's other texts the flags are found by their dashes
+        assert in_keys.translate(text) == "lr 0.1 with c false"
+        assert FlagToKeyNames({"--bf16": "bf16"}, {"--compile": "c"}).translate(text) == error, "no key of the file"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
