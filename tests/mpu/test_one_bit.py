@@ -94,8 +94,8 @@ def by_hand(ranks: int, quiet: bool) -> list[tuple[Any, list[Any], list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-@pytest.mark.parametrize("ranks, tile", [(2, 0), (2, ROW), (2, 2 * ROW), (3, 0), (3, 1 << 19)])
+@pytest.mark.parametrize("ranks, tile, quiet", [(2, 0, False), (2, ROW, True), (2, 2 * ROW, False), (3, 0, True),
+                                                (3, 1 << 19, False)])
 def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, tile: int, quiet: bool) -> None:
     """Also a tile at a time, of which the last of a chunk is smaller."""
     by_rank, wanted = run_ranks(said, ranks, quiet, tile), by_hand(ranks, quiet)

@@ -40,16 +40,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_slow(tp: int, ranks: int, accumulation: int) -> bool:
-    """Of four ranks on two cores the normal suite runs the cell that splits both ways and accumulates."""
-    return ranks > 4 or ranks == 4 and (tp == 4 or accumulation == 1)
+CELLS = [(2, 1, 1), (1, 2, 2), (2, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)]
+"""Tensor parallel, data parallel, accumulation; test_matrix.py has all stages and precisions of all grids."""
 
 
-CELLS = [pytest.param(tp, dp, accumulation, marks=[pytest.mark.slow] if is_slow(tp, tp * dp, accumulation) else [])
-         for tp in (1, 2, 4) for dp in (1, 2) for accumulation in (1, 2) if (tp, dp, accumulation) != (1, 1, 1)]
-
-
-@pytest.mark.few(4)
 @pytest.mark.parametrize(("tp", "dp", "accumulation"), CELLS)
 def test_every_grid_and_accumulation_trains_like_one_process(tp: int, dp: int, accumulation: int,
                                                              one_process: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.bit_schedule import BitSchedule
-from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.train.build import engine as build_engine, model as build_model
@@ -170,19 +169,19 @@ def test_verbose_tells_each_fall(tmp_path: Path) -> None:
     assert "weights are rounded to 6 bits, and to 5, 4, 3 bits at applied steps 2, 4, 8" in said
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
-    (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
-])
-def test_groups_that_do_not_divide_are_one_line(flags: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        train([*FLAGS, "--batch-size", 4, *flags])
-    assert "\n" not in str(caught.value)
-
-
-def test_tiled_matrices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--quantize-training and --memory-centric-tiled-linear exclude each other"):
-        parse_args(["--preset", "tiny", "--quantize-training", "--memory-centric-tiled-linear"])
+def test_what_cannot_be_rounded_is_one_line_and_said_in_keys_where_it_was_asked_in_keys(tmp_path: Path) -> None:
+    for flags, says in ((["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
+                        (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
+                        (["--memory-centric-tiled-linear"],
+                         "--quantize-training and --memory-centric-tiled-linear exclude each other")):
+        with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+            train([*FLAGS, "--batch-size", 4, *flags])
+        assert "\n" not in str(caught.value)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"quantize_training": {
+        "enabled": True, "eigenvalue": {"enabled": True, "layer_name": "bert.encoder.layer"}}}))
+    with pytest.raises(ConfigError, match="^quantize_training.eigenvalue.layer_name bert.encoder.layer: the model"):
+        train([*FLAGS[:-len(ROUNDED)], "--quantize-offset", 0, "--batch-size", 4, "--deepspeed_config", file])
 
 
 LAYOUTS: dict[str, Sequence[object]] = {
@@ -235,12 +234,3 @@ def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded
                             "--eval-interval", 1)
     assert eight < 1.005 * plain
     assert four < afterwards
-
-
-def test_what_is_found_when_the_model_is_built_is_said_in_keys(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"quantize_training": {
-        "enabled": True, "eigenvalue": {"enabled": True, "layer_name": "bert.encoder.layer"}}}))
-    plain = FLAGS[:len(FLAGS) - len(ROUNDED)]
-    with pytest.raises(ConfigError, match="^quantize_training.eigenvalue.layer_name bert.encoder.layer: the model"):
-        train([*plain, "--quantize-offset", 0, "--batch-size", 4, "--deepspeed_config", file])

@@ -16,6 +16,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.zero.api.checkpoint_io import LoadOptions
 from megatron.zero.api.engine import Engine
+from tests.covering import pairs
 
 WIDTH, ROWS = 4, 2
 
@@ -175,8 +176,8 @@ def test_other_param_groups_are_refused_before_anything_changes(tmp_path: Path) 
 # ---- states and gradients ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["load_optimizer_states", "load_module_only"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("kind, option", [(torch.optim.AdamW, "load_optimizer_states"),
+                                          (torch.optim.NAdam, "load_module_only")])
 def test_without_its_states_the_optimizer_starts_anew_in_an_engine_that_has_trained(
         kind: Any, option: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {option: option == "load_module_only"}
@@ -190,8 +191,7 @@ def test_without_its_states_the_optimizer_starts_anew_in_an_engine_that_has_trai
     assert torch.equal(whole(used), whole(fresh))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage, accumulation", pairs(range(4), [1, 2], each=1))
 def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int, tmp_path: Path) -> None:
     used, fresh = (engine_of(stage=stage, gradient_accumulation_steps=accumulation) for _ in range(2))
     used.save_checkpoint(tmp_path)
@@ -206,11 +206,11 @@ def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int
     assert used.global_steps == fresh.global_steps == 1 and torch.equal(whole(used), whole(fresh))
 
 
-@pytest.mark.parametrize("name, value", [("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (0.9,)),
-                                         ("weight_decay", "0.1")])
-def test_senseless_hyper_parameters_are_not_restored(name: str, value: Any, tmp_path: Path) -> None:
-    used, fresh = engine_of(), engine_of()
-    used.optimizer.param_groups[0][name] = value
-    used.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"param_groups\[0\]: field '{name}': .* in the place of"):
-        fresh.load_checkpoint(tmp_path)
+def test_senseless_hyper_parameters_are_not_restored(tmp_path: Path) -> None:
+    for name, value in (("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (0.9,)),
+                        ("weight_decay", "0.1")):
+        used, fresh = engine_of(), engine_of()
+        used.optimizer.param_groups[0][name] = value
+        used.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"param_groups\[0\]: field '{name}': .* in the place of"):
+            fresh.load_checkpoint(tmp_path)
