@@ -1,5 +1,5 @@
-"""16-bit training: when overflows end a run, what a skipped step tells, and losses near those of fp32. (What an overflow
-on one rank changes is tests/megatron/zero/test_overflow.py.)"""
+"""16-bit training: when overflows end a run, what a skipped step tells, and losses near those of fp32. (What an
+overflow on one rank changes is tests/megatron/zero/test_overflow.py.)"""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW
 from mpu.groups import build
 from tests.megatron import helpers
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
+
 
 def engine_of(precision: PrecisionConfig) -> ZeroEngine:
     groups = build(1)

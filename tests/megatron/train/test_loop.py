@@ -188,7 +188,8 @@ def test_idle_steps_are_those_a_count_finds(style: str) -> None:
     without skipped steps."""
     for floor, peak, decay, warm, last, start, skipped in [
             (floor, peak, decay, warm, last, start, skipped)
-            for floor in (0.0, 1e-5) for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay} for last in (0, 1, 4, 7)
+            for floor in (0.0, 1e-5) for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay}
+            for last in (0, 1, 4, 7)
             for start in (0, 3, 4, 7) for skipped in (0, 2) if skipped <= start]:
         schedule = LRSchedule(style, peak, min(floor, peak), warm, decay)
         config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})

@@ -170,10 +170,10 @@ def test_verbose_tells_each_fall(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_rounded_is_one_line_and_said_in_keys_where_it_was_asked_in_keys(tmp_path: Path) -> None:
-    for flags, says in ((["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
-                        (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
-                        (["--memory-centric-tiled-linear"],
-                         "--quantize-training and --memory-centric-tiled-linear exclude each other")):
+    for flags, says in (
+            (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
+            (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
+            (["--memory-centric-tiled-linear"], "--quantize-training and --memory-centric-tiled-linear exclude each")):
         with pytest.raises(ConfigError, match=re.escape(says)) as caught:
             train([*FLAGS, "--batch-size", 4, *flags])
         assert "\n" not in str(caught.value)

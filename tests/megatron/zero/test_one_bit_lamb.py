@@ -57,7 +57,8 @@ def _same(found: list[Any], wanted: list[Any]) -> bool:
 # ---- beside Lamb, and beside the reference ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage, own", [(0, ()), (1, ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true"))])
+@pytest.mark.parametrize("stage, own", [
+    (0, ()), (1, ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true"))])
 def test_until_it_freezes_it_is_lamb_bit_for_bit(stage: int, own: tuple[str, ...]) -> None:
     settings = {"stage": stage, "clip_grad": 0.2, "optimizer_params": own}
     lamb = {**settings, "optimizer": "lamb"}

@@ -53,8 +53,9 @@ class Case:
 
 
 Observed = tuple[list[bool], list[float], bool, bool, str, str]
-"""What one rank saw of a case: steps applied; loss scales; whether bad steps changed nothing; whether the next steps were
-those of a run without the fault; digests of its weights at the end, and of those that tensor parallel ranks share."""
+"""What one rank saw of a case: steps applied; loss scales; whether bad steps changed nothing; whether the next steps
+were those of a run without the fault; digests of its weights at the end, and of those that tensor parallel ranks
+share."""
 
 
 def config(stage: int, tp: int, dp: int, precision: str) -> Any:
