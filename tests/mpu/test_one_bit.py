@@ -15,7 +15,7 @@ from mpu.collectives import all_gather_into, all_to_all_into
 from mpu.compressed_all_reduce import CompressedAllReduce, pack_bits, unpack_bits
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
-from tests.megatron.counting import on_the_accelerator_side
+from tests.wires import accelerator_side
 
 ROW, STEPS = 128, 20
 SEGMENTS = {1: [[2, 1]], 2: [[1, 2], [3]], 3: [[1, 1], [2], [1, 1]]}
@@ -38,7 +38,7 @@ def silent(ranks: int) -> Tensor:
 
 def said(rank: int, world: int, quiet: bool, tile: int, elsewhere: bool = False,
          ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    with on_the_accelerator_side() if elsewhere else nullcontext():
+    with accelerator_side() if elsewhere else nullcontext():
         mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
         mean._tile = tile or mean._tile
         if quiet:
@@ -149,7 +149,7 @@ def test_bits_pack_alike_on_both_sides() -> None:
     bits = torch.rand(1024, generator=torch.Generator().manual_seed(0)) < 0.5
     here = pack_bits(bits)
     assert here.dtype == torch.uint8 and len(here) == 128 and torch.equal(unpack_bits(here), bits)
-    with on_the_accelerator_side():
+    with accelerator_side():
         assert torch.equal(pack_bits(bits), here) and torch.equal(unpack_bits(here), bits)
 
 

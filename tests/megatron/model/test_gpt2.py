@@ -57,7 +57,7 @@ def test_no_logit_sees_a_later_token() -> None:
 
 
 PADDINGS = [(257, 128), (130, 128), (64, 1), (3, 4)]
-"""Vocabularies and what they are padded to a multiple of: of 130 tokens in 4 x 128 rows some ranks hold padding alone."""
+"""Vocabularies, and what they are padded to a multiple of. Of 130 tokens in 4 x 128 rows some ranks have no token."""
 
 
 def logits_of(rank: int, world: int) -> list[torch.Tensor]:

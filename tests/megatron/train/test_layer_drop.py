@@ -45,7 +45,7 @@ def test_every_layout_and_stage_trains_like_one_process(tmp_path: Path) -> None:
     """Also with two micro-batches a step: they share the draw, or the sums would differ."""
     train(cell(tmp_path, "alone", "--batch-size", 4))
     runs = [cell(tmp_path, f"stage {stage}", "--zero-stage", stage, "--batch-size", 2) for stage in range(4)]
-    runs += [cell(tmp_path, f"accumulated {stage}", "--zero-stage", stage, "--batch-size", 1) for stage in range(4)]
+    runs += [cell(tmp_path, f"accumulated {stage}", "--zero-stage", stage, "--batch-size", 1) for stage in (1, 3)]
     runs += [cell(tmp_path, "tensor parallel", "--model-parallel-size", 2, "--batch-size", 2)]
     runs += [cell(tmp_path, f"recomputed {stage}", "--zero-stage", stage, "--batch-size", 2, "--checkpoint-activations",
                   "--checkpoint-num-layers", 2, "--stage3-param-persistence-threshold", 0) for stage in (2, 3)]

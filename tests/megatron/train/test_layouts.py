@@ -16,6 +16,7 @@ from mpu.partition import partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
 
+
 def same_training(rank: int, world: int, tp: int, accumulation: int, folder: Path, corpus: str) -> None:
     """The same global batches, cut another way."""
     train([*TINY, *NO_DROPOUT, "--train-data", corpus, "--split", "8,1,1", "--train-iters", 50, "--lr", 3e-3,

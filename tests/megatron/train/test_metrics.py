@@ -383,7 +383,7 @@ def test_memory_of_the_host_is_that_of_the_process_and_not_of_the_one_that_start
     code = "from megatron.host_memory import peak_resident_bytes\nprint(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", f"""
 import subprocess, sys
-much = bytearray(b"1") * (3 << 29)
+much = bytearray(b"1") * (300 << 20)
 print(subprocess.run([sys.executable, "-c", {code!r}], capture_output=True, text=True, check=True).stdout)
 """], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 10 << 20 < int(done.stdout) < 1 << 30
+    assert 5 << 20 < int(done.stdout) < 200 << 20

@@ -22,8 +22,8 @@ from megatron.errors import CheckpointError
 from megatron.train.resume import RunCheckpoints
 from megatron.zero.api import checkpoint_io
 from tests.distributed import run_ranks
-from tests.megatron.counting import on_the_accelerator_side
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, steps, total_digest, train, write_corpus
+from tests.wires import accelerator_side
 
 BEFORE, AFTER, BATCH = 5, 20, 8
 
@@ -143,7 +143,7 @@ def as_on_a_gpu() -> Iterator[None]:
         state, stream = captured(), torch.arange(16, dtype=torch.uint8)
         return {**state, "cuda": stream, "tracker": {name: stream for name in state["tracker"]}}
 
-    with on_the_accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
+    with accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
         yield
 
 

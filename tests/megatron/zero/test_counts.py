@@ -20,15 +20,16 @@ from mpu import grads, groups
 from mpu.groups import Group, Groups
 from tests.covering import pairs
 from tests.distributed import run_ranks
-from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
+from tests.megatron.counting import Calls, Launches
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
+from tests.wires import accelerator_side
 
 TOKENS = torch.arange(16).view(2, 8)
 
 
 @pytest.fixture(autouse=True)
-def accelerator_side() -> Iterator[None]:
-    with on_the_accelerator_side():
+def on_accelerator() -> Iterator[None]:
+    with accelerator_side():
         yield
 
 
@@ -91,7 +92,7 @@ def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_mor
 
 def launches_of_two(rank: int, world: int) -> list[int]:
     """Of a step of several ranks, and of a rank alone."""
-    with on_the_accelerator_side():
+    with accelerator_side():
         engine = gpt2_engine(configure_gpt2(num_layers=2), groups.build(1))
         return [sum(counted_step(one, 3).kernels.values()) for one in (engine, made())]
 
@@ -154,7 +155,7 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
 
 def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
     """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
-    with on_the_accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
+    with accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
             patch.object(adam, "load_kernels", lambda *which: Kernel if rank == 0 else None):
         engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
         calls = counted_step(engine, 1).kernels["_fused_adamw_"]

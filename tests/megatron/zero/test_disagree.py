@@ -27,7 +27,7 @@ from megatron.zero.api.engine import Engine
 from mpu.groups import Groups, build
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
-from tests.megatron.zero.test_call_orders import Model, rows, whole
+from tests.megatron.zero.small import Model, rows, whole
 from tests.megatron.zero.test_watch import SAME, ends_of, one_error, rows as watched_rows
 from tests.wires import accelerator_side
 

@@ -22,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.megatron.zero.offload.test_equal import batches, train
 from tests.megatron.zero.offload.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
-from tests.megatron.zero.test_call_orders import Model
+from tests.megatron.zero.small import Model
 
 Use = Callable[[Engine, Path], object]
 

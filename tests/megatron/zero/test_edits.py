@@ -15,9 +15,9 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param
 from tests.covering import pairs
-from tests.megatron.zero import test_call_orders as call_orders
+from tests.megatron.zero import small
 from tests.megatron.zero.run import master
-from tests.megatron.zero.test_call_orders import STAGES, WIDTH, Model
+from tests.megatron.zero.small import STAGES, WIDTH, Model
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "copy_": lambda p: p.copy_(torch.full_like(p, 0.5)), "fill_": lambda p: p.fill_(0.5),
@@ -32,7 +32,7 @@ UNCOUNTED: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 def engine_of(stage: int, work: str, model: nn.Module | None = None, **section: Any) -> Engine:
-    return call_orders.engine_of(stage, model, precision=work, lr=0.0, **section)
+    return small.engine_of(stage, model, precision=work, lr=0.0, **section)
 
 
 def step(engine: Engine, count: int = 1) -> None:

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.zero.utils import safe_get_full_grad
 from tests.covering import pairs
 from tests.distributed import run_ranks
-from tests.megatron.zero.test_call_orders import WIDTH, Model, engine_of
+from tests.megatron.zero.small import WIDTH, Model, engine_of
 from tests.wires import accelerator_side
 
 

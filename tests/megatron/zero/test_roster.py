@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from tests.covering import pairs
 from tests.megatron.zero.run import master
-from tests.megatron.zero.test_call_orders import STAGES, WIDTH, Model, engine_of, rows, whole
+from tests.megatron.zero.small import STAGES, WIDTH, Model, engine_of, rows, whole
 
 
 def half(model: nn.Module) -> None:

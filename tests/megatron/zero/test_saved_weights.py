@@ -20,7 +20,7 @@ from megatron.zero import hooks
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from mpu import groups
-from tests.megatron.zero import test_call_orders as call_orders
+from tests.megatron.zero import small
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 WIDTH = 8
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def engine_of(model: nn.Module, stage: int = 3) -> Engine:
-    return call_orders.engine_of(stage, model)
+    return small.engine_of(stage, model)
 
 
 def inputs() -> Tensor:

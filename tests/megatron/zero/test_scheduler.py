@@ -50,7 +50,8 @@ def wanted(kind: str, warmup_type: str | None, step: int) -> float:
     lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
     lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK, total_steps=TOTAL),
     lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])], each=1))
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])],
+    each=1))
 def test_torch_warns_of_a_schedulers_step_before_the_engines_and_only_then(made_for: str, make: Any) -> None:
     for early in (False, True):
         model = nn.Linear(2, 1)

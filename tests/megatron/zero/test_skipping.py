@@ -19,8 +19,8 @@ from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, STRIC
 from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
-from tests.megatron.counting import on_the_accelerator_side
 from tests.megatron.zero.run import configure, engine_around, master
+from tests.wires import accelerator_side
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -29,7 +29,7 @@ def side(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield request.param
         return
-    with on_the_accelerator_side():
+    with accelerator_side():
         yield request.param
 
 
@@ -210,7 +210,7 @@ def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object, str]]:
     """What a run ends with whose first rank alone asks after every step, by question; and what it printed."""
     seen = []
     for question, ask in QUESTIONS.items():
-        with on_the_accelerator_side(), redirect_stderr(StringIO()) as printed:
+        with accelerator_side(), redirect_stderr(StringIO()) as printed:
             torch.manual_seed(0)
             engine = engine_around(nn.Linear(4, 4), configure(bf16=True), groups.build(1))
             engine.lr_scheduler = None  # the one of `engine_around` asks on every rank
@@ -237,7 +237,7 @@ def test_one_rank_alone_may_ask_what_became_of_a_step() -> None:
 
 
 def objected_to(rank: int, world: int) -> tuple[str, int]:
-    with on_the_accelerator_side():
+    with accelerator_side():
         torch.manual_seed(0)
         engine = engine_around(nn.Linear(4, 4), configure(bf16=True), groups.build(1))
         engine.lr_scheduler = None
