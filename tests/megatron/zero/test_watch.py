@@ -93,8 +93,12 @@ def train(engine: Engine, plan: tuple[int, ...] = ALL, **how: Any) -> None:
 Loop = Callable[[Engine, int], None]
 
 
-def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: int = 3, side: bool = False,
-            **section: Any) -> str:
+def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
+    return run_ranks(_watched, world, loop, section, *how, timeout=20)
+
+
+def _watched(rank: int, world: int, loop: Loop, section: dict[str, Any], sizes: tuple[int, ...], stage: int = 3,
+             side: bool = False) -> str:
     """What the loop ended with: the error of the watch or its own, or nothing."""
     ends: SimpleQueue[str] = SimpleQueue()
 
@@ -116,14 +120,6 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
         return ends.get()
-
-
-def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
-    return run_ranks(_watched, world, loop, how, section, timeout=20)
-
-
-def _watched(rank: int, world: int, loop: Loop, how: tuple[Any, ...], section: dict[str, Any]) -> str:
-    return watched(rank, world, loop, *how, **section)
 
 
 def one_error(ends: list[str]) -> str:
