@@ -73,7 +73,7 @@ class CollectiveBackend:
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
                        bucket_size: int | None) -> CollectiveWork:
         """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
-        wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))
+        wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))  # [size * n]; `full` itself in its own dtype
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
         # torch 2.13 renames it, and warns about the old name
         start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -120,16 +120,18 @@ class GlooBackend(CollectiveBackend):
 
     @track_async_collective
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, bucket_size: int | None) -> CollectiveWork:
-        parts = full.view(group.size, -1)
+        parts = full.view(group.size, -1)  # [size * n] -> [size, n]: row r is the shard of rank r
         if parts[group.rank].data_ptr() != shard.data_ptr():
             parts[group.rank].copy_(shard.view(-1))
+        # One broadcast per shard, straight into its place in `full`.
         return CollectiveWork([self.broadcast(piece, rank, group) for rank, part in enumerate(parts)
                                for piece in _segments(part, bucket_size)])
 
     @track_async_collective
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
                        bucket_size: int | None) -> CollectiveWork:
-        own, mine = full.view(group.size, -1), shard.view(-1)
+        own, mine = full.view(group.size, -1), shard.view(-1)  # [size, n], [n]
+        # `bucket_size` elements are buffered at a time: one row of this width from every rank.
         width = len(mine) if bucket_size is None else max(1, bucket_size // group.size)
         starts = range(0, len(mine), max(1, width))
 
@@ -165,7 +167,8 @@ def _reduce_scatter_by_sends(mine: Tensor, own: Tensor, group: Group) -> Collect
     is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
     buffers = [mine] if is_free else []  # the output can receive one peer's row
     received = buffers + [torch.empty_like(own[0]) for _ in peers[len(buffers):]]
-    parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
+    # In rank order on every rank, so that all ranks add in the same order and a sum has the same bits everywhere.
+    parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # size times [n]
     return _send_and_receive(parts, list(own), group, lambda: _sum_in_rank_order(parts, mine))
 
 
@@ -223,7 +226,7 @@ def functional_all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _wait_tensor(x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the tracker's counters cannot be traced
         return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
     collective_tracker.mark_waiting()
     arrived = torch.ops._c10d_functional.wait_tensor(x)

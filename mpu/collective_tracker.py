@@ -62,6 +62,7 @@ def track_collective(collective: Callable[P, T], state: CollectiveState = Collec
         counters = _COUNTERS[0]
         counters[1] += 1
         counters[0] = state
+        # No try: after an exception the state stays, so that the launcher sees where this rank was.
         result = collective(*args, **kwargs)
         counters[0] = CollectiveState.IDLE
         return result

@@ -29,7 +29,7 @@ from mpu.split import ParallelError
 @track_collective
 def all_reduce_scalars(numbers: Sequence[float], group: Group, op: Op = "max") -> list[float]:
     """Reduce each number over ranks, in one collective on the hosts; exact for integers below 2**53."""
-    values = torch.tensor(numbers, dtype=torch.float64)
+    values = torch.tensor(numbers, dtype=torch.float64)  # [count]
     if not group.is_solo:
         dist.all_reduce(values, REDUCE_OPS[op], group=group.control_process_group)
     return cast(list[float], values.tolist())
@@ -63,6 +63,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 @track_collective
 def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
     """The value of group rank `src` on every rank, via JSON; other ranks' values are ignored."""
+    # The length first, then the bytes: the other ranks need a buffer of the right size.
     text = json.dumps(value).encode() if group.rank == src else b""
     if group.is_solo:
         return json.loads(text)
@@ -144,5 +145,6 @@ def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """Every rank's x concatenated along `dim` in rank order; shapes must be equal."""
     if group.is_solo:
         return x
+    # The backend concatenates along the first dimension only, hence the extra one.
     parts = backends.functional_all_gather(x.unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]

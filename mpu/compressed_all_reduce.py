@@ -41,10 +41,12 @@ class CompressedAllReduce:
         """`segments[r]`: the lengths, in rows of NORM_ROW elements, of the segments of rank r's chunk, in order. All
         chunks have the same number of rows."""
         self.group = group
+        self._own_chunk = range(group.rank, group.rank + 1)
         self.chunk_numel = NORM_ROW * sum(segments[0])
         self._segments_per_chunk = max(map(len, segments))
         self._segment_rows = torch.tensor([[*rows, *[0] * (self._segments_per_chunk - len(rows))] for rows in segments],
                                           device=device)
+        # [chunks, segments]: rows of each segment; chunks with fewer segments are padded with empty ones.
         self._included_counts = self._segment_rows * NORM_ROW
         """[chunks, segments]: elements of each segment that are not excluded."""
         self._tile = ACCELERATOR_TILE if on_accelerator(device) else CPU_TILE
@@ -72,16 +74,12 @@ class CompressedAllReduce:
     def exclude(self, excluded: Tensor) -> None:
         """Exclude elements where the mask, over all chunks, is True."""
         self._included_bits = pack_bits(excluded.logical_not())
-        rows = excluded.logical_not().view(-1, NORM_ROW).sum(1)
+        rows = excluded.logical_not().view(-1, NORM_ROW).sum(1)  # [size * chunk] -> [rows, NORM_ROW] -> [rows]
         self._included_counts = _sum_by_segment(rows.double(), self._segment_rows).long()
         all_chunks = range(self.group.size)
         self._tile_has_excluded = {place.start: bool(excluded[place].any()) for place, _ in self._tiles(all_chunks)}
         self._zero_excluded_in_chunks(self.worker_error, all_chunks)
         self._zero_excluded_in_chunks(self.server_error, self._own_chunk)
-
-    @property
-    def _own_chunk(self) -> range:
-        return range(self.group.rank, self.group.rank + 1)
 
     def _tiles(self, chunks: range) -> Iterator[tuple[slice, slice]]:
         """Tiles of these chunks: (slice of the full buffer, slice of a buffer of only these chunks)."""
@@ -99,11 +97,13 @@ class CompressedAllReduce:
         if self.group.is_solo:
             for place, _ in self._tiles(self._own_chunk):
                 add_inputs(place, self.worker_error[place])
+            # Both errors may come from a checkpoint of more ranks: nothing is owed any longer afterwards.
             self._uncompressed_result = self.worker_error + self.server_error
             self._zero_excluded_in_chunks(self._uncompressed_result, self._own_chunk)
             self.worker_error.zero_()
             self.server_error.zero_()
             return
+        # [size, bytes]: row r is the message to server r, and after the all-to-all the one from rank r.
         messages, self._received_messages = self._new_message(self.group.size), self._new_message(self.group.size)
         self._compress(self.worker_error, range(self.group.size), messages, add_inputs)
         self._work = all_to_all_into(self._received_messages, messages, self.group)
@@ -115,6 +115,7 @@ class CompressedAllReduce:
         self._work.wait()
         assert self._received_messages is not None, "nothing was sent"
         received, self._received_messages = self._received_messages.split(1), None
+        # The mean over ranks: each rank's scales are divided here, so that decompressed values need only be added.
         scales = [self._row_scales(message, self._own_chunk).mul_(1 / self.group.size) for message in received]
         first = self._own_chunk.start * self.chunk_numel
 
@@ -124,7 +125,7 @@ class CompressedAllReduce:
                 signs = self._signs_of_tile(message, here)
                 error.add_(self._decompress(signs, of_rows[_divide_slice(NORM_ROW, here)], place))
 
-        mine = self._new_message(1)
+        mine = self._new_message(1)  # [1, bytes] from every server -> [size, bytes] on every rank
         self._compress(self.server_error, self._own_chunk, mine, add_received)
         self._work = all_gather_into(self._result_message, mine, self.group)
 
@@ -162,6 +163,7 @@ class CompressedAllReduce:
 
     def _compress(self, error: Tensor, chunks: range, message: Tensor, add_inputs: AddInputs) -> None:
         """message <- the 1-bit compression of input + error for these chunks; `error` keeps the remainder."""
+        # First pass: add the input and take norms, since a segment's scale needs all of it. [rows] for these chunks.
         norms = torch.empty(len(error) // NORM_ROW, device=error.device)
         for place, here in self._tiles(chunks):
             add_inputs(place, error[here])
@@ -172,6 +174,7 @@ class CompressedAllReduce:
         self._segment_scales(message).copy_((sums / counts.clamp(min=1)).sqrt())
         scales, signs = self._row_scales(message, chunks), torch.empty(len(error) // SIGNS_PER_BYTE, dtype=torch.uint8,
                                                                        device=error.device)
+        # Second pass: keep the signs, and subtract from the error what the receivers will read.
         for place, here in self._tiles(chunks):
             packed = signs[_divide_slice(SIGNS_PER_BYTE, here)]
             packed.copy_(pack_bits(error[here].signbit()))
@@ -181,7 +184,7 @@ class CompressedAllReduce:
     def _decompress(self, signs: Tensor, row_scales: Tensor, tile: slice) -> Tensor:
         """Each element's sign times its row's scale; 0 if excluded. On a CPU it is valid until the next call."""
         values = _expand_bits(SIGN_TABLE, signs, self._value_buffer[: len(signs) * SIGNS_PER_BYTE])
-        values.view(-1, NORM_ROW).mul_(row_scales[:, None])
+        values.view(-1, NORM_ROW).mul_(row_scales[:, None])  # [rows, NORM_ROW] * [rows, 1]
         self._zero_excluded(values, tile)
         return values
 
@@ -243,6 +246,7 @@ def _expand_bits(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Ten
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """The inverse of `pack_bits`, 1-D."""
+    # [n] -> [n, 1] >> [8] -> [n, 8] -> [8 n]
     return (packed.reshape(-1, 1) >> _bit_shifts(packed.device)).bitwise_and_(1).to(torch.bool).view(-1)
 
 

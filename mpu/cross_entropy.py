@@ -71,6 +71,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
     """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
     shard = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
+    # No rank gathers logits: only three numbers per row cross ranks (losses_of_chunk).
     losses = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, losses).view(target.shape)
 
@@ -130,6 +131,7 @@ def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabSh
             torch.mm(logits, weight, out=d_hidden[chunk])
         if total is not None:
             accumulate_weight_grad(total, logits, x, start == 0)
+    # Each rank has the part of its columns; hidden is replicated, so the gradient is the sum over ranks. [N, H]
     d_hidden = None if d_hidden is None else all_reduce(d_hidden, shard.tp)
     if total is None or weight_buffer is None:
         return losses, d_hidden, None if total is None else total.to(weight.dtype)

@@ -66,6 +66,7 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
         at_a_time = _CPU_BLOCK_ELEMENTS // NORM_ROW
         for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
             torch.linalg.vector_norm(block.float(), dim=1, out=place)
+            # One check per block, free on a CPU: a square above fp32's range shows as an infinite norm.
             if not math.isfinite(place.sum()):
                 large = place.isinf()
                 place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
@@ -81,7 +82,7 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum of x**2 as an fp64 scalar on x's device, in bounded memory."""
-    flat = x.detach().reshape(-1)
+    flat = x.detach().reshape(-1)  # [...] -> [N]: whole rows, and a rest of fewer than NORM_ROW elements
     whole = len(flat) // NORM_ROW * NORM_ROW
     total = row_norms(flat[:whole]).double().square().sum()
     if whole < len(flat):

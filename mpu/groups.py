@@ -134,6 +134,7 @@ def group_from_process_group(process_group: dist.ProcessGroup | None) -> Group:
 def subgroup(group: Group, size: int) -> Group:
     """This rank's block of `size` consecutive ranks of a group. Collective over the group; a second call finds the same
     group."""
+    # Consecutive ranks usually share a node, so that a block communicates over its fastest links.
     blocks = [group.ranks[at : at + size] for at in range(0, group.size, size)]
     mine = blocks[group.rank // size]
     handle = _find_or_create_process_group(f"{size} neighbours of {group.name}", mine) if size > 1 else None
@@ -143,6 +144,7 @@ def subgroup(group: Group, size: int) -> Group:
 def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
                                   backend: str | None = None) -> dist.ProcessGroup:
     """The process group with this description. Collective over its ranks if it is created."""
+    # torch keeps the descriptions of all groups: every caller with the same purpose finds the first one's group.
     known = next((one for one in distributed_c10d._world.pg_map if one.group_desc == purpose), None)
     return known or _create_process_group(ranks, timeout, backend, purpose)
 
@@ -183,7 +185,7 @@ def _has_bound_device(world: dist.ProcessGroup | None) -> bool:
 def _wrap_process_group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None,
                         timeout: timedelta | None) -> Group:
     """The Group of a process group that contains this rank."""
-    if handle is None or len(ranks) == 1:
+    if handle is None or len(ranks) == 1:  # a group of one never communicates
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
     by_device = backend_by_device(handle)

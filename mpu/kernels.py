@@ -71,7 +71,7 @@ def _target_column_and_logit(row, target, first, columns):
 @triton.jit
 def row_summary_kernel(logits, stride, targets, first, columns, tops, totals, at_targets, WIDTH: tl.constexpr,
                        BLOCK: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)  # 64 bits: rows * stride may exceed 2^31 elements
     row = logits + number * stride
     column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
     top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
@@ -110,10 +110,11 @@ def row_norms_kernel(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr
     here = row < count
     x = tl.load(flat + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=here[:, None], other=0.0)
     size = tl.abs(x.to(tl.float32))
-    finite = size < float("inf")
+    finite = size < float("inf")  # false for nan, too
     size = tl.where(finite, size, 0.0)
     largest = tl.max(size, 1)
     unit = tl.where(largest == 0.0, 1.0, largest)
+    # Every quotient is at most 1, so that its square fits; div_rn, since the fast division is off by 2 units.
     part = tl.div_rn(size, tl.broadcast_to(unit[:, None], (ROWS, WIDTH)))
     norm = tl.sqrt(tl.sum(part * part, 1)) * unit
     tl.store(norms + row, tl.where(tl.min(finite.to(tl.int32), 1) == 1, norm, float("inf")), mask=here)
@@ -156,7 +157,7 @@ def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale
 def _launch(kernel: Any, logits: Tensor, *arguments: object) -> None:
     if len(logits):
         width = logits.shape[1]
-        block = min(_BLOCK, triton.next_power_of_2(width))
+        block = min(_BLOCK, triton.next_power_of_2(width))  # Triton's ranges are powers of two
         kernel[(len(logits),)](logits, *arguments, WIDTH=width, BLOCK=block, num_warps=_WARPS)
 
 

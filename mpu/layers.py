@@ -53,9 +53,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         row = x.reshape(-1)
         y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
     else:
-        columns = x.reshape(rows, -1).t()
+        columns = x.reshape(rows, -1).t()  # [..., in] -> [in, rows]
         y = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
-        y = y.t().contiguous()
+        y = y.t().contiguous()  # [out, rows] -> [rows, out]
     return y.view(*x.shape[:-1], len(weight))
 
 
@@ -96,6 +96,7 @@ class _ParallelModule(nn.Module):
             return None
         if self.weight.is_meta:
             return None
+        # The whole tensor on every rank, from the same stream: then the slices fit for every tp size.
         full = torch.empty(self.logical_shape, dtype=torch.float32, device="cpu")
         init(full)
         padding = self.padded_shape[0] - self.logical_shape[0]
@@ -164,7 +165,8 @@ class RowParallelLinear(_ParallelModule):
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
             return linear(x, self.weight, self.bias)  # one fused operation
-        y = reduce_from_region(linear(x, self.weight), self.tp)
+        # The bias is added after the sum: before it, it would count once per rank.
+        y = reduce_from_region(linear(x, self.weight), self.tp)  # partial sums [..., out] -> [..., out]
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias
@@ -206,6 +208,7 @@ class VocabParallelEmbedding(_ParallelModule):
                                     f"0..{self.num_embeddings - 1}: the data was made with another tokenizer")
         if self.tp.is_solo:
             return self._look_up(tokens)
+        # Rows of other ranks read as zero here; the sum over ranks has each row once. [..., dim]
         start, stop = self.vocab_range
         not_local = (tokens < start) | (tokens >= stop)
         rows = self._look_up((tokens - start).masked_fill(not_local, 0))

@@ -133,6 +133,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
     one dtype, travel as one flat buffer and arrive on the device of the group's backend. A wrong key or dtype
     raises ParallelError on every rank."""
     group = tp_group_or_current(tp)
+    # Every rank gets the first one's answer, so that a wrong key raises everywhere and no rank waits for a broadcast.
     shapes, problem = all_gather_json(_shapes_of(keys, data or {}, dtype) if group.rank == 0 else None, group)[0]
     if problem is not None:
         raise ParallelError(problem)
@@ -141,7 +142,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype
         return {key: data[key] for key in keys}
     device = torch.device("cpu" if group.own_backend_serves_cpu else f"cuda:{torch.cuda.current_device()}")
     sizes = [math.prod(shape) for shape in shapes]
-    if group.rank == 0:
+    if group.rank == 0:  # keys in the given order: [shape], ... -> [sum of sizes]
         assert data is not None
         flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
     else:

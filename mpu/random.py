@@ -56,6 +56,7 @@ class RngTracker:
             raise ParallelError(f"seed {seed} already has a stream: streams would repeat each other")
         if name in self._states:
             raise ParallelError(f"random stream {name!r} already exists: reset the tracker first")
+        # A stream is the generator's state: seed it, keep the state, and put the default stream back.
         rng = _device_rng()
         before = rng.get_rng_state()
         rng.manual_seed(seed)
@@ -118,7 +119,7 @@ def capture_rng() -> dict[str, object]:
         "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "tracker": _TRACKER.get_states()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -35,14 +35,14 @@ def split_tensor_along_last_dim(x: Tensor, num_partitions: int,
 
 def _my_slice(x: Tensor, tp: Group) -> Tensor:
     start, stop = split_range(tp.rank, tp.size, x.shape[-1])
-    return x[..., start:stop].contiguous()
+    return x[..., start:stop].contiguous()  # [..., n] -> [..., n / tp]
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
         ctx.tp = tp
-        return x.view_as(x)
+        return x.view_as(x)  # not the input itself: the result is another tensor of the graph
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -56,7 +56,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return grads[0], None  # every rank's partial sum has the gradient of the sum
 
 
 class _Scatter(torch.autograd.Function):
@@ -67,7 +67,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.tp), None
+        return all_gather(grads[0], ctx.tp), None  # [..., n / tp] -> [..., n]
 
 
 class _Gather(torch.autograd.Function):

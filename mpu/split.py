@@ -45,6 +45,7 @@ def pad_vocab(vocab_size: int, multiple: int, tp: int) -> int:
     if vocab_size < 1 or multiple < 1 or tp < 1:
         raise ParallelError(f"vocabulary {vocab_size}, multiple {multiple} and tp {tp} must be at least 1")
     block = multiple * tp
+    # -(-a // b): rounded up
     return -(-vocab_size // block) * block
 
 

@@ -64,6 +64,7 @@ class StoreKV:
             yield dist.PrefixStore(self._name, own)
         except RuntimeError as error:
             self._failed = own
+            # A write to a FileStore that fails half way leaves half a message, which every later read would meet.
             if isinstance(error, dist.DistStoreError):
                 while isinstance(own, dist.PrefixStore):
                     own = own.underlying_store
@@ -88,6 +89,7 @@ class StoreKV:
         """Write if the value is still `old` (None: missing); False if another process wrote first."""
         text = json.dumps(new)
         with self._store_request() as store:
+            # The store returns what it holds now: our text if the write took place.
             return bool(store.compare_set(key, "" if old is None else json.dumps(old), text) == text.encode())
 
     def add(self, key: str, amount: int = 1) -> int:

@@ -66,7 +66,7 @@ def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, ran
         return StridedSegments(numel, numel, 0)
     dim = partition.dim % len(shape)
     inner = math.prod(shape[dim + 1:])
-    local = shape[dim] // partition.stride * inner
+    local = shape[dim] // partition.stride * inner  # elements in a row of one of the `stride` parts
     return StridedSegments(local, local * tp_size if partition.size is None else partition.size * inner, rank * local)
 
 
@@ -168,6 +168,7 @@ class _DrawBuffers:
         torch.add(self._counter_offsets[: groups * half], offsets, out=bits.view(rows, -1))
         shifted, words = self._shifted[:counters], self._words[:counters]
         _hash_counters(bits, key + first * half * _SPLITMIX_INCREMENT, shifted)
+        # Each 64-bit hash gives two 32-bit numbers, an angle and a radius: Box-Muller makes two normal values of them.
         angle.copy_(words.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
         radius.copy_(words.copy_(_shift_right(bits, 32, shifted)))
         radius.mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-33)  # in (0, 1]

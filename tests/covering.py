@@ -1,4 +1,4 @@
-"""Which cases of a large test are quick; all others are slow."""
+"""Which cases of a matrix a test needs, and which of them are quick."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def cells(*axes: Sequence[Any], each: int = 1) -> list[Any]:
     quick = set(_cover(numbers, each))
     return [pytest.param(*(axis[number] for axis, number in zip(axes, cell, strict=True)), id=_name(axes, cell),
                          marks=[] if cell in quick else pytest.mark.slow) for cell in numbers]
+
+
+def pairs(*axes: Sequence[Any], each: int = 2) -> list[Any]:
+    """The cases of a matrix, for `parametrize`, in which any `each` values of different axes meet; no others."""
+    return [cell for cell in cells(*axes, each=each) if not cell.marks]
 
 
 def spread_out(cases: Sequence[Any], number: int) -> tuple[list[Any], list[Any]]:

@@ -17,11 +17,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _unsafe_preserve_version_counter
 
 from megatron.fsdp import sharding
 from megatron.zero.api import offload_plan
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
+from tests.late_wire import bits, poison_of, write
 
 
 class LateCopyEvent(CopyEvent):
@@ -34,7 +34,7 @@ class LateCopyEvent(CopyEvent):
                 if _place(earlier._source) == _place(out):
                     earlier.take()
         self._behind = lane.other.made()  # whatever the device has joined before it comes to this one
-        self._put(torch.full_like(out, _poison(out.dtype)))
+        self._put(torch.full_like(out, poison_of(out.dtype)))
 
     def wait_on_device(self) -> None:
         for mark in self._lane.up_to(self):
@@ -65,7 +65,7 @@ class LateCopyEvent(CopyEvent):
         """What the lane has is not what the device has joined."""
         if not self._lane.ends_on_host and not self.is_joined:
             self._taken, self.is_made = self._out.clone(), False
-            self._put(torch.full_like(self._out, _poison(self._out.dtype)))
+            self._put(torch.full_like(self._out, poison_of(self._out.dtype)))
 
     def make(self) -> None:
         if self.is_made:
@@ -77,14 +77,14 @@ class LateCopyEvent(CopyEvent):
         self._put(self._source if self._taken is None else self._taken)
         self.is_made = True
         if not self._lane.ends_on_host:
-            self._guarded = _bits(self._source).clone()
+            self._guarded = bits(self._source).clone()
 
     def _check_source(self) -> None:
         assert self._source.untyped_storage().nbytes() or not self._source.numel(), \
             "memory went that a copy was still to come from"
 
     def _put(self, values: Tensor) -> None:
-        _write(self._out, values)
+        write(self._out, values)
         self._lane.other.expect_written(self._out)
 
     def make_all(self) -> None:
@@ -94,13 +94,13 @@ class LateCopyEvent(CopyEvent):
     def end(self) -> None:
         """The host knows that it is over."""
         if not self._is_over and not self._lane.ends_on_host:
-            assert torch.equal(_bits(self._source), self._guarded), "the host wrote where a copy still came from"
+            assert torch.equal(bits(self._source), self._guarded), "the host wrote where a copy still came from"
         self._is_over = True
 
     def expect_written(self, place: Tensor) -> None:
         """A copy of the other way has written there, in its turn."""
         if self.is_made and not self._lane.ends_on_host and _place(place) == _place(self._source):
-            self._guarded = _bits(self._source).clone()
+            self._guarded = bits(self._source).clone()
 
 
 class LateCopyStream(CopyStream):
@@ -156,18 +156,3 @@ def late_copy_streams() -> Iterator[CopyStreams]:
 
 def _place(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _poison(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else 77
-
-
-def _write(place: Tensor, values: Tensor) -> None:
-    """As a stream does, behind the back of autograd and of whoever counts writes."""
-    assert place.untyped_storage().nbytes(), "memory went that a copy was under way to"
-    with torch.no_grad(), _unsafe_preserve_version_counter(place):
-        place.copy_(values)

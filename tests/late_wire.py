@@ -26,10 +26,6 @@ from mpu.backends import CollectiveBackend, CollectiveWork, Op
 from mpu.groups import Group
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
-
-
 class Late(CollectiveWork):
     """An operation under way. `places` are destinations: they are spoilt, and put right before `begin` runs it."""
 
@@ -39,7 +35,7 @@ class Late(CollectiveWork):
         self._network, self._what, self._begin = network, what, begin
         self._places, self._before = places, [place.clone() for place in places]
         for place in places:
-            _write(place, torch.full_like(place, _poison(place.dtype)))
+            write(place, torch.full_like(place, poison_of(place.dtype)))
         self._sources, self._given = sources, [bits(source).clone() for source in sources]
         self._spoilt = [bits(place).clone() for place in places]
         self._memory = [(x, x.data_ptr(), x.untyped_storage().nbytes()) for x in (*sources, *places)]
@@ -55,7 +51,7 @@ class Late(CollectiveWork):
         if not self.is_done:
             self._check("under way", self._spoilt)
             for place, before in zip(self._places, self._before):
-                _write(place, before)
+                write(place, before)
             self._begin().wait()
             self._given = [bits(source).clone() for source in self._sources]  # a place may be part of one
             self._arrived = [bits(place).clone() for place in self._places]
@@ -133,11 +129,19 @@ def late_wire(seed: int = 0) -> Iterator[Network]:
     assert not network.under_way, f"never waited for: {[operation._what for operation in network.under_way]}"
 
 
-def _poison(dtype: torch.dtype) -> float:
+# -- also of late_copy_streams.py ------------------------------------------------------------------------------------
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def poison_of(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point else 77
 
 
-def _write(place: Tensor, values: Tensor) -> None:
-    """As a network does, behind the back of autograd."""
+def write(place: Tensor, values: Tensor) -> None:
+    """As a network or a stream does, behind the back of autograd and of whoever counts writes."""
+    assert place.untyped_storage().nbytes() or not place.numel(), "memory went that something was under way to"
     with torch.no_grad(), _unsafe_preserve_version_counter(place):
         place.copy_(values)

@@ -52,56 +52,39 @@ class Screen(io.StringIO):
         return True
 
 
-def of_errors(text: str, capfd: Any) -> str:
+def error_line(text: str) -> None:
     exit_codes.write_error(f"--tag {text}: no such tag")
-    return str(capfd.readouterr().err)
 
 
-def of_data_errors(text: str, capfd: Any) -> str:
+def data_error(text: str) -> None:
     def fail() -> NoReturn:
         raise DataError(f"{text}: cannot read")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(cli, "_interrupt_on_stop_signals", lambda: None)
         cli.run_command(fail)
-    return str(capfd.readouterr().err)
 
 
-def of_console(text: str, capfd: Any) -> str:
+def console_line(text: str) -> None:
     console = Console(1, 1, 0, writes=True)
     console.print_line(f" saved global_step1 to {text}")
     console.close()
-    return str(capfd.readouterr().out)
 
 
-def of_checkpoint_list(text: str, capfd: Any) -> str:
+def checkpoint_list(text: str) -> str:
     found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, nbytes=1)
     return f"{checkpoint._tag_line(found)}\n"
 
 
-def of_checkpoint_warnings(text: str, capfd: Any) -> str:
-    print_to_stderr(f"warning: {text} is damaged")
-    return str(capfd.readouterr().err)
-
-
-def of_files_left_out(text: str, capfd: Any) -> str:
-    return f"{InputFiles(unknown=[text]).left_out}\n"
-
-
-def of_a_webtext_stage(text: str, capfd: Any) -> str:
+def webtext_stage(text: str) -> str:
     return f"{report.summary_line(StageRecord({'stage': 'read'}, DocumentCounts(), (), (f'{text}: left out',)))}\n"
 
 
-def of_the_webtext_table(text: str, capfd: Any) -> str:
+def webtext_table(text: str) -> str:
     return report.text_table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
 
 
-def of_the_server(text: str, capfd: Any) -> str:
-    serve._log_to_stderr(f"127.0.0.1 GET {text} 404")
-    return str(capfd.readouterr().err)
-
-
-def of_a_session(text: str, capfd: Any) -> str:
+def session(text: str) -> str:
     screen = Screen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", Screen())
@@ -123,45 +106,42 @@ def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     return out.getvalue()
 
 
-def of_answers(text: str, capfd: Any) -> str:
-    return answered(Screen(), text, jsonl=False)
-
-
-def of_json_answers(text: str, capfd: Any) -> str:
-    return answered(Screen(), text, jsonl=True)
-
-
-PLACES: list[Callable[[str, Any], str]] = [
-    of_errors, of_data_errors, of_console, of_checkpoint_list, of_checkpoint_warnings,
-    of_files_left_out, of_a_webtext_stage, of_the_webtext_table, of_the_server, of_a_session, of_answers,
-    of_json_answers]
-MANY_LINES = (of_a_session, of_answers)
+PLACES: dict[str, Callable[[str], str | None]] = {
+    "errors": error_line, "errors of data": data_error, "the console": console_line, "checkpoint list": checkpoint_list,
+    "warnings of checkpoints": lambda text: print_to_stderr(f"warning: {text} is damaged"),
+    "files left out": lambda text: f"{InputFiles(unknown=[text]).left_out}\n", "a webtext stage": webtext_stage,
+    "the webtext table": webtext_table,
+    "the server": lambda text: serve._log_to_stderr(f"127.0.0.1 GET {text} 404"), "a session": session,
+    "answers": lambda text: answered(Screen(), text, jsonl=False),
+    "answers as JSON": lambda text: answered(Screen(), text, jsonl=True)}
+"""Each returns what a terminal is shown, or prints it."""
+MANY_LINES = ("a session", "answers")
 """Where a model's text is shown, with its lines."""
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("place", PLACES, ids=[place.__name__ for place in PLACES])
-def test_a_terminal_gets_one_line_without_commands(place: Callable[[str, Any], str], text: str,
-                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    found = place(text, capfd)
-    if place not in MANY_LINES:
-        assert found.endswith("\n") and len(found.splitlines()) == 1, found
-    for character in found.replace("\n", ""):
-        assert ord(character) not in FORBIDDEN, (character, found)
-    assert all(word in found for word in ("a", "b")) or not text.startswith("a"), "it is shown, not left out"
+@pytest.mark.parametrize("place", PLACES)
+def test_a_terminal_gets_one_line_without_commands(place: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, text in TEXTS.items():
+        returned = PLACES[place](text)
+        found = returned if returned is not None else "".join(capfd.readouterr())
+        if place not in MANY_LINES:
+            assert found.endswith("\n") and len(found.splitlines()) == 1, (name, found)
+        for character in found.replace("\n", ""):
+            assert ord(character) not in FORBIDDEN, (name, character, found)
+        assert all(word in found for word in ("a", "b")) or not text.startswith("a"), "it is shown, not left out"
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_files_and_pipes_get_it_as_it_is(text: str, tmp_path: Path) -> None:
-    assert json.loads(answered(io.StringIO(), text, jsonl=True))["text"] == text
-    assert answered(io.StringIO(), text, jsonl=False) == f"{text}{text}\n"
-    assert json.loads(of_json_answers(text, None)) == json.loads(answered(io.StringIO(), text, jsonl=True))
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink("--metrics-file", str(path), print)
-    sink.write_config(RunConfigRecord(0, {"data": {"train_data": [text]}}, {}, ""))
-    sink.close()
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line)["values"]["data"]["train_data"] == [text]
+def test_files_and_pipes_get_it_as_it_is(tmp_path: Path) -> None:
+    for name, text in TEXTS.items():
+        assert json.loads(answered(io.StringIO(), text, jsonl=True))["text"] == text
+        assert answered(io.StringIO(), text, jsonl=False) == f"{text}{text}\n"
+        assert json.loads(answered(Screen(), text, jsonl=True)) == json.loads(answered(io.StringIO(), text, jsonl=True))
+        path = tmp_path / f"{name}.jsonl"
+        sink = JsonlSink("--metrics-file", str(path), print)
+        sink.write_config(RunConfigRecord(0, {"data": {"train_data": [text]}}, {}, ""))
+        sink.close()
+        (line,) = path.read_text().splitlines()
+        assert json.loads(line)["values"]["data"]["train_data"] == [text]
 
 
 class Elements(HTMLParser):
@@ -194,25 +174,25 @@ def of_the_webtext_report(text: str) -> str:
                                                                          "tokenizer": text}])
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("made", [of_the_report, of_the_webtext_report])
-def test_a_page_has_the_same_elements_whatever_it_shows(made: Callable[[str], str], text: str) -> None:
-    found, plain = Elements(made(text)), Elements(made("plain"))
-    assert found.found == plain.found
-    if made is of_the_report:
-        assert not any(ord(character) in FORBIDDEN for character in found.text.replace("\n", ""))
+def test_a_page_has_the_same_elements_whatever_it_shows(made: Callable[[str], str]) -> None:
+    plain = Elements(made("plain"))
+    for text in TEXTS.values():
+        found = Elements(made(text))
+        assert found.found == plain.found, text
+        if made is of_the_report:
+            assert not any(ord(character) in FORBIDDEN for character in found.text.replace("\n", "")), text
 
 
-@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if not set("\0/") & set(text)])
-def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
-                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / TEXTS[name]
-    folder.mkdir()
-    write(folder / "metrics.jsonl", CONFIG, step(1), end="{")
-    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
-    assert len(capfd.readouterr().err.splitlines()) == 1
-    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
-    assert len(capfd.readouterr().out.splitlines()) == 1
+def test_a_run_in_a_folder_of_any_name_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for text in (text for text in TEXTS.values() if not set("\0/") & set(text)):
+        folder = tmp_path / text
+        folder.mkdir()
+        write(folder / "metrics.jsonl", CONFIG, step(1), end="{")
+        assert exit_codes.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
+        assert len(capfd.readouterr().err.splitlines()) == 1, text
+        assert exit_codes.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
+        assert len(capfd.readouterr().out.splitlines()) == 1, text
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:

@@ -165,14 +165,18 @@ def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.M
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize(("command", "module"), [
+MODULES = [
     ("train", "python pretrain_gpt2.py"), ("launch", "python -m megatron.launch"), ("plan", "python -m megatron.plan"),
     ("checkpoint", "python -m megatron.checkpoint"), ("preprocess", "python -m data.preprocess"),
     ("webtext", "python -m data.webtext"), ("tune", "python -m megatron.tune"),
-    ("generate", "python -m megatron.generate")])
-def test_a_usage_names_the_command_as_it_was_typed(command: str, module: str, monkeypatch: pytest.MonkeyPatch,
+    ("generate", "python -m megatron.generate")]
+
+
+def test_a_usage_names_the_command_as_it_was_typed(monkeypatch: pytest.MonkeyPatch,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, expected in ((f"/usr/bin/gpt2-{command}", f"gpt2-{command}"), ("/home/a/program.py", module)):
+    for command, typed, expected in [
+            case for command, module in MODULES for case in ((command, f"/usr/bin/gpt2-{command}", f"gpt2-{command}"),
+                                                             (command, "/home/a/program.py", module))]:
         monkeypatch.setattr("sys.argv", [typed, "--help"])
         with suppress(SystemExit):
             getattr(commands, command)()

@@ -44,11 +44,6 @@ OF_OTHERS = frozenset("""
 
 OF_THE_READER = frozenset(["train.py"])
 
-pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-guides = pytest.mark.parametrize("path", [path for path in PAGES if path.parent.name != "decisions"],
-                                 ids=lambda path: str(path.relative_to(ROOT)))
-"""Decisions also speak of what was, and of what was not chosen."""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in PAGES if any(not block.skip for block in blocks(path.read_text()))],
@@ -62,12 +57,16 @@ def test_what_a_page_says_is_what_happens(path: Path, tmp_path: Path) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-@pages
-def test_a_page_keeps_to_the_convention(path: Path) -> None:
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_keeps_to_the_convention_and_what_it_names_exists(path: Path) -> None:
     text = path.read_text()
-    blocks(text)
-    stray = stray_commands(text)
-    assert not stray, "commands belong in ```bash blocks (docs/README.md):\n" + "\n".join(stray)
+    lost = {f"line {line}: the link {target}" for line, target in lost_links(path)}
+    if path.name != "CHANGELOG.md":
+        blocks(text)
+        lost |= {f"{command}: commands belong in ```bash blocks (docs/README.md)" for command in stray_commands(text)}
+        if path.parent.name != "decisions":  # which also speak of what was, and of what was not chosen
+            lost |= {f"line {line}: {name}" for line, name in lost_names(text)}
+    assert not lost, "\n".join(sorted(lost))
 
 
 def test_most_blocks_are_run() -> None:
@@ -76,17 +75,13 @@ def test_most_blocks_are_run() -> None:
     assert 3 * len(skipped) <= len(found), f"{len(skipped)} of {len(found)} blocks are not run: {skipped}"
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
-    lost = []
+def lost_links(path: Path) -> Iterator[tuple[int, str]]:
     for line, target in links(path.read_text()):
-        if re.match(r"[a-z]+:", target):
-            continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            lost.append(f"line {line}: {target}")
-    assert not lost, "\n".join(lost)
+        if not re.match(r"[a-z]+:", target) and (
+                not file.exists() or (anchor and anchor not in anchors(file.read_text()))):
+            yield line, target
 
 
 def linked(page: Path) -> set[str]:
@@ -139,18 +134,19 @@ def paths_in(code: str) -> Iterator[str]:
             yield word
 
 
-@guides
-def test_files_exist(path: Path) -> None:
-    text = path.read_text()
+def lost_names(text: str) -> Iterator[tuple[int, str]]:
+    """Files, modules and flags that a page names and the repository does not have."""
     saved = {block.file for block in blocks(text)}
-    lost = []
     for line, code in inline_code(text):
         for name in set(paths_in(code)) - OF_THE_READER - saved:
-            exists = (ROOT / name).exists() if "/" in name else any(f"/{file}".endswith(f"/{name}")
-                                                                    for file in repository_files())
-            if not exists:
-                lost.append(f"line {line}: {name}")
-    assert not lost, "\n".join(lost)
+            if not ((ROOT / name).exists() if "/" in name else
+                    any(f"/{file}".endswith(f"/{name}") for file in repository_files())):
+                yield line, name
+    for line, code in code_of(text):
+        yield from ((line, name) for name in names_in(code) if not resolves(name))
+    for line, code in [*enumerate(prose(text).splitlines(), 1), *code_of(text)]:
+        yield from ((line, flag) for flag in re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", code)
+                    if flag.replace("_", "-") not in every_flag() and flag not in OF_OTHERS)
 
 
 def names_in(code: str) -> Iterator[str]:
@@ -175,13 +171,6 @@ def resolves(name: str) -> bool:
         except AttributeError:
             return False
     return False
-
-
-@guides
-def test_names_exist(path: Path) -> None:
-    lost = [f"line {line}: {name}" for line, code in code_of(path.read_text()) for name in names_in(code)
-            if not resolves(name)]
-    assert not lost, "\n".join(lost)
 
 
 class _Stop(BaseException):
@@ -226,13 +215,3 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def every_flag() -> frozenset[str]:
     return frozenset(flag.replace("_", "-") for program in ["pretrain_gpt2.py", *PROGRAMS]
                      for flag in flags_of(parser_of(program)))
-
-
-@guides
-def test_flags_exist(path: Path) -> None:
-    text = path.read_text()
-    code = [*enumerate(prose(text).splitlines(), 1), *code_of(text)]
-    lost = {f"line {number}: {flag}" for number, line in code
-            for flag in re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", line)
-            if flag.replace("_", "-") not in every_flag() and flag not in OF_OTHERS}
-    assert not lost, "\n".join(sorted(lost))

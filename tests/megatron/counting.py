@@ -1,6 +1,6 @@
 """Counting: what a piece of the program would ask of an accelerator, counted on CPU tensors.
 
-    with on_the_accelerator_side(), Launches() as counted:
+    with accelerator_side(), Launches() as counted:  # tests/wires.py
         engine.step()
     counted.kernels, counted.waits
 
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,13 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "set_", "resize_",
              "lift_fresh", "_local_scalar_dense", "_unsafe_view", "split", "split_with_sizes", "unbind"}
 """Operations that take or name memory, beside those that torch itself calls views."""
-
-
-@contextmanager
-def on_the_accelerator_side() -> Iterator[None]:
-    """Where the accelerator's way and the CPU's part, the first is taken."""
-    with patch("mpu.device.FORCE_ACCELERATOR_PATH", True):
-        yield
 
 
 WAITS_INSIDE = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}

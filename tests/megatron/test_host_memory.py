@@ -52,7 +52,7 @@ def test_without_groups_it_is_the_machines() -> None:
 JOB = "this container or job"
 
 
-@pytest.mark.parametrize("groups, files, expected", [
+LIMITS: list[tuple[str, dict[str, object], tuple[float, float, str]]] = [
     ("0::/", {**second("", 100 * MIB, 80, 30)}, (50, 100, JOB)),  # in a container with groups of its own
     ("0::/a/b", {**second("a", 100 * MIB, 90), **second("a/b", "max", 10)}, (10, 100, JOB)),  # one around it
     ("0::/a/b", {**second("a", 300 * MIB, 90), **second("a/b", 200 * MIB, 10)}, (190, 200, JOB)),
@@ -69,11 +69,14 @@ JOB = "this container or job"
                        f"hierarchical_memory_limit {100 * MIB}"}, (50, 100, JOB)),  # of a group that is not seen here
     ("0::/../b", {**second("", 100 * MIB, 50)}, (600, 1000, "the host")),  # a group beside the one that is seen here
     ("0::/a", {**second("a", 100 * MIB, 1, 5)}, (100, 100, JOB)),
-    ("1:cpu:/x:y\nsenseless", {}, (600, 1000, "the host"))])
-def test_the_tightest_limit_around_a_process_counts(groups: str, files: dict[str, object],
-                                                    expected: tuple[float, float, str], kernel: Path) -> None:
-    put(kernel, {"proc/self/cgroup": groups, **files})
-    assert found() == expected
+    ("1:cpu:/x:y\nsenseless", {}, (600, 1000, "the host"))]
+
+
+def test_the_tightest_limit_around_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (groups, files, expected) in enumerate(LIMITS):
+        monkeypatch.setattr(host_memory, "FILESYSTEM_ROOT", tmp_path / str(number))
+        put(tmp_path / str(number), {"proc/meminfo": MEMINFO, "proc/self/cgroup": groups, **files})
+        assert found() == expected, groups
 
 
 def test_a_limit_whose_use_is_not_told_is_a_limit(kernel: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu import device
 from mpu.cross_entropy import SLAB_COLUMNS, linear_cross_entropy, vocab_parallel_cross_entropy
-from mpu.groups import SOLO, build
+from mpu.groups import SOLO, Group, build
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -40,8 +41,12 @@ def _assert_near(actual: Tensor, expected: Tensor | None, dtype: torch.dtype) ->
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def _from_logits(rank: int, world: int, dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
+def _splits(rank: int, world: int, cases: list[tuple[torch.dtype, float]]) -> list[tuple[Tensor, Tensor]]:
     tp = build(world).tp if world > 1 else SOLO
+    return [_from_logits(rank, world, tp, *case) for case in cases]
+
+
+def _from_logits(rank: int, world: int, tp: Group, dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
     hidden, weight, target, loss_weight = _case(dtype)
     whole = hidden @ weight.t() + offset
     whole[:, VOCAB:] = 1e4  # padding must not matter, whatever it holds
@@ -53,23 +58,21 @@ def _from_logits(rank: int, world: int, dtype: torch.dtype, offset: float) -> tu
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_loss_of_split_logits_equals_the_whole(dtype: torch.dtype, world: int) -> None:
-    hidden, weight, target, loss_weight = _case(dtype)
-    logits = (hidden @ weight.t())[:, :VOCAB].float().requires_grad_()
-    expected = F.cross_entropy(logits, target, reduction="none")
-    (expected * loss_weight).sum().backward()
-    results = run_ranks(_from_logits, world, dtype, 0.0)
-    for losses, _ in results:
-        torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)  # fp32 inside for every dtype
-    grad = torch.cat([grad for _, grad in results], 1).float()
-    _assert_near(grad[:, :VOCAB], logits.grad, dtype)
-    assert not grad[:, VOCAB:].any()
+def test_loss_of_split_logits_equals_the_whole(world: int) -> None:
+    for dtype, *results in zip(DTYPES, *run_ranks(_splits, world, [(dtype, 0.0) for dtype in DTYPES]), strict=True):
+        hidden, weight, target, loss_weight = _case(dtype)
+        logits = (hidden @ weight.t())[:, :VOCAB].float().requires_grad_()
+        expected = F.cross_entropy(logits, target, reduction="none")
+        (expected * loss_weight).sum().backward()
+        for losses, _ in results:
+            torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)  # fp32 inside for every dtype
+        grad = torch.cat([grad for _, grad in results], 1).float()
+        _assert_near(grad[:, :VOCAB], logits.grad, dtype)
+        assert not grad[:, VOCAB:].any()
 
 
 def test_huge_logits_lose_nothing() -> None:
-    for (losses, grad), (moved, moved_grad) in zip(*(run_ranks(_from_logits, 2, torch.float64, offset)
-                                                     for offset in (0.0, 9000.0))):
+    for (losses, grad), (moved, moved_grad) in run_ranks(_splits, 2, [(torch.float64, 0.0), (torch.float64, 9000.0)]):
         # fp32 inside: numbers near 9000 are 1e-3 apart
         torch.testing.assert_close(moved, losses, rtol=0, atol=2e-3)
         torch.testing.assert_close(moved_grad, grad, rtol=0, atol=2e-3)
@@ -79,9 +82,17 @@ def in_chunks_of(rows: int) -> Any:
     return patch("mpu.cross_entropy.rows_per_chunk", lambda hidden, width: rows)
 
 
-def _from_hidden(rank: int, world: int, dtype: torch.dtype, chunk_rows: int, mean: bool,
-                 scale: float) -> tuple[Tensor, Tensor, Tensor]:
+FUSED = [*product(DTYPES, (True, False), ((4, 8.0), (100, 1.0)))]
+"""dtype, whether the mean is wanted, and rows of a chunk (several uneven chunks, and one) with the scale."""
+
+
+def _fused(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     tp = build(world).tp if world > 1 else SOLO
+    return [_from_hidden(rank, world, tp, dtype, mean, *how) for dtype, mean, how in FUSED]
+
+
+def _from_hidden(rank: int, world: int, tp: Group, dtype: torch.dtype, mean: bool, chunk_rows: int,
+                 scale: float) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, target, loss_weight = _case(dtype)
     hidden.requires_grad_()
     local = weight.chunk(world)[rank].clone().requires_grad_()
@@ -97,18 +108,14 @@ def _from_hidden(rank: int, world: int, dtype: torch.dtype, chunk_rows: int, mea
     return result.detach(), hidden.grad / 8, local.grad / 8
 
 
-@pytest.mark.few(9)
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_loss_and_gradients_equal_the_plain_graph(dtype: torch.dtype, mean: bool, world: int) -> None:
-    hidden, weight, target, loss_weight = _case(dtype)
-    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
-    losses = F.cross_entropy(F.linear(h, w[:VOCAB]), target, reduction="none")
-    expected = (losses * loss_weight).sum() / loss_weight.sum()
-    expected.backward()
-    for chunk_rows, scale in ((4, 8.0), (100, 1.0)):  # several uneven chunks, and one
-        results = run_ranks(_from_hidden, world, dtype, chunk_rows, mean, scale)
+def test_fused_loss_and_gradients_equal_the_plain_graph(world: int) -> None:
+    for (dtype, mean, _), *results in zip(FUSED, *run_ranks(_fused, world), strict=True):
+        hidden, weight, target, loss_weight = _case(dtype)
+        h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+        losses = F.cross_entropy(F.linear(h, w[:VOCAB]), target, reduction="none")
+        expected = (losses * loss_weight).sum() / loss_weight.sum()
+        expected.backward()
         for value, d_hidden, _ in results:
             _assert_near(value, (expected if mean else losses).detach(), dtype)
             _assert_near(d_hidden.float(), h.grad, dtype)

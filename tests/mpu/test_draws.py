@@ -99,13 +99,19 @@ def uniform(out: Tensor, start: int, segments: StridedSegments) -> None:
     fill_uniform(out, KEY, start, segments)
 
 
-@pytest.mark.parametrize(("shape", "partition"), [
-    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 20), Partition(1)),
-    ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
+CUTS = [((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)),
+        ((6, 20), Partition(1)), ((16, 6), Partition(0, size=13)), ((7, 5), None)]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("draw", [normal, uniform])
-def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int,
-                                                 draw: Callable[[Tensor, int, StridedSegments], None]) -> None:
+def test_parts_of_ranks_are_slices_of_one_tensor(tp: int, draw: Callable[[Tensor, int, StridedSegments], None]) -> None:
+    for shape, partition in CUTS:
+        assert_slices_of_one_tensor(shape, partition, tp, draw)
+
+
+def assert_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int,
+                                draw: Callable[[Tensor, int, StridedSegments], None]) -> None:
     parts = []
     for rank in range(tp):
         local = list(shape)

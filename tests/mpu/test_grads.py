@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,27 +19,25 @@ from tests.distributed import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [0, 1, 1000, 3_000_001, pytest.param(40_000_000, marks=pytest.mark.slow)])
-def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype, size: int) -> None:
-    x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2 + 5e-3).to(dtype)
-    expected = x.double().square().sum()
-    result = sum_of_squares(x)
-    assert result.dtype == torch.float64 and result.shape == ()
-    torch.testing.assert_close(result, expected, rtol=1e-7, atol=0)
+def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype) -> None:
+    for size in (0, 1, 1000, 3_000_001):
+        x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2 + 5e-3).to(dtype)
+        result = sum_of_squares(x)
+        assert result.dtype == torch.float64 and result.shape == ()
+        torch.testing.assert_close(result, x.double().square().sum(), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("large", [1e19, 1e20, -1e30, 3e36])
 @pytest.mark.parametrize(("size", "places"), [(1, [0]), (128, [5]), (1000, [0, 300, 999]), (300_001, [7, 300_000])])
-def test_squares_beyond_fp32_do_not_overflow(dtype: torch.dtype, large: float, size: int, places: list[int]) -> None:
-    x = torch.ones(size, dtype=dtype)
-    x[places] = large
-    expected = math.fsum(value * value for value in x.double().tolist())
-    assert sum_of_squares(x).item() == pytest.approx(expected, rel=1e-6)
-    whole = size // NORM_ROW * NORM_ROW
-    rows = row_norms(x[:whole])
-    assert rows.dtype == torch.float32
-    torch.testing.assert_close(rows, x[:whole].double().view(-1, NORM_ROW).norm(dim=1).float(), rtol=1e-6, atol=0)
+def test_squares_beyond_fp32_do_not_overflow(size: int, places: list[int]) -> None:
+    for dtype, large in product((torch.float32, torch.bfloat16, torch.float64), (1e19, 1e20, -1e30, 3e36)):
+        x = torch.ones(size, dtype=dtype)
+        x[places] = large
+        # fp64 holds these squares, and adds up ones beside them exactly enough.
+        assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+        whole = size // NORM_ROW * NORM_ROW
+        rows = row_norms(x[:whole])
+        assert rows.dtype == torch.float32
+        torch.testing.assert_close(rows, x[:whole].double().view(-1, NORM_ROW).norm(dim=1).float(), rtol=1e-6, atol=0)
 
 
 def test_rows_are_told_apart_whatever_lies_beside_them() -> None:
@@ -67,12 +66,12 @@ def test_an_accelerator_copies_a_bounded_part_to_fp64(monkeypatch: pytest.Monkey
     assert longest == [4 * NORM_ROW, 4 * NORM_ROW, 2 * NORM_ROW]
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so_beside_large_numbers(value: float) -> None:
-    x = torch.ones(4 * NORM_ROW)
-    x[3], x[NORM_ROW + 1], x[-1] = 1e30, value, -1e25
-    assert row_norms(x).isfinite().tolist() == [True, False, True, True]
-    assert not math.isfinite(sum_of_squares(x).item())
+def test_what_is_not_finite_stays_so_beside_large_numbers() -> None:
+    for value in (math.inf, -math.inf, math.nan):
+        x = torch.ones(4 * NORM_ROW)
+        x[3], x[NORM_ROW + 1], x[-1] = 1e30, value, -1e25
+        assert row_norms(x).isfinite().tolist() == [True, False, True, True]
+        assert not math.isfinite(sum_of_squares(x).item())
     assert sum_of_squares(torch.full((4,), 60000.0, dtype=torch.float16)).item() == 4 * 60000.0**2
 
 
@@ -81,8 +80,17 @@ def _gradients() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randn(5, generator=generator) * 3
 
 
-def _clip(rank: int, world: int, max_norm: float, norm_type: float) -> tuple[float, Tensor, Tensor]:
+Clip = tuple[float, Tensor, Tensor]
+CLIPS = [*product((0.5, 1e6), (2.0, math.inf, 3.0))]
+"""The norm that is allowed, and its order."""
+
+
+def _clips(rank: int, world: int) -> list[Clip]:
     groups = build(world) if world > 1 else Groups()
+    return [_clip(rank, world, groups, *clip) for clip in CLIPS]
+
+
+def _clip(rank: int, world: int, groups: Groups, max_norm: float, norm_type: float) -> Clip:
     whole, replicated = _gradients()
     cut = Partition(0)
     split = nn.Parameter(torch.zeros(8 // world, 6))
@@ -96,13 +104,11 @@ def _clip(rank: int, world: int, max_norm: float, norm_type: float) -> tuple[flo
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 3.0])
-def test_clipping_does_not_depend_on_the_layout(norm_type: float, world: int) -> None:
+def test_clipping_does_not_depend_on_the_layout(world: int) -> None:
     whole, replicated = _gradients()
-    expected = torch.linalg.vector_norm(torch.cat([whole.flatten(), replicated]), norm_type).item()
-    for max_norm in (0.5, 1e6):
+    for (max_norm, norm_type), *results in zip(CLIPS, *run_ranks(_clips, world), strict=True):
+        expected = torch.linalg.vector_norm(torch.cat([whole.flatten(), replicated]), norm_type).item()
         factor = min(1.0, max_norm / expected)
-        results = run_ranks(_clip, world, max_norm, norm_type)
         for norm, _, shared in results:
             assert norm == pytest.approx(expected, rel=1e-6) and norm == results[0][0]
             torch.testing.assert_close(shared, replicated * factor)

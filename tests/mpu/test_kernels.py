@@ -20,7 +20,8 @@ from mpu.device import load_kernels
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
 from tests.kernels import compiled, interpreted
-from tests.megatron.counting import Launches, on_the_accelerator_side
+from tests.megatron.counting import Launches
+from tests.wires import accelerator_side
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -124,7 +125,7 @@ class Kernel:
 def test_one_kernel_a_chunk_and_no_other_pass_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "load_kernels", lambda *which: Kernel)
     target, scale = torch.zeros(64, dtype=torch.int64), torch.ones(64)
-    with on_the_accelerator_side(), Launches() as launches:
+    with accelerator_side(), Launches() as launches:
         cross_entropy.losses_of_chunk(torch.empty(64, 4096), target, VocabShard(SOLO, 0, 4000), scale)
     assert Kernel.calls == 1 and launches.kernels == {"zeros": 1}, "of the stand-in"
 
@@ -148,7 +149,7 @@ def _exchanges(rank: int, world: int) -> int:
     gather = cross_entropy.all_gather
     with mock.patch.object(cross_entropy, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)), \
             mock.patch.object(cross_entropy, "load_kernels", lambda *which: Kernel), \
-            mock.patch.object(cross_entropy, "rows_per_chunk", lambda *sizes: 2048), on_the_accelerator_side():
+            mock.patch.object(cross_entropy, "rows_per_chunk", lambda *sizes: 2048), accelerator_side():
         linear_cross_entropy(hidden, weight, target, tp, vocab_size=100, loss_weight=torch.ones(4096))
     return len(calls)
 

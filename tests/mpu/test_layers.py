@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from mpu.layers import (WEIGHT_FIRST_ROWS, ColumnParallelLinear, ParallelEmbeddi
                         VocabParallelEmbedding, linear)
 from mpu.partition import join_local_slices, local_slice, partition_of
 from mpu.split import ParallelError, Partition
-from tests.distributed import RankError, run_ranks
+from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
 WORLDS = [1, 2, 4]
@@ -31,9 +32,13 @@ def _numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _run_linear(rank: int, world: int, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Forward and backward of one layer; what is split is cut here and comes back as this rank's piece."""
+def _run_layers(rank: int, world: int) -> list[dict[str, Tensor]]:
     tp = build(world).tp if world > 1 else SOLO
+    return [_run_linear(rank, world, tp, kind, options) for kind, options in LAYERS]
+
+
+def _run_linear(rank: int, world: int, tp: Group, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Forward and backward of one layer; what is split is cut here and comes back as this rank's piece."""
     torch.manual_seed(5)
     layer_type = ColumnParallelLinear if kind == "column" else RowParallelLinear
     layer = layer_type(IN, OUT, init_method=_draw, tp=tp, **options)
@@ -74,33 +79,33 @@ LAYERS = [(kind, {option: given, "stride": stride, "bias": bias})
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("kind", "options"), LAYERS)
-def test_a_split_linear_layer_equals_its_dense_twin(kind: str, options: dict[str, Any], world: int) -> None:
-    pieces = run_ranks(_run_linear, world, kind, options)
-    dense = _twin(options["bias"])
-    stride = options["stride"]
-    cuts: dict[str, Partition] = {"weight": Partition(0 if kind == "column" else 1, stride)}
-    cuts["dw"] = cuts["weight"]
-    if kind == "column":
-        cuts["db"] = Partition(0, stride)
-        if not options["gather_output"]:
-            cuts["y"] = Partition(2, stride)
-    elif options["input_is_parallel"]:
-        cuts["dx"] = Partition(2, stride)
-    for name, expected in dense.items():
-        if name in cuts:
-            whole = [join_local_slices([piece[name] for piece in pieces], cuts[name])]
-        else:
-            whole = [piece[name] for piece in pieces]
-        for value in whole:
-            if name == "weight":
-                assert torch.equal(value, expected), "initial weights depend on the layout"
-            else:  # sums of 16 to 24 products of order 1, added in another order
-                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
+def test_split_linear_layers_equal_their_dense_twins(world: int) -> None:
+    by_rank = run_ranks(_run_layers, world)
+    for (kind, options), *pieces in zip(LAYERS, *by_rank, strict=True):
+        stride = options["stride"]
+        cuts: dict[str, Partition] = {"weight": Partition(0 if kind == "column" else 1, stride)}
+        cuts["dw"] = cuts["weight"]
+        if kind == "column":
+            cuts["db"] = Partition(0, stride)
+            if not options["gather_output"]:
+                cuts["y"] = Partition(2, stride)
+        elif options["input_is_parallel"]:
+            cuts["dx"] = Partition(2, stride)
+        for name, expected in _twin(options["bias"]).items():
+            found = [piece[name] for piece in pieces]
+            for value in [join_local_slices(found, cuts[name])] if name in cuts else found:
+                if name == "weight":
+                    assert torch.equal(value, expected), "initial weights depend on the layout"
+                else:  # sums of 16 to 24 products of order 1, added in another order
+                    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5,
+                                               msg=lambda text: f"{name} of {kind}, {options}: {text}")
 
 
 def _skip_bias(rank: int, world: int) -> None:
     tp = build(world).tp
+    if world > 1:
+        with pytest.raises(ParallelError, match="output 7 is not divisible by 2"):
+            ColumnParallelLinear(4, 7, tp=tp)
     for layer in (ColumnParallelLinear(4, 6, skip_bias_add=True, tp=tp, stride=3 - world % 2 * 2),
                   RowParallelLinear(4, 6, skip_bias_add=True, tp=tp)):
         assert layer.bias is not None
@@ -155,10 +160,10 @@ def test_a_split_embedding_equals_its_dense_twin_bit_for_bit(kind: str, world: i
 
 @pytest.mark.skipif(device.FORCE_ACCELERATOR_PATH,
                     reason="an accelerator would have to stop to look at the ids; the data layer does")
-@pytest.mark.parametrize("token", [-1, VOCAB, PADDED])
-def test_a_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
-    with pytest.raises(ParallelError, match=f"token id {token} is outside the vocabulary 0..9"):
-        _embedding(SOLO, "vocab")(torch.tensor([1, token]))
+def test_a_token_outside_the_vocabulary_is_refused_by_its_id() -> None:
+    for token in (-1, VOCAB, PADDED):
+        with pytest.raises(ParallelError, match=f"token id {token} is outside the vocabulary 0..9"):
+            _embedding(SOLO, "vocab")(torch.tensor([1, token]))
 
 
 def test_parameters_say_how_they_are_split() -> None:
@@ -173,37 +178,33 @@ def test_parameters_say_how_they_are_split() -> None:
     assert not bias.tensor_model_parallel
 
 
-def _indivisible(rank: int, world: int) -> None:
-    ColumnParallelLinear(4, 7, tp=build(world).tp)
-
-
 def test_the_master_weight_is_kept_for_tests_and_the_meta_device_draws_nothing() -> None:
     layer = ColumnParallelLinear(4, 6, keep_master_weight_for_test=True, tp=SOLO)
     assert layer.master_weight is not None and torch.equal(layer.master_weight, layer.weight)
     before = torch.get_rng_state()
     assert RowParallelLinear(4, 6, tp=SOLO, device="meta").weight.is_meta
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(RankError, match="output 7 is not divisible by 2"):
-        run_ranks(_indivisible, 2)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 16, 17, 64, 65])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_products_of_few_rows_are_those_of_torch(dtype: torch.dtype, rows: int, bias: bool, accelerator: bool) -> None:
-    made = torch.Generator().manual_seed(rows)
-    x, weight, b = (torch.randn(*shape, generator=made).to(dtype) for shape in ((rows, 96), (40, 96), (40,)))
-    with torch.no_grad(), patch.object(F, "linear", wraps=F.linear) as plain, accelerator_side(accelerator):
-        found = linear(x[:, None], weight, b if bias else None)
-        assert plain.called == (accelerator or rows not in WEIGHT_FIRST_ROWS.get(dtype, ()))
-    assert found.shape == (rows, 1, 40)
-    expected = x.double() @ weight.double().t() + (b.double() if bias else 0)
-    # sums of 96 products in fp32, rounded once (the bias may be added after): half a unit of the largest value, twice
-    unit = torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 96)
-    torch.testing.assert_close(found[:, 0].double(), expected, atol=unit * 40, rtol=unit)
-    assert found.is_contiguous()
-    grad_weight = torch.randn(4, 3, requires_grad=True)
+def test_products_of_few_rows_are_those_of_torch(accelerator: bool) -> None:
+    for dtype, rows, bias in product((torch.float32, torch.bfloat16, torch.float16), (0, 1, 2, 7, 8, 16, 17, 64, 65),
+                                     (False, True)):
+        made = torch.Generator().manual_seed(rows)
+        x, weight, b = (torch.randn(*shape, generator=made).to(dtype) for shape in ((rows, 96), (40, 96), (40,)))
+        with torch.no_grad(), patch.object(F, "linear", wraps=F.linear) as plain, accelerator_side(accelerator):
+            found = linear(x[:, None], weight, b if bias else None)
+            assert plain.called == (accelerator or rows not in WEIGHT_FIRST_ROWS.get(dtype, ())), (dtype, rows)
+        assert found.shape == (rows, 1, 40) and found.is_contiguous()
+        expected = x.double() @ weight.double().t() + (b.double() if bias else 0)
+        # sums of 96 products in fp32, rounded once (the bias may be added after): half a unit of the largest value,
+        # twice
+        unit = torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 96)
+        torch.testing.assert_close(found[:, 0].double(), expected, atol=unit * 40, rtol=unit)
+
+
+def test_where_a_gradient_may_be_wanted_the_product_is_torchs() -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
     with patch.dict(WEIGHT_FIRST_ROWS, {torch.float32: range(1, 65)}):
-        linear(torch.randn(1, 3), grad_weight).sum().backward()
-    assert grad_weight.grad is not None, "where a gradient may be wanted the product is torch's"
+        linear(torch.randn(1, 3), weight).sum().backward()
+    assert weight.grad is not None

@@ -15,7 +15,7 @@ from mpu.collectives import all_gather_into, all_to_all_into
 from mpu.compressed_all_reduce import CompressedAllReduce, pack_bits, unpack_bits
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
-from tests.megatron.counting import on_the_accelerator_side
+from tests.wires import accelerator_side
 
 ROW, STEPS = 128, 20
 SEGMENTS = {1: [[2, 1]], 2: [[1, 2], [3]], 3: [[1, 1], [2], [1, 1]]}
@@ -38,7 +38,7 @@ def silent(ranks: int) -> Tensor:
 
 def said(rank: int, world: int, quiet: bool, tile: int, elsewhere: bool = False,
          ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    with on_the_accelerator_side() if elsewhere else nullcontext():
+    with accelerator_side() if elsewhere else nullcontext():
         mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
         mean._tile = tile or mean._tile
         if quiet:
@@ -94,8 +94,8 @@ def by_hand(ranks: int, quiet: bool) -> list[tuple[Any, list[Any], list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-@pytest.mark.parametrize("ranks, tile", [(2, 0), (2, ROW), (2, 2 * ROW), (3, 0), (3, 1 << 19)])
+@pytest.mark.parametrize("ranks, tile, quiet", [(2, 0, False), (2, ROW, True), (2, 2 * ROW, False), (3, 0, True),
+                                                (3, 1 << 19, False)])
 def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, tile: int, quiet: bool) -> None:
     """Also a tile at a time, of which the last of a chunk is smaller."""
     by_rank, wanted = run_ranks(said, ranks, quiet, tile), by_hand(ranks, quiet)
@@ -149,7 +149,7 @@ def test_bits_pack_alike_on_both_sides() -> None:
     bits = torch.rand(1024, generator=torch.Generator().manual_seed(0)) < 0.5
     here = pack_bits(bits)
     assert here.dtype == torch.uint8 and len(here) == 128 and torch.equal(unpack_bits(here), bits)
-    with on_the_accelerator_side():
+    with accelerator_side():
         assert torch.equal(pack_bits(bits), here) and torch.equal(unpack_bits(here), bits)
 
 

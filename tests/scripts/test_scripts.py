@@ -84,17 +84,17 @@ def test_one_process_by_default_and_the_runs_folder_is_inside_the_repository(rep
     assert "--train-data" not in argv and "--tokenizer-path" not in argv, "a corpus of the user's replaces ours"
 
 
-@pytest.mark.parametrize("script", TRAINING)
-def test_arguments_come_last_and_unchanged(repository, script):
+def test_arguments_come_last_and_unchanged(repository):
     arguments = ["--train-iters", "7", "--save", "$(touch x)", "--deepspeed_config", "a  b'\"", "", "*"]
-    argv = argv_of(repository, script, *arguments)
-    assert argv[-len(arguments):] == arguments
+    for script in TRAINING:
+        argv = argv_of(repository, script, *arguments)
+        assert argv[-len(arguments):] == arguments, script
+        if script in DEEPSPEED:
+            shipped = Path(argv[argv.index("--deepspeed_config") + 1])
+            assert "--deepspeed" in argv and shipped.is_file() and shipped.parent == repository / "scripts" / "configs"
+            assert value(argv, "--preset") == "small"
+            assert argv[argv.index("--save") + 1].endswith(f"{script.removesuffix('.sh')}/small")
     assert not list(repository.parent.rglob("x")), "no part of a path or an argument is run"
-    if script in DEEPSPEED:
-        shipped = Path(argv[argv.index("--deepspeed_config") + 1])
-        assert "--deepspeed" in argv and shipped.is_file() and shipped.parent == repository / "scripts" / "configs"
-        assert value(argv, "--preset") == "small"
-        assert argv[argv.index("--save") + 1].endswith(f"{script.removesuffix('.sh')}/small")
 
 
 def test_the_shell_is_replaced_by_the_launcher_and_stays_where_the_user_is(repository, tmp_path):
@@ -106,11 +106,11 @@ def test_the_shell_is_replaced_by_the_launcher_and_stays_where_the_user_is(repos
         assert "megatron.launch" not in line or line.strip().startswith("exec "), "signals must reach the launcher"
 
 
-@pytest.mark.parametrize("script", ["pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"])
-def test_without_gpus_two_cpu_ranks_start_and_one_line_says_so(repository, script):
-    result = run(repository, script)
-    assert value(json.loads(result.stdout)["argv"], "--nproc-per-node") == "2"
-    assert result.stderr == "no GPU: 2 CPU rank(s) of the small model\n"
+def test_without_gpus_two_cpu_ranks_start_and_one_line_says_so(repository):
+    for script in ("pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"):
+        result = run(repository, script)
+        assert value(json.loads(result.stdout)["argv"], "--nproc-per-node") == "2"
+        assert result.stderr == "no GPU: 2 CPU rank(s) of the small model\n"
 
 
 def test_the_shape_of_the_job_comes_from_the_environment(repository):
@@ -129,11 +129,11 @@ def test_on_a_cpu_the_allocator_is_set_and_what_the_user_sets_comes_last(reposit
     assert json.loads(result.stdout)["tunables"] == f"{ours}:{theirs}"
 
 
-@pytest.mark.parametrize("word", ["--help", "-h", "--help-all"])
-def test_help_is_the_trainers_and_sets_nothing_up(repository, word):
+def test_help_is_the_trainers_and_sets_nothing_up(repository):
     """No environment is made, no corpus built, and the job's shape is not looked at."""
     (repository / "pretrain_gpt2.py").write_text("import sys; print('help of', sys.argv[1:])")
-    for settings in ({}, {"PYTHON": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}):
+    own = {"PYTHON": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for word, settings in (("--help", {}), ("-h", own), ("--help-all", own)):
         settings["GPUS_PER_NODE"] = "two"
         result = run(repository, "pretrain_gpt2_distributed.sh", "--zero-stage", "2", word, **settings)
         assert (result.returncode, result.stdout, result.stderr) == (0, f"help of ['{word}']\n", "")
@@ -152,21 +152,17 @@ REAL_SIZE = {"ds_zero1_pretrain_gpt2_1.5B.sh": "1.5B", "ds_zero2_pretrain_gpt2_1
              "ds_zero_offload_10B_pretrain_gpt2.sh": "10B", "ds_zero_infinity_pretrain_gpt2.sh": "20B"}
 
 
-@pytest.mark.parametrize("script", TRAINING)
-def test_a_dry_run_is_of_the_real_size_on_gpus_and_leaves_nothing(repository, script):
+def test_a_dry_run_is_of_the_real_size_on_gpus_or_as_asked_for_and_leaves_nothing(repository):
     (repository / "pretrain_gpt2.py").write_text(SAY)
-    result = run(repository, script, "--dry-run", "--card-gb", "32")
-    argv = json.loads(result.stdout)["argv"]
-    ranks = "2" if "model_parallel" in script else "1"
-    assert argv[-3:] == ["--dry-run", "--card-gb", "32"]
-    assert value(argv, "--ranks") == ranks == value(argv, "--ranks-per-node")
-    assert value(argv, "--preset") == REAL_SIZE.get(script, "124M") and "--bf16" in argv and "--save" not in argv
-    assert result.stderr == f"dry run: the {value(argv, '--preset')} model, {ranks} rank(s)\n"
-    assert not (repository / "runs").exists()
-
-
-def test_a_dry_run_is_of_the_shape_that_is_asked_for(repository):
-    (repository / "pretrain_gpt2.py").write_text(SAY)
+    for script in TRAINING:
+        result = run(repository, script, "--dry-run", "--card-gb", "32")
+        argv = json.loads(result.stdout)["argv"]
+        ranks = "2" if "model_parallel" in script else "1"
+        assert argv[-3:] == ["--dry-run", "--card-gb", "32"]
+        assert value(argv, "--ranks") == ranks == value(argv, "--ranks-per-node")
+        assert value(argv, "--preset") == REAL_SIZE.get(script, "124M") and "--bf16" in argv and "--save" not in argv
+        assert result.stderr == f"dry run: the {value(argv, '--preset')} model, {ranks} rank(s)\n"
+        assert not (repository / "runs").exists()
     settings = {"GPUS_PER_NODE": "4", "NNODES": "2", "PRESET": "small"}
     argv = json.loads(run(repository, "ds_zero3_pretrain_gpt2.sh", "--dry_run", **settings).stdout)["argv"]
     assert argv[-5:] == ["--ranks", "8", "--ranks-per-node", "4", "--dry_run"]
@@ -194,15 +190,13 @@ def test_the_drive_is_where_the_environment_says(repository, tmp_path):
     assert result.returncode == 2 and "set NVME_PATH to a folder on the drive" in result.stderr
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
-    ({"PYTHON": "false"}, "does not run, or is not Python 3.11"),
-    ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE is 'two'"),
-])
-def test_a_wrong_setting_is_one_error_line_and_exit_2(repository, settings, words):
-    result = run(repository, "pretrain_gpt2_distributed.sh", **settings)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and words in result.stderr and result.stderr.count("\n") == 1
+def test_a_wrong_setting_is_one_error_line_and_exit_2(repository):
+    for name, setting, words in (("PYTHON", "/no/such/python", "PYTHON=/no/such/python is not a command"),
+                                 ("PYTHON", "false", "does not run, or is not Python 3.11"),
+                                 ("GPUS_PER_NODE", "two", "GPUS_PER_NODE is 'two'")):
+        result = run(repository, "pretrain_gpt2_distributed.sh", **{name: setting})
+        assert result.returncode == 2 and result.stdout == ""
+        assert result.stderr.startswith("error: ") and words in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_an_environment_that_is_up_to_date_costs_one_start_of_python(repository, tmp_path):
@@ -288,17 +282,20 @@ NO_FILES = "import sys\nprint('{\"rows\": []}')\nsys.exit(0 if {'--save', '--loa
 """(Some flags need these two: the planner is asked of a run that saves and loads as the script makes it.)"""
 
 
-@pytest.mark.parametrize("plan, more, recomputed", [
+PLANS = [
     ("print('{\"rows\": []}')", [], False), (NO_ROOM, ["--metrics-file", "m"], True),
     (NO_ROOM, ["--metrics_file=m"], True), ("raise SystemExit(2)", [], True), (NO_FILES, [], False),
-    (NO_FILES, ["--ckpt-step", "10"], False)])
-def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, more, recomputed):
+    (NO_FILES, ["--ckpt-step", "10"], False)]
+
+
+def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu):
     """So does one that there is no plan of."""
-    (repository / "megatron" / "plan.py").write_text(plan)
-    result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *more, **one_gpu)
-    argv = json.loads(result.stdout)["argv"]
-    assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(more) or len(argv):] == more
-    assert "Traceback" not in result.stderr
+    for plan, more, recomputed in PLANS:
+        (repository / "megatron" / "plan.py").write_text(plan)
+        result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *more, **one_gpu)
+        argv = json.loads(result.stdout)["argv"]
+        assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(more) or len(argv):] == more
+        assert "Traceback" not in result.stderr
 
 
 # ---- text, scores and a corpus -----------------------------------------------------------------------------------
@@ -346,16 +343,16 @@ def test_the_newest_model_is_scored_on_what_its_training_held_out_unless_the_use
     assert asked("--json", "--stride", "8")[-3:] == ["--json", "--stride", "8"]
 
 
-@pytest.mark.parametrize("script, settings, words", [
-    ("generate_text.sh", {}, "runs/pretrain_gpt2 yet: bash scripts/pretrain_gpt2.sh"),
-    ("generate_text.sh", {"PRESET": "124"}, "with PRESET=124 yet"),
-    ("evaluate_gpt2.sh", {}, "bash scripts/pretrain_gpt2.sh")])
-def test_before_anything_is_trained_a_line_says_how(repository, script, settings, words):
-    if settings:
-        trained(repository, "124M")
-    result = run(repository, script, "x", **settings)
-    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
+def test_before_anything_is_trained_a_line_says_how(repository):
+    for script, settings, words in (
+            ("generate_text.sh", {}, "runs/pretrain_gpt2 yet: bash scripts/pretrain_gpt2.sh"),
+            ("evaluate_gpt2.sh", {}, "bash scripts/pretrain_gpt2.sh"),
+            ("generate_text.sh", {"PRESET": "124"}, "with PRESET=124 yet")):
+        if settings:
+            trained(repository, "124M")
+        result = run(repository, script, "x", **settings)
+        assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+        assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
 
 
 def test_a_sample_is_made_where_no_file_of_a_web_corpus_is_named_and_other_arguments_go_through(repository):
@@ -384,16 +381,16 @@ def test_a_sample_is_made_where_no_file_of_a_web_corpus_is_named_and_other_argum
 # ---- tests, and scripts as shipped -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing, code", [("", 0), ("flake8", 1), ("mypy", 1), ("pytest", 5)])
-def test_the_tests_end_with_the_code_of_what_failed(repository, tmp_path, failing, code):
+def test_the_tests_end_with_the_code_of_what_failed(repository, tmp_path):
     """Also 0, when nothing did: what the script does on its way out must not count."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *"-m {failing or "nothing"}"*) exit 5;; esac\n')
-    python.chmod(0o755)
-    result = run(repository, "test.sh", PYTHON=str(python))
-    assert result.returncode == code, result.stderr
-    for tool in ("flake8", "mypy"):
-        assert f"{tool}: {'failed' if tool == failing else 'passed'}" in result.stderr
+    for failing, code in (("nothing", 0), ("flake8", 1), ("mypy", 1), ("pytest", 5)):
+        python.write_text(f'#!/bin/sh\ncase "$*" in *"-m {failing}"*) exit 5;; esac\n')
+        python.chmod(0o755)
+        result = run(repository, "test.sh", PYTHON=str(python))
+        assert result.returncode == code, result.stderr
+        for tool in ("flake8", "mypy"):
+            assert f"{tool}: {'failed' if tool == failing else 'passed'}" in result.stderr
 
 
 def test_every_script_is_sound_bash():

@@ -42,8 +42,9 @@ from mpu.groups import Group
 from mpu.partition import partition_of
 from mpu.weight_init import initializer_of
 from tests.megatron.checkpoint.made import ThreadWorld
-from tests.megatron.counting import Calls, on_the_accelerator_side
+from tests.megatron.counting import Calls
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+from tests.wires import accelerator_side
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 TP = 8
@@ -213,7 +214,7 @@ def schedule(size: int) -> tuple[int, float]:
     """(calls of the engine's functions, seconds) of a micro-batch at stage 3, for rank 0 of a data parallel group."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        with on_the_accelerator_side():
+        with accelerator_side():
             engine = gpt2_engine(configure_gpt2(zero_stage=3), groups.build())
             engine.set_gradient_accumulation_boundary(False)  # a step would find that the others did nothing
             for _ in range(3):

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.tree import PRESETS, ModelConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.model.transformer import Attention, GPT2Init, document_mask
+from megatron.model.transformer import Attention, GPT2Init
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
 from tests.megatron.counting import Launches
@@ -56,31 +56,26 @@ def test_no_logit_sees_a_later_token() -> None:
         assert moved.tolist() == [there >= at for there in range(16)]
 
 
-def test_the_document_mask_equals_a_loop() -> None:
-    segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 4]])
-    expected = [[[there <= here and row[there] == row[here] for there in range(6)] for here in range(6)]
-                for row in segments.tolist()]
-    assert document_mask(segments).squeeze(1).tolist() == expected
+PADDINGS = [(257, 128), (130, 128), (64, 1), (3, 4)]
+"""Vocabularies, and what they are padded to a multiple of. Of 130 tokens in 4 x 128 rows some ranks have no token."""
 
 
-def logits_of(rank: int, world: int, vocabulary: int, multiple: int) -> torch.Tensor:
-    config = tiny_model(vocab_size=vocabulary, init_method_std=0.2, make_vocab_size_divisible_by=multiple)
-    model = GPT2(config, build(world).tp).eval()
-    row = torch.arange(16).unsqueeze(0) % vocabulary
-    segments = torch.arange(16).unsqueeze(0) // 5
-    with torch.no_grad():
-        plain = model.logits(model.hidden_states(row))
-        packed = model.logits(model.hidden_states(row, segments=segments))
-    assert plain.shape == (1, 16, vocabulary), "no logit of a padding row"
-    return torch.stack([plain, packed])
+def logits_of(rank: int, world: int) -> list[torch.Tensor]:
+    found, tp = [], build(world).tp
+    for vocabulary, multiple in PADDINGS:
+        config = tiny_model(vocab_size=vocabulary, init_method_std=0.2, make_vocab_size_divisible_by=multiple)
+        model, row = GPT2(config, tp).eval(), torch.arange(16).unsqueeze(0) % vocabulary
+        with torch.no_grad():
+            found += [model.logits(model.hidden_states(row, segments=segments))
+                      for segments in (None, torch.arange(16).unsqueeze(0) // 5)]
+        assert found[-1].shape == (1, 16, vocabulary), "no logit of a padding row"
+    return found
 
 
-@pytest.mark.parametrize(("vocabulary", "multiple"), [(257, 128), (130, 128), (64, 1), (3, 4)])
-def test_logits_over_tensor_parallel_equal_one_process_whatever_the_padding(vocabulary: int, multiple: int) -> None:
-    """130 tokens in 2 x 128 or 4 x 128 rows: some ranks hold padding alone."""
-    (expected,) = run_ranks(logits_of, 1, vocabulary, multiple)
+def test_logits_over_tensor_parallel_equal_one_process_whatever_the_padding() -> None:
+    (expected,) = run_ranks(logits_of, 1)
     for tp in (2, 4):
-        for found in run_ranks(logits_of, tp, vocabulary, multiple):
+        for found in run_ranks(logits_of, tp):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)  # partial sums in another order
 
 

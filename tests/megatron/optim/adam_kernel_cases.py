@@ -20,8 +20,9 @@ from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import Groups
-from tests.megatron.counting import Launches, on_the_accelerator_side
+from tests.megatron.counting import Launches
 from tests.megatron.zero.run import configure_gpt2, master, work
+from tests.wires import accelerator_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -215,7 +216,7 @@ def step_of(engine: ZeroEngine) -> Launches:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", FOR_ENGINES)
 def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_the_accelerator_side():
+    with accelerator_side():
         ours = engine_of(precision, stage)
         with monkeypatch.context() as without:
             without.setattr(adam, "load_kernels", lambda *which: None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.optim import adam
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import StepScalars, UpdateSegment
+from tests.covering import pairs
 from tests.megatron.counting import Launches
 
 TILE = 256
@@ -58,11 +59,9 @@ def by_torch(flat: Flat, grad: Tensor, rule: AdamW, at: StepScalars) -> None:
                grad_scale=at.divisor, found_inf=at.skip)
 
 
-@pytest.mark.parametrize("skip", [None, False, True])
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("rule", [AdamW(), AdamW(decoupled=False), AdamW(bias_correction=False)], ids=str)
-@pytest.mark.parametrize("narrow_kind", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind, narrow_kind, rule, divided, skip", pairs(
+    [torch.float32, torch.bfloat16, torch.float16], [None, torch.bfloat16, torch.float16],
+    [AdamW(), AdamW(decoupled=False), AdamW(bias_correction=False)], [False, True], [None, False, True]))
 def test_tiles_equal_whole_spans_to_the_bit(
     kind: torch.dtype, narrow_kind: torch.dtype | None, rule: AdamW, divided: bool, skip: bool | None
 ) -> None:

@@ -36,27 +36,26 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "_missing_compiler", lambda: "")
 
 
-@pytest.mark.parametrize("values, dp, device, scope", [
+SCOPES: list[tuple[dict[str, Any], int, torch.device, str]] = [
     ({}, 1, CPU, "nothing"), ({"compile": True}, 1, CPU, "model"), ({}, 1, CUDA, "model"),
     ({"compile": False}, 1, CUDA, "nothing"), ({"compile_scope": "blocks"}, 1, CUDA, "blocks"),
     ({"zero_stage": 1}, 1, CUDA, "model"), ({"zero_stage": 2}, 1, CUDA, "model"),
     ({"zero_stage": 3}, 1, CUDA, "blocks"),
     ({}, 2, CUDA, "blocks"), ({"compile_scope": "model"}, 2, CUDA, "model"), ({"zero_stage": 2}, 2, CUDA, "blocks"),
     ({"checkpoint_activations": True}, 1, CUDA, "blocks"),
-], ids=str)
-def test_the_model_is_one_graph_where_nothing_happens_between_blocks(
-    values: dict[str, Any], dp: int, device: torch.device, scope: str, complete: None
-) -> None:
-    assert compile.choose_compilation(config(**values), dp, device).scope == scope
-
-
-@pytest.mark.parametrize("values, dp, told", [
+]
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"zero_stage": 3}, 1, "come and go at stage 3"), ({"zero_stage": 1}, 2, "arrive block by block"),
     ({"progressive_layer_drop": True}, 1, "blocks are left out; use --compile-scope blocks"),
-    ({"checkpoint_activations": True}, 1, "recomputation works block by block")], ids=str)
-def test_one_graph_is_refused_where_hooks_are_needed(values: dict[str, Any], dp: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        compile.choose_compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
+    ({"checkpoint_activations": True}, 1, "recomputation works block by block")]
+
+
+def test_the_model_is_one_graph_where_nothing_happens_between_blocks(complete: None) -> None:
+    for values, dp, device, scope in SCOPES:
+        assert compile.choose_compilation(config(**values), dp, device).scope == scope, (values, dp, device)
+    for values, dp, told in REFUSED:
+        with pytest.raises(ConfigError, match=told):
+            compile.choose_compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
 
 
 def test_a_gpu_without_a_compiler_trains_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ was resumed; evaluations are whole; what cannot be is one line."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def test_every_layout_and_stage_trains_like_one_process(tmp_path: Path) -> None:
     """Also with two micro-batches a step: they share the draw, or the sums would differ."""
     train(cell(tmp_path, "alone", "--batch-size", 4))
     runs = [cell(tmp_path, f"stage {stage}", "--zero-stage", stage, "--batch-size", 2) for stage in range(4)]
-    runs += [cell(tmp_path, f"accumulated {stage}", "--zero-stage", stage, "--batch-size", 1) for stage in range(4)]
+    runs += [cell(tmp_path, f"accumulated {stage}", "--zero-stage", stage, "--batch-size", 1) for stage in (1, 3)]
     runs += [cell(tmp_path, "tensor parallel", "--model-parallel-size", 2, "--batch-size", 2)]
     runs += [cell(tmp_path, f"recomputed {stage}", "--zero-stage", stage, "--batch-size", 2, "--checkpoint-activations",
                   "--checkpoint-num-layers", 2, "--stage3-param-persistence-threshold", 0) for stage in (2, 3)]
@@ -62,7 +61,7 @@ def test_every_layout_and_stage_trains_like_one_process(tmp_path: Path) -> None:
     assert len(same) == 1, "the stages end with other weights, masters or moments"
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [1, 4])
 def test_recomputation_is_bit_equal(chunk: int, tmp_path: Path) -> None:
     """With dropout, whose masks are drawn again for the blocks that ran."""
     again = ["--checkpoint-activations", "--checkpoint-num-layers", chunk]
@@ -159,26 +158,23 @@ def test_stage_3_gathers_ahead_what_runs_next(recomputes: bool) -> None:
 # ---- wrong settings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--pld-theta", "0"], "--pld-theta is 0.0: expected a number > 0 and <= 1"),
-    (["--pld-theta", "1.5"], "--pld-theta is 1.5: expected a number > 0 and <= 1"),
-    (["--pld-theta", "nan"], "--pld-theta is nan"),
-    (["--pld-gamma", "-0.1"], "--pld-gamma is -0.1: expected a number >= 0"),
-    (["--num-layers", "1"], "needs --num-layers of at least 2"),
-    (["--cuda-graphs"], "--progressive-layer-drop and --cuda-graphs exclude each other"),
-    (["--no-ignore-unused-parameters"], "--progressive-layer-drop needs --ignore-unused-parameters"),
-])
-def test_a_wrong_setting_is_one_line(flags: Sequence[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        parse_args(["--preset", "tiny", "--progressive-layer-drop", *flags])
-    assert caught.value.code == 2 and "\n" not in str(caught.value)
+REFUSED = {
+    "--pld-theta 0": "--pld-theta is 0.0: expected a number > 0 and <= 1",
+    "--pld-theta 1.5": "--pld-theta is 1.5: expected a number > 0 and <= 1", "--pld-theta nan": "--pld-theta is nan",
+    "--pld-gamma -0.1": "--pld-gamma is -0.1: expected a number >= 0",
+    "--num-layers 1": "needs --num-layers of at least 2",
+    "--cuda-graphs": "--progressive-layer-drop and --cuda-graphs exclude each other",
+    "--no-ignore-unused-parameters": "--progressive-layer-drop needs --ignore-unused-parameters"}
 
 
-@pytest.mark.parametrize("flags, why", [
-    (["--pld-theta", "1"], "--pld-theta is 1"), (["--pld-gamma", "0"], "gamma is 0")])
-def test_settings_that_leave_nothing_out_are_told(flags: list[str], why: str) -> None:
-    said = train([*TINY, "--mock-data", "--train-iters", 1, "--progressive-layer-drop", *flags])
-    assert f"note: --progressive-layer-drop leaves no block out: {why}" in said.replace("--pld-gamma", "gamma")
+def test_a_wrong_setting_is_one_line_and_one_that_leaves_nothing_out_is_told() -> None:
+    for flags, says in REFUSED.items():
+        with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+            parse_args(["--preset", "tiny", "--progressive-layer-drop", *flags.split()])
+        assert caught.value.code == 2 and "\n" not in str(caught.value)
+    for flags in ("--pld-theta 1", "--pld-gamma 0"):
+        said = train([*TINY, "--mock-data", "--train-iters", 1, "--progressive-layer-drop", *flags.split()])
+        assert f"note: --progressive-layer-drop leaves no block out: {flags.replace(' ', ' is ')}" in said
 
 
 @pytest.mark.slow  # the compiler takes half a minute

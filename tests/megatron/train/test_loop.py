@@ -73,15 +73,15 @@ def test_a_run_looks_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gc.isenabled() and not gc.get_freeze_count()
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_what_the_surrounding_program_has_set_stays_so(is_on: bool) -> None:
+def test_what_the_surrounding_program_has_set_stays_so() -> None:
     gc.freeze()
-    (gc.enable if is_on else gc.disable)()
     try:
         frozen = gc.get_freeze_count()
-        with periodic_gc(2):
-            pass
-        assert gc.get_freeze_count() >= frozen > 0 and gc.isenabled() == is_on
+        for is_on in (True, False):
+            (gc.enable if is_on else gc.disable)()
+            with periodic_gc(2):
+                pass
+            assert gc.get_freeze_count() >= frozen > 0 and gc.isenabled() == is_on
     finally:
         gc.unfreeze()
         gc.enable()
@@ -92,8 +92,7 @@ def in_force() -> tuple[int, bool, str | None]:
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
-@pytest.mark.parametrize(("mode", "workspace"), [(0, None), (1, ":16:8")])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("mode", "workspace", "fails"), [(0, None, True), (1, ":16:8", False)])
 def test_a_later_run_of_the_process_has_what_its_own_flags_say(mode: int, workspace: str | None, fails: bool,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     during: list[tuple[int, bool, str | None]] = []
@@ -184,13 +183,13 @@ def warnings(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize("style", LR_STYLES)
-@pytest.mark.parametrize("floor", [0.0, 1e-5])
-def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
+def test_idle_steps_are_those_a_count_finds(style: str) -> None:
     """Every end of the warm-up and of the decay, every length of the run, every step a resume may start at, with and
     without skipped steps."""
-    for peak, decay, warm, last, start, skipped in [
-            (peak, decay, warm, last, start, skipped)
-            for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay} for last in (0, 1, 4, 7)
+    for floor, peak, decay, warm, last, start, skipped in [
+            (floor, peak, decay, warm, last, start, skipped)
+            for floor in (0.0, 1e-5) for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay}
+            for last in (0, 1, 4, 7)
             for start in (0, 3, 4, 7) for skipped in (0, 2) if skipped <= start]:
         schedule = LRSchedule(style, peak, min(floor, peak), warm, decay)
         config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})
@@ -201,43 +200,39 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
         assert found == "" if tail == len(rates) else idle in found
 
 
-@pytest.mark.parametrize(("values", "iteration", "remedy"), [
+REMEDIES: list[tuple[dict[str, Any], int, str]] = [
     ({}, 0, "give --lr-decay-iters 40 (in a JSON file: total_num_steps), or a --min-lr above 0"),
     ({}, 30, "give --override-lr-scheduler --lr-decay-iters 40, or with it a --min-lr above 0"),
     ({"override_lr_scheduler": True}, 30, "give --lr-decay-iters 40 (in a JSON file: total_num_steps)"),
     ({"use_checkpoint_lr_scheduler": True}, 30,
      "give --override-lr-scheduler --lr-decay-iters 40 in place of --use-checkpoint-lr-scheduler"),
-    ({"lr": 0.0}, 0, "give --lr above 0"),
-])
-def test_the_remedy_is_one_that_helps_here(values: dict[str, Any], iteration: int, remedy: str) -> None:
-    found = zero_lr_warning(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration,
-                            iteration)
-    assert remedy in found and "\n" not in found
+    ({"lr": 0.0}, 0, "give --lr above 0")]
+
+
+def test_the_remedy_is_one_that_helps_here() -> None:
+    for values, iteration, remedy in REMEDIES:
+        found = zero_lr_warning(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration,
+                                iteration)
+        assert remedy in found and "\n" not in found
 
 
 RUN = [*TINY, "--mock-data", "--lr", "1e-3", "--warmup", "0"]
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    assert not warnings(train([*RUN, "--train-iters", 4, "--save", tmp_path / "s"])), "every step of it trains"
-    return tmp_path / "s"
-
-
-def test_the_longer_run_that_used_to_be_documented_warns(saved: Path, tmp_path: Path) -> None:
+def test_the_longer_run_that_used_to_be_documented_warns_and_what_the_warning_recommends_trains_to_the_end(
+        tmp_path: Path) -> None:
+    saved = tmp_path / "s"
+    assert not warnings(train([*RUN, "--train-iters", 4, "--save", saved])), "every step of it trains"
     longer = [*RUN, "--train-iters", 8, "--load", saved, "--metrics-file", tmp_path / "m"]
     note, = warnings(train([*longer, "--lr-decay-iters", 4]))
     assert "0 from iteration 5 on: the last 4 of 8" in note
     note, = warnings(train([*longer, "--use-checkpoint-lr-scheduler"]))
     assert "0 from iteration 5 on" in note and "--override-lr-scheduler" in note
     assert [step["learning_rate"] for step in steps(tmp_path / "m")] == [0.0] * 8
-
-
-@pytest.mark.parametrize("flags", [["--override-lr-scheduler"], ["--override-lr-scheduler", "--lr-decay-iters", 8],
-                                   ["--override-lr-scheduler", "--lr-decay-iters", 4, "--min-lr", 1e-4]])
-def test_what_the_warning_recommends_trains_to_the_end(saved: Path, flags: list[object], tmp_path: Path) -> None:
-    said = train([*RUN, "--train-iters", 8, "--load", saved, "--metrics-file", tmp_path / "m", *flags])
-    assert not warnings(said) and min(step["learning_rate"] for step in steps(tmp_path / "m")) > 0
+    for flags in ([], ["--lr-decay-iters", 8], ["--lr-decay-iters", 4, "--min-lr", 1e-4]):
+        (tmp_path / "m").unlink()
+        assert not warnings(train([*longer, "--override-lr-scheduler", *flags]))
+        assert min(step["learning_rate"] for step in steps(tmp_path / "m")) > 0
 
 
 def test_a_finished_schedule_of_a_json_file_warns(tmp_path: Path) -> None:

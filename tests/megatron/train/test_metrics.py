@@ -129,25 +129,22 @@ def step(number: int, loss: float, skipped: bool = False, milliseconds: float = 
                        2 * mfu, mfu, 2**30)
 
 
-def test_rates_of_the_console_line_are_all_over_the_same_time() -> None:
+def test_the_console_line_has_rates_over_the_same_time_and_leaves_skipped_steps_out_of_the_loss() -> None:
     line = console_line([step(1, 2.0, milliseconds=30.0, mfu=0.1), step(2, 2.0, milliseconds=10.0, mfu=0.3)], 10)
     assert "TFLOP/s 0.30" in line and "MFU 15.0%" in line
-
-
-def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
     line = console_line([step(1, 2.0, False), step(2, 99.0, True), step(3, 4.0, False)], 10)
     assert CONSOLE.fullmatch(line) and "lm loss 3.000000E+00" in line and line.endswith("skipped 1")
     assert "elapsed time per iteration (ms): 10.0" in line and "tokens/s 100 " in line and "MFU 50.0%" in line
     assert "lm loss nan" in console_line([step(1, 2.0, True)], 10).lower()
 
 
-@pytest.mark.parametrize("steps_left", [1, 7, 9, 10, 11, 25, 49, 240, 999, 1000, 500_000])
-def test_a_run_prints_at_least_ten_lines_or_one_a_step_wherever_it_starts(steps_left: int) -> None:
-    interval = default_interval(steps_left)
-    for start in (0, 1, interval - 1, interval, 12_345):
-        lines_printed = sum(1 for _ in range(start + interval - start % interval, start + steps_left + 1, interval))
-        assert lines_printed >= min(MIN_LINES, steps_left)
-    assert interval <= 100
+def test_a_run_prints_at_least_ten_lines_or_one_a_step_wherever_it_starts() -> None:
+    for steps_left in (1, 7, 9, 10, 11, 25, 49, 240, 999, 1000, 500_000):
+        interval = default_interval(steps_left)
+        for start in (0, 1, interval - 1, interval, 12_345):
+            printed = len(range(start + interval - start % interval, start + steps_left + 1, interval))
+            assert printed >= min(MIN_LINES, steps_left), (steps_left, start)
+        assert interval <= 100
 
 
 def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> None:
@@ -165,12 +162,12 @@ def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> No
     assert printed()[-1] == 23, "the last step has a line"
 
 
-@pytest.mark.parametrize(("interval", "start", "end", "said"), [
-    (2000, 0, 50, True), (2000, 1990, 1999, True), (2000, 1990, 2000, False), (0, 0, 50, False), (None, 0, 50, False),
-    (50, 0, 50, False), (2000, 50, 50, False)])
-def test_a_run_whose_interval_leaves_no_line_says_so(interval: int | None, start: int, end: int, said: bool) -> None:
-    notes = Console(interval, end, start, writes=False).notes
-    assert len(notes) == said and all(f"--log-interval is {interval}, and" in note for note in notes)
+def test_a_run_whose_interval_leaves_no_line_says_so() -> None:
+    for interval, start, end, said in (
+            (2000, 0, 50, True), (2000, 1990, 1999, True), (2000, 1990, 2000, False), (0, 0, 50, False),
+            (None, 0, 50, False), (50, 0, 50, False), (2000, 50, 50, False)):
+        notes = Console(interval, end, start, writes=False).notes
+        assert len(notes) == said and all(f"--log-interval is {interval}, and" in note for note in notes)
 
 
 def test_the_console_shows_the_facts_and_verbose_the_whole_configuration(tmp_path: Path) -> None:
@@ -215,12 +212,12 @@ def test_a_complete_save_is_a_line_that_no_reader_takes_for_a_step(flags: list[s
         assert line["bytes"] > 12 * 10_000 and 0 < line["seconds"] < 60
 
 
-@pytest.mark.parametrize("text", ["The end\n", "a\x00\x1b[2Jb\x7f", "\ufffd\ufffd x \ufffd", "it's \"so\" \\ é", ""])
-def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> None:
-    shown = printable(text)
-    assert shown.isprintable() and "\ufffd" not in shown
-    literal = shown.removesuffix(r" (\ufffd: bytes that are not UTF-8)")
-    assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
+def test_the_sample_is_one_printable_line_and_can_be_read_back() -> None:
+    for text in ("The end\n", "a\x00\x1b[2Jb\x7f", "\ufffd\ufffd x \ufffd", "it's \"so\" \\ é", ""):
+        shown = printable(text)
+        assert shown.isprintable() and "\ufffd" not in shown
+        literal = shown.removesuffix(r" (\ufffd: bytes that are not UTF-8)")
+        assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
 
 
 def events_of(folder: Path) -> Any:
@@ -229,9 +226,11 @@ def events_of(folder: Path) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_step_and_the_configuration(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
     train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2,
-           "--eval-iters", 1, "--peak-tflops", 1, "--metrics-file", tmp_path / "m"])
+           "--eval-iters", 1, "--peak-tflops", 1, "--metrics-file", tmp_path / "m", "--clip-grad", 0.25])
     events = events_of(tmp_path / "board")
     found = [line for line in map(json.loads, (tmp_path / "m").read_text().splitlines()) if "samples_digest" in line]
     for key in STEP_SCALARS:
@@ -244,13 +243,6 @@ def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
     tokens = 4 * 16
     assert [event.step for event in events.Scalars("train/lm_loss_by_tokens")] == [tokens, 2 * tokens]
     assert [event.step for event in events.Scalars("validation/lm_loss_by_tokens")] == [2 * tokens]
-
-
-def test_tensorboard_shows_the_configuration_as_text_and_as_hyper_parameters(tmp_path: Path) -> None:
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    train([*TINY, "--mock-data", "--train-iters", 1, "--tensorboard-dir", tmp_path / "board", "--clip-grad", 0.25])
-    events = events_of(tmp_path / "board")
     text, = events.Tensors("configuration/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert "| optim.clip_grad | 0.25 |" in shown and "GPT-2 with" in shown
@@ -337,8 +329,7 @@ def tags(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("interval", "keep", "expected"), [
-    (0, None, [7]), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [3, 6, 7]), (7, None, [7]), (100, None, [7]),
-    (2, 2, [6, 7]), (1, 1, [7])])
+    (0, None, [7]), (3, None, [3, 6, 7]), (2, 2, [6, 7]), (1, 1, [7])])
 def test_save_interval_0_saves_only_at_the_end_and_keep_last_keeps_the_newest(interval: int, keep: int | None,
                                                                               expected: list[int],
                                                                               tmp_path: Path) -> None:
@@ -392,7 +383,7 @@ def test_memory_of_the_host_is_that_of_the_process_and_not_of_the_one_that_start
     code = "from megatron.host_memory import peak_resident_bytes\nprint(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", f"""
 import subprocess, sys
-much = bytearray(b"1") * (3 << 29)
+much = bytearray(b"1") * (300 << 20)
 print(subprocess.run([sys.executable, "-c", {code!r}], capture_output=True, text=True, check=True).stdout)
 """], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 10 << 20 < int(done.stdout) < 1 << 30
+    assert 5 << 20 < int(done.stdout) < 200 << 20

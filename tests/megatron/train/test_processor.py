@@ -52,10 +52,10 @@ def test_the_scripts_ask_this_module_and_nobody_else() -> None:
 # ---- what is freed is kept, and found again: a block taken again and again costs no fresh pages --------------------
 
 FRESH_PAGES = """
-import resource, sys, torch
+import resource, torch
 from megatron.train.processor import keep_freed_memory
 
-assert sys.argv[1] == "as it comes" or keep_freed_memory()
+assert keep_freed_memory()
 for round in range(12):
     if round == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -64,12 +64,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 LIKE_A_STEP = """
-import ctypes, resource, sys, torch
-from megatron.train import processor
+import ctypes, resource, torch
+from megatron.train.processor import keep_freed_memory
 
-if sys.argv[1] == "no stock":
-    processor.PREALLOCATED_BLOCKS = 0
-assert processor.keep_freed_memory()
+assert keep_freed_memory()
 libc = ctypes.CDLL(None)
 activations = []
 for layer in range(64):
@@ -99,7 +97,7 @@ print(held() - before)
 """
 
 
-def fresh_pages(program: str, setting: str, tunables: str) -> int:
+def fresh_pages(program: str, tunables: str, setting: str = "") -> int:
     """What blocks cost that are taken when others of the same size, or of the same size together, have been freed."""
     result = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True, check=True,
                             env={**os.environ, "GLIBC_TUNABLES": tunables}, cwd=ROOT)
@@ -113,21 +111,16 @@ def shipped_tunables() -> str:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
-def test_a_block_that_was_freed_is_taken_again_without_fresh_pages():
-    assert fresh_pages(FRESH_PAGES, "as it comes", "") > 11 * 16, "11 blocks, at the least a fresh page for each 2 MB"
-    assert fresh_pages(FRESH_PAGES, "kept", shipped_tunables()) < 100
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
-def test_gradients_find_room_where_activations_were_between_nodes_that_stay():
-    """12 blocks of 14 MB (3,584 pages each), after 64 of 3 MB."""
-    assert fresh_pages(LIKE_A_STEP, "no stock", shipped_tunables()) > 12 * 1000
-    assert fresh_pages(LIKE_A_STEP, "stock", shipped_tunables()) < 3584
+def test_what_was_freed_is_taken_again_without_fresh_pages():
+    """A block of 32 MB, 11 times (as it comes, that is a fresh page for each 2 MB at the least). And 12 blocks of 14 MB
+    (3,584 pages each) after 64 of 3 MB, between nodes that stay (without a stock, some 12,000 fresh pages)."""
+    assert fresh_pages(FRESH_PAGES, shipped_tunables()) < 100
+    assert fresh_pages(LIKE_A_STEP, shipped_tunables()) < 3584
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
 def test_where_memory_is_short_large_blocks_go_back():
     """Megabytes held when blocks of 40, 30 and 20 have been freed, and three of 2 have not; also where a run of the
     other kind came before in the process."""
-    assert fresh_pages(HELD, "but large ones, then all", shipped_tunables()) > 40
-    assert fresh_pages(HELD, "all, then but large ones", shipped_tunables()) < 12
+    assert fresh_pages(HELD, shipped_tunables(), "but large ones, then all") > 40
+    assert fresh_pages(HELD, shipped_tunables(), "all, then but large ones") < 12

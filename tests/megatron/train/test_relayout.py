@@ -21,10 +21,9 @@ import torch
 from megatron.errors import CheckpointError
 from megatron.train.resume import RunCheckpoints
 from megatron.zero.api import checkpoint_io
-from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.megatron.counting import on_the_accelerator_side
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, steps, total_digest, train, write_corpus
+from tests.wires import accelerator_side
 
 BEFORE, AFTER, BATCH = 5, 20, 8
 
@@ -109,7 +108,7 @@ def test_a_tag_of_each_layout_goes_on_in_each_other(tmp_path: Path) -> None:
 PRECISIONS: dict[str, list[object]] = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", 1024]}
 
 
-@pytest.mark.parametrize(("written", "asked"), list(itertools.permutations(PRECISIONS, 2)))
+@pytest.mark.parametrize(("written", "asked"), [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
 def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(written: str, asked: str,
                                                                             tmp_path: Path) -> None:
     common = [*TINY, *NO_DROPOUT, "--mock-data", "--train-iters", 6]
@@ -144,11 +143,11 @@ def as_on_a_gpu() -> Iterator[None]:
         state, stream = captured(), torch.arange(16, dtype=torch.uint8)
         return {**state, "cuda": stream, "tracker": {name: stream for name in state["tracker"]}}
 
-    with on_the_accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
+    with accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
         yield
 
 
-@pytest.mark.parametrize("written_on_gpu, precision", cells([True, False], ["bf16", "fp16"]))
+@pytest.mark.parametrize("written_on_gpu, precision", [(True, "bf16"), (False, "fp16")])
 def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what_starts_anew(
         written_on_gpu: bool, precision: str, tmp_path: Path) -> None:
     common = [*TINY, *NO_DROPOUT, *PRECISIONS[precision], "--mock-data", "--train-iters", 6]

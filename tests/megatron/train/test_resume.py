@@ -196,17 +196,17 @@ def test_a_folder_whose_name_has_a_colon_is_that_folder_from_the_first_start_on(
     assert f"of global_step2 from {tmp_path}/run:10" in train(again)
 
 
-@pytest.mark.parametrize(("flags", "error", "words"), [
-    (["--load", "{root}", "--ckpt-step", 1], CheckpointError, "--ckpt-step 1: .* holds global_step2"),
-    (["--load", "{root}:global_step9"], CheckpointError, "no tag global_step9 under .*, which holds global_step2"),
-    (["--load", "{root}:global_step2", "--ckpt-step", 2], ConfigError, "give one of them"),
-    (["--ckpt-step", 2], ConfigError, "--ckpt-step needs --load"),
-])
-def test_a_tag_that_is_not_there_is_named(flags: list[object], error: type[Exception], words: str,
-                                          tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s"])
-    with pytest.raises(error, match=words):
-        train([*TINY, "--mock-data", "--train-iters", 2, *(str(flag).format(root=tmp_path / "s") for flag in flags)])
+def test_a_tag_that_is_not_there_is_named(tmp_path: Path) -> None:
+    common, root = [*TINY, "--mock-data", "--train-iters", 2], tmp_path / "s"
+    train([*common, "--save", root])
+    for flags, words in ((["--load", root, "--ckpt-step", 1], "--ckpt-step 1: .* holds global_step2"),
+                         (["--load", f"{root}:global_step9"], "no tag global_step9 under .*, which holds global_st")):
+        with pytest.raises(CheckpointError, match=words):
+            train([*common, *flags])
+    for flags, words in ((["--load", f"{root}:global_step2", "--ckpt-step", 2], "give one of them"),
+                         (["--ckpt-step", 2], "--ckpt-step needs --load")):
+        with pytest.raises(ConfigError, match=words):
+            train([*common, *flags])
 
 
 def test_a_finished_run_is_saved_where_another_folder_is_asked_for(tmp_path: Path) -> None:
@@ -228,18 +228,15 @@ def test_a_foreign_checkpoint_in_the_place_of_a_new_run_is_not_trained_over(tmp_
         train([*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path, "--save", tmp_path])
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--save", "{there}/file/x"], "file is a file"), (["--load", "{there}/nowhere"], "there is no such folder"),
-    (["--metrics-file", "{there}/nowhere/m"], "--metrics-file .* no folder"),
-    (["--tensorboard-dir", "{there}/file/x"], "--tensorboard-dir .* not a folder that can be written"),
-])
-def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(flags: list[str], words: str,
-                                                                               tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text " * 500)
     (tmp_path / "file").touch()
-    with pytest.raises((StorageError, CheckpointError), match=words):
-        train([*TINY, "--train-data", tmp_path / "texts", *(flag.format(there=tmp_path) for flag in flags)])
+    for flag, place, words in (("--save", "file/x", "file is a file"), ("--load", "nowhere", "there is no such folder"),
+                               ("--metrics-file", "nowhere/m", "--metrics-file .* no folder"),
+                               ("--tensorboard-dir", "file/x", "--tensorboard-dir .* not a folder that can be ")):
+        with pytest.raises((StorageError, CheckpointError), match=words):
+            train([*TINY, "--train-data", tmp_path / "texts", flag, tmp_path / place])
     assert not (tmp_path / "texts.cache").exists()
 
 

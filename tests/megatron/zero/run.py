@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +23,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Segment
 from megatron.zero.offload.storage import WEIGHT
-from mpu.collectives import all_gather_into
-from mpu.groups import Group, Groups
+from mpu.groups import Groups
 from mpu.partition import join_local_slices, partition_of
 
 CLIP, DECAY = 0.5, 0.1
@@ -159,31 +156,6 @@ def join_tensor_parallel(pieces: list[dict[str, Tensor]], model: nn.Module) -> d
         partition = partition_of(parameter)
         joined[name] = pieces[0][name] if partition is None else join_local_slices([p[name] for p in pieces], partition)
     return joined
-
-
-@contextmanager
-def late_network() -> Iterator[None]:
-    """Within, parameters arrive when they are waited for and not before: until then, those of other ranks are nan."""
-
-    under_way: list[Late] = []
-
-    class Late:
-        def __init__(self, *parts: Any) -> None:
-            self._parts = parts
-
-        def wait(self) -> None:
-            while self in under_way:  # in the order they were begun in, which is the same on all ranks
-                all_gather_into(*under_way.pop(0)._parts).wait()
-
-    def begin(full: Tensor, shard: Tensor, group: Group, *how: Any) -> Late:
-        mine = shard.clone()  # it may be a part of `full`
-        full.fill_(math.nan)
-        shard.copy_(mine)
-        under_way.append(Late(full, shard, group))
-        return under_way[-1]
-
-    with patch("megatron.zero.bucket.all_gather_into", begin):
-        yield
 
 
 class PlainLoop:

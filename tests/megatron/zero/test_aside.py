@@ -114,7 +114,7 @@ def test_what_comes_back_is_waited_for(place: Place | None) -> None:
 
 # -- uses ----------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(params=[0, 2, 3])
+@pytest.fixture(params=[0, 3])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with accelerator_side():
         made = engine_around(Net(), configure(zero_stage=request.param, bf16=True), groups.build(1), 2)
@@ -243,21 +243,20 @@ class Theirs(str, Enum):
     optim_states = "optim_states"
 
 
-@pytest.mark.parametrize("include, device", [
-    (["optim_states"], "cpu"), ("optim_states", torch.device("cpu")), ([Theirs.optim_states], Theirs.cpu),
-    ({zero.OffloadStateTypeEnum.optim_states}, zero.OffloadDeviceEnum.cpu)])
-def test_names_may_be_theirs_or_ours(engine: Engine, include: Any, device: Any) -> None:
-    engine.offload_states(include, device, pin_memory=False)
-    assert {*engine.core._state_offloader._offloaded} == {"optim_states"}
-
-
-@pytest.mark.parametrize("given, why", [
-    ({"device": "nvme"}, "'nvme'.*to the host only"), ({"device": Theirs.nvme}, "'nvme'"),
-    ({"device": "none"}, "'none'"), ({"include": ["moments"]}, "unknown state 'moments'"),
-    ({"include": 3}, "a list of optim_states")])
-def test_others_are_refused(engine: Engine, given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        engine.offload_states(**given)
+def test_names_may_be_theirs_or_ours_and_others_are_refused(engine: Engine) -> None:
+    for include, device in ((["optim_states"], "cpu"), ("optim_states", torch.device("cpu")),
+                            ([Theirs.optim_states], Theirs.cpu),
+                            ({zero.OffloadStateTypeEnum.optim_states}, zero.OffloadDeviceEnum.cpu)):
+        engine.offload_states(include, device, pin_memory=False)  # type: ignore[arg-type]
+        assert {*engine.core._state_offloader._offloaded} == {"optim_states"}
+        engine.reload_states()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"device": "nvme"}, "'nvme'.*to the host only"), ({"device": Theirs.nvme}, "'nvme'"),
+        ({"device": "none"}, "'none'"), ({"include": ["moments"]}, "unknown state 'moments'"),
+        ({"include": 3}, "a list of optim_states")]
+    for given, why in refused:
+        with pytest.raises(ConfigError, match=why):
+            engine.offload_states(**given)
 
 
 def test_on_the_host_nothing_happens_and_that_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

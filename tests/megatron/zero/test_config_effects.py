@@ -71,16 +71,13 @@ class Record:
     name: str = "record"
 
 
-x = torch.zeros(2)
-
-
-@pytest.mark.parametrize("value", [x, (x,), [x], Pair(1, x), {"x": x}, UserDict(x=x), Record(x),
-                                   {"a": [UserDict(x=(x,))]}])
-def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind(value: Any) -> None:
-    changed = map_tensors(value, lambda tensor: tensor + 1)
-    assert type(changed) is type(value)
-    for found, wanted in ((value, x), (changed, x + 1)):
-        assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
+def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind() -> None:
+    x = torch.zeros(2)
+    for value in (x, (x,), [x], Pair(1, x), {"x": x}, UserDict(x=x), Record(x), {"a": [UserDict(x=(x,))]}):
+        changed = map_tensors(value, lambda tensor: tensor + 1)
+        assert type(changed) is type(value)
+        for found, wanted in ((value, x), (changed, x + 1)):
+            assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
 
 
 # ---- errors and notes name keys --------------------------------------------------------------------------------------
@@ -93,18 +90,13 @@ def initialized(**keys: Any) -> zero.Engine:
     return zero.initialize(model=nn.Linear(8, 8), config={**KEYS, "zero_optimization": {"stage": 3, **keys}})[0]
 
 
-@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-@pytest.mark.parametrize(("more", "told"), [
-    ({}, "{}.device nvme needs {}.nvme_path"),
-    ({"nvme_path": "/nowhere"}, "{}.nvme_path /nowhere: there is no such folder"),
-])
-def test_an_error_about_a_drive_names_keys_alone(section: str, more: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        initialized(**{section: {"device": "nvme", **more}})
-    assert told.replace("{}", f"zero_optimization.{section}") in str(caught.value) and "--" not in str(caught.value)
-
-
-def test_an_error_of_a_pass_names_keys_alone() -> None:
+def test_errors_name_keys_alone() -> None:
+    for section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        for more, told in (({}, f"{section}.device nvme needs {section}.nvme_path"),
+                           ({"nvme_path": "/nowhere"}, f"{section}.nvme_path /nowhere: there is no such folder")):
+            with pytest.raises(ConfigError) as caught:
+                initialized(**{section.partition(".")[2]: {"device": "nvme", **more}})
+            assert told in str(caught.value) and "--" not in str(caught.value)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zeros = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_param_persistence_threshold": 0}
     engine = zero.initialize(model=model, config={**KEYS, "zero_optimization": zeros})[0]
@@ -115,7 +107,7 @@ def test_an_error_of_a_pass_names_keys_alone() -> None:
 ON_DRIVE = "--offload-optimizer-device nvme --offload-optimizer-nvme-path /x --no-offload-optimizer-pin-memory"
 
 
-@pytest.mark.parametrize(("argv", "sentences"), [
+UNREAD = [
     ("--offload-optimizer-nvme-path /x --offload-optimizer-buffer-count 5",
      ["--offload-optimizer-nvme-path and --offload-optimizer-buffer-count have no effect without "
       "--offload-optimizer-device nvme"]),
@@ -129,10 +121,13 @@ ON_DRIVE = "--offload-optimizer-device nvme --offload-optimizer-nvme-path /x --n
     ("--aio-queue-depth 32 --cpu-optimizer",
      ["--aio-queue-depth has no effect without --offload-optimizer-device nvme or --offload-param-device nvme"]),
     (f"--aio-queue-depth 32 {ON_DRIVE} --no-offload-optimizer-pipeline-read", []),
-])
-def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: str, sentences: list[str]) -> None:
-    notes = parse_args(["--zero-stage", "3", *argv.split()]).notes
-    assert sorted(notes) == sorted(f" note: {sentence}" for sentence in sentences)
+]
+
+
+def test_settings_that_nothing_reads_are_named_with_what_is_missing() -> None:
+    for argv, sentences in UNREAD:
+        notes = parse_args(["--zero-stage", "3", *argv.split()]).notes
+        assert sorted(notes) == sorted(f" note: {sentence}" for sentence in sentences)
 
 
 def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.megatron.zero.offload.test_equal import batches, train
 from tests.megatron.zero.offload.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
-from tests.megatron.zero.test_call_orders import Model
+from tests.megatron.zero.small import Model
 
 Use = Callable[[Engine, Path], object]
 
@@ -83,9 +83,7 @@ def made(drive: Path | None, folder: Path, use: Use) -> list[weakref.ref[object]
                                              *engine.module.parameters())]
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("use", [nothing, destroy, all_kinds_of_things, errors])
-@pytest.mark.parametrize("is_on_drive", [False, True])
+@pytest.mark.parametrize("use, is_on_drive", [(nothing, True), (destroy, False), (errors, True), (errors, False)])
 def test_an_engine_goes_with_its_model(tmp_path: Path, is_on_drive: bool, use: Use) -> None:
     (tmp_path / "drive").mkdir()
     assert left(0, 1, tmp_path / "drive", tmp_path, use, is_on_drive) == []

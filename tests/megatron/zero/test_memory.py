@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.cli import build_config
 from megatron.model import count_parameters
-from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 # Bytes per parameter with 16-bit weights and gradients, fp32 master and two moments; n data parallel ranks.
 PAPER = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: lambda n: 16 / n}
@@ -33,13 +32,9 @@ def live_bytes(engine: ZeroEngine) -> int:
 
 def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
     """Live bytes of this rank between backward and step."""
-    grid = groups.build(1)
-    config = build_config({
-        "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128,
-        "vocab_size": 1024, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "zero_stage": stage,
-        "stage3_param_persistence_threshold": 0})
-    model = build_model(config, grid)
-    engine = build_engine(config, model, grid, torch.device("cpu")).core
+    config = configure_gpt2(num_layers=4, hidden_size=128, max_position_embeddings=128, vocab_size=1024, bf16=True,
+                            zero_stage=stage)
+    engine = gpt2_engine(config, groups.build(1))
     rows = torch.randint(0, 1024, (1, 33))
     for _ in range(2):
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
@@ -59,11 +54,7 @@ def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
 
 def held_by_a_loss(rank: int, world: int) -> bool:
     """Whether the buffer that the loss wrote the token table's gradient to outlives the backward, with the loss."""
-    config = build_config({
-        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "zero_stage": 2})
-    grid = groups.build(1)
-    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    engine = gpt2_engine(configure_gpt2(num_layers=1, zero_stage=2), groups.build(1))
     rows = torch.randint(0, 61, (2, 17))
     loss = engine(rows[:, :-1], rows[:, 1:])
     written = [bucket.grads for bucket in engine.buckets if bucket.grads._full_buffer is not None]
@@ -82,12 +73,8 @@ def test_a_loss_that_is_kept_keeps_no_gradient() -> None:
 def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) -> dict[str, object]:
     """The most elements, and units, of a stage 3 run that were whole at the same time, counted from the buffers at
     every gather; and how often anything was gathered in a step."""
-    grid = groups.build(1)
-    config = build_config({
-        "num_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "zero_stage": 3, "stage3_param_persistence_threshold": 0, "checkpoint_activations": recompute,
-        "checkpoint_num_layers": 3, **settings})
-    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    engine = gpt2_engine(configure_gpt2(num_layers=BLOCKS, zero_stage=3, checkpoint_activations=recompute,
+                                        checkpoint_num_layers=3, **settings), groups.build(1))
     counts = []
     for bucket in engine.buckets:
         def start(start=bucket._launch_gather) -> None:  # type: ignore[no-untyped-def]
@@ -147,13 +134,14 @@ def test_blocks_stay_for_their_backward_within_the_reuse_distance() -> None:
         assert found["gathers"] == 1 + 2 * BLOCKS - kept
 
 
-def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, bool]:
-    """Bucket name -> whether its reduction was launched while backward was still running."""
+def reductions_during_backward(rank: int, world: int) -> list[dict[str, bool]]:
     grid = groups.build(1)
-    config = build_config({
-        "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "zero_stage": stage, "stage3_param_persistence_threshold": 0})
-    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    return [reductions_of(stage, grid) for stage in (0, 2, 3)]
+
+
+def reductions_of(stage: int, grid: groups.Groups) -> dict[str, bool]:
+    """Bucket name -> whether its reduction was launched while backward was still running."""
+    engine = gpt2_engine(configure_gpt2(num_layers=3, zero_stage=stage), grid)
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
         def reduce(bucket=bucket, launch=bucket.grads.start_reduction) -> None:  # type: ignore[no-untyped-def]
@@ -166,8 +154,7 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_are_reduced_while_backward_still_runs(stage: int) -> None:
-    seen = run_ranks(reductions_during_backward, 2, stage)[0]
-    assert {name: during for name, during in seen.items() if name != "root"} == dict.fromkeys(
-        ("blocks.0", "blocks.1", "blocks.2"), True)
+def test_gradients_are_reduced_while_backward_still_runs() -> None:
+    for seen in run_ranks(reductions_during_backward, 2)[0]:
+        assert {name: during for name, during in seen.items() if name != "root"} == dict.fromkeys(
+            ("blocks.0", "blocks.1", "blocks.2"), True)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
+from tests.late_wire import late_wire
 from tests.megatron.zero.offload.test_equal import everywhere
 from tests.megatron.zero.models import (WIDTH, AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen,
                                         FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Passes, Permuted,
                                         RankDrop, Records, Slices, ThreeElements, Words)
-from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
+from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, Opaque,
                                          OtherMethod, ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock,
                                          TiedToRoot, Wrapped)
@@ -127,7 +128,7 @@ def train(rank: int, world: int, cases: list[Case], stage: int, drive: Path | No
     where one is given."""
     grid = groups.build(1)
     ends = []
-    with late_network():
+    with late_wire():
         for model, script, precision in cases:
             settings: dict[str, Any] = {precision: True} if precision != "fp32" else {}
             if drive is not None:

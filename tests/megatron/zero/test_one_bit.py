@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_grad, safe_set_full_grad, safe_set_full_optimizer_state
 from mpu import groups
-from tests.covering import cells
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.megatron.zero.given_gradients import (Flat, Net, all_state, assert_goes_on_bit_for_bit,
                                                  assert_mean_of_debts_stays, gpt2_trained, noisy, same, saved, train,
@@ -41,8 +41,7 @@ def trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> dict
 # ---- beside Adam, and beside the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stage, bias", [(0, True), (1, False)])
 def test_until_it_freezes_it_is_adam_bit_for_bit(stage: int, bias: bool) -> None:
     own = {"zero_stage": stage, "clip_grad": 0.2, "optimizer_params": (f"bias_correction={str(bias).lower()}",)}
     found = run_ranks(trained, 2, FREEZE, own)
@@ -78,11 +77,14 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
             flat.forget_negligible(v)
             owed += BETAS[0] * m + (1 - BETAS[0]) * grads
             owed *= v != 0
-            says = np.stack([flat.say(one, v) for one in owed])
-            owed -= says
-            served += says.mean(0)
-            m = flat.say(served, v)
-            served -= m
+            if ranks == 1:  # one rank says everything
+                m, owed = owed[0], np.zeros_like(owed)
+            else:
+                says = np.stack([flat.say(one, v) for one in owed])
+                owed -= says
+                served += says.mean(0)
+                m = flat.say(served, v)
+                served -= m
             norms.append(np.linalg.norm(m))
             m *= min(1, clip / (norms[-1] + 1e-6)) if clip else 1
         update = m / (1 - BETAS[0] ** (step + 1)) / (np.sqrt(v / of_v) + EPS)
@@ -101,8 +103,7 @@ def _told(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[
     return weights(engine), norms
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("ranks, stage, clip", cells([2, 3], [0, 1], [0.0, 0.2], each=2))
+@pytest.mark.parametrize("ranks, stage, clip", [(1, 0, 0.2), (2, 0, 0.0), (2, 1, 0.2), (3, 1, 0.0)])
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: float) -> None:
     wanted, wanted_norms = reference(ranks, 50, clip)
     by_rank = run_ranks(_told, ranks, 50, {"stage": stage, "clip_grad": clip})
@@ -113,33 +114,11 @@ def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: fl
     assert same([by_rank[0][0]] * ranks, [found for found, _ in by_rank]), "the ranks have other weights"
 
 
-def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
-    [found] = run_ranks(trained, 1, 20, {})
-    model, (beta1, beta2) = Net(), BETAS
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
-    for step in range(20):
-        model.zero_grad()
-        model(noisy(step, 0)).backward()
-        for name, p in model.named_parameters():
-            m, v = moments[name]
-            m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
-            if step < FREEZE:
-                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-            else:
-                v[v <= 1e-6 * v.mean()] = 0
-                m[v == 0] = 0
-            size = (v / (1 - beta2 ** min(step + 1, FREEZE))).sqrt() + EPS
-            with torch.no_grad():
-                p.mul_(1 - LR * DECAY * (p.dim() >= 2)).sub_(LR * m / (1 - beta1 ** (step + 1)) / size)
-    for name, p in with_numbers(dict(model.named_parameters())):
-        assert (found[name] - p).abs().max() < 1e-6, name
-
-
 # ---- any split of the work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulation, precision", cells(
-    [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
+@pytest.mark.parametrize("accumulation, precision", pairs(
+    [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}], each=1))
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
     """On two ranks, where the sums of the warm-up are (mpu/backends.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
@@ -181,12 +160,12 @@ def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(stage
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
+@pytest.mark.parametrize("stage, at", pairs([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5], each=1))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
     assert_goes_on_bit_for_bit(engine_of, noisy, tmp_path, stage, at)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, ranks: int) -> None:
     assert_mean_of_debts_stays(engine_of, noisy, tmp_path, (1, 1), FREEZE + 5, ranks)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.zero.api.engine import Engine
 from mpu import groups
-from tests.covering import cells
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.megatron.zero.given_gradients import (NUMBERS, WIDTH, Flat, Net, assert_goes_on_bit_for_bit,
                                                  assert_mean_of_debts_stays, by_name, gpt2_trained, same, train)
@@ -57,8 +57,8 @@ def _same(found: list[Any], wanted: list[Any]) -> bool:
 # ---- beside Lamb, and beside the reference ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("own", [(), ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true")])
+@pytest.mark.parametrize("stage, own", [
+    (0, ()), (1, ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true"))])
 def test_until_it_freezes_it_is_lamb_bit_for_bit(stage: int, own: tuple[str, ...]) -> None:
     settings = {"stage": stage, "clip_grad": 0.2, "optimizer_params": own}
     lamb = {**settings, "optimizer": "lamb"}
@@ -169,8 +169,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("ranks, stage, own, clip", cells([2, 3], [0, 1], [*OWN], [0.0, 0.2], each=2))
+@pytest.mark.parametrize("ranks, stage, own, clip", [(2, 0, "defaults", 0.0), (3, 1, "others", 0.2)])
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, own: str, clip: float) -> None:
     reference = Reference(ranks, clip, {**DEFAULTS, **OWN[own]})
     for step in range(50):
@@ -253,8 +252,7 @@ def test_stages_0_and_1_train_alike(precision: dict[str, Any]) -> None:
         assert (found[name] != other[name]).float().mean() < 0.01 or torch.allclose(found[name], other[name], 1e-6, 0)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1])
 def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
     """What ranks have in common is the same; the warm-up's averages are those of whole parameters."""
     settings = {**SETTINGS, "zero_stage": stage}
@@ -270,12 +268,11 @@ def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
+@pytest.mark.parametrize("stage, at", pairs([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5], each=1))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
     assert_goes_on_bit_for_bit(engine_of, batch, tmp_path, stage, at)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (3, 1)])
 def test_on_other_ranks_it_goes_on_with_the_mean_of_what_is_owed(tmp_path: Path, ranks: int, stage: int) -> None:
     assert_mean_of_debts_stays(engine_of, batch, tmp_path, (stage, 1 - stage), FREEZE + 5, ranks)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.tree import build_config
 from megatron.train import build
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.run import assemble, join_tensor_parallel, master_runs
+from tests.megatron.zero.run import assemble, configure_gpt2, join_tensor_parallel, master_runs
 
 STEPS, ROWS = 4, 8
 RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3, "rmsprop": 1e-3}
@@ -20,14 +19,10 @@ RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3,
 
 def engine_of(optimizer: str, stage: int, tp: int = 1) -> Engine:
     grid = groups.build(tp)
-    config = build_config({
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "make_vocab_size_divisible_by": 8, "weight_decay": 0.1,
-        "lr": RATES[optimizer], "lr_decay_style": "constant", "warmup": 0.0, "optimizer": optimizer,
-        "zero_stage": stage,
-        "model_parallel_size": tp, "batch_size": ROWS // grid.dp.size, "global_batch_size": ROWS,
-        "adam_eps": 1e-4,  # the gradient of a key bias is zero but for rounding, which a small epsilon would blow up
-        "stage3_param_persistence_threshold": 0})
+    # Its decay is 0.1, and its epsilon no blow-up of key biases.
+    config = configure_gpt2(lr=RATES[optimizer], lr_decay_style="constant", warmup=0.0, optimizer=optimizer,
+                            zero_stage=stage, model_parallel_size=tp, batch_size=ROWS // grid.dp.size,
+                            global_batch_size=ROWS, adam_eps=1e-4)
     return build.engine(config, build.model(config, grid), grid, torch.device("cpu"))
 
 
@@ -50,9 +45,7 @@ def trained(rank: int, world: int, optimizer: str, layouts: list[tuple[int, int]
 
 def whole(by_rank: list[Any], number: int, tp: int) -> dict[str, torch.Tensor]:
     """The logical weights of layout `number` from what all ranks hold."""
-    model = build.model(build_config({
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "make_vocab_size_divisible_by": 8}), groups.build(1))
+    model = build.model(configure_gpt2(), groups.build(1))
     pieces = [assemble([run for runs in by_rank[rank::tp] for run in runs[number]]) for rank in range(tp)]
     return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
 

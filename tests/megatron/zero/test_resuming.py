@@ -16,28 +16,10 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.zero.api.checkpoint_io import LoadOptions
 from megatron.zero.api.engine import Engine
-
-WIDTH, ROWS = 4, 2
+from tests.covering import pairs
+from tests.megatron.zero.small import Model, rows, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the engine steps the optimizer
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
-
-
-def config(stage: int = 0, **changes: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": ROWS,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **changes}
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -49,14 +31,10 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 def engine_of(scheduler: Any = None, *, stage: int = 0, groups: Callable[[nn.Module], Any] = two_groups,
               kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, rate: float | Tensor = 0.1,
               **changes: Any) -> Engine:
-    model = Net()
-    made: Engine = zero.initialize(model=model, optimizer=kind(groups(model), lr=rate), lr_scheduler=scheduler,
-                                   config=config(stage, **changes))[0]
-    return made
-
-
-def rows(number: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    model = Model()
+    return zero.initialize(model=model, optimizer=kind(groups(model), lr=rate), lr_scheduler=scheduler, config={
+        "train_micro_batch_size_per_gpu": 2, **changes,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
 
 
 def train(engine: Engine, numbers: range) -> list[list[float]]:
@@ -64,14 +42,9 @@ def train(engine: Engine, numbers: range) -> list[list[float]]:
     rates = []
     for number in numbers:
         rates.append(engine.get_lr())
-        engine.backward(engine(rows(number)))
+        engine.backward(engine(rows(0, number)))
         engine.step()
     return rates
-
-
-def whole(engine: Engine) -> Tensor:
-    with zero.GatheredParameters(engine.module.parameters()):
-        return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
 
 
 def hyper(engine: Engine) -> list[dict[str, Any]]:
@@ -175,8 +148,8 @@ def test_other_param_groups_are_refused_before_anything_changes(tmp_path: Path) 
 # ---- states and gradients ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["load_optimizer_states", "load_module_only"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("kind, option", [(torch.optim.AdamW, "load_optimizer_states"),
+                                          (torch.optim.NAdam, "load_module_only")])
 def test_without_its_states_the_optimizer_starts_anew_in_an_engine_that_has_trained(
         kind: Any, option: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {option: option == "load_module_only"}
@@ -190,15 +163,14 @@ def test_without_its_states_the_optimizer_starts_anew_in_an_engine_that_has_trai
     assert torch.equal(whole(used), whole(fresh))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage, accumulation", pairs(range(4), [1, 2], each=1))
 def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int, tmp_path: Path) -> None:
     used, fresh = (engine_of(stage=stage, gradient_accumulation_steps=accumulation) for _ in range(2))
     used.save_checkpoint(tmp_path)
-    used.backward(used(rows(7) * 100))
+    used.backward(used(rows(0, 7) * 100))
     if accumulation == 2:
         used.step()
-        used.backward(used(rows(8) * 100))
+        used.backward(used(rows(0, 8) * 100))
     for engine in (used, fresh):
         engine.load_checkpoint(tmp_path)
         engine.set_train_batch_size(engine.train_batch_size())  # no step is under way
@@ -206,11 +178,11 @@ def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int
     assert used.global_steps == fresh.global_steps == 1 and torch.equal(whole(used), whole(fresh))
 
 
-@pytest.mark.parametrize("name, value", [("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (0.9,)),
-                                         ("weight_decay", "0.1")])
-def test_senseless_hyper_parameters_are_not_restored(name: str, value: Any, tmp_path: Path) -> None:
-    used, fresh = engine_of(), engine_of()
-    used.optimizer.param_groups[0][name] = value
-    used.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"param_groups\[0\]: field '{name}': .* in the place of"):
-        fresh.load_checkpoint(tmp_path)
+def test_senseless_hyper_parameters_are_not_restored(tmp_path: Path) -> None:
+    for name, value in (("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (0.9,)),
+                        ("weight_decay", "0.1")):
+        used, fresh = engine_of(), engine_of()
+        used.optimizer.param_groups[0][name] = value
+        used.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"param_groups\[0\]: field '{name}': .* in the place of"):
+            fresh.load_checkpoint(tmp_path)

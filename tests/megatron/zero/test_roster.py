@@ -12,8 +12,9 @@ from torch import nn
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
+from tests.covering import pairs
 from tests.megatron.zero.run import master
-from tests.megatron.zero.test_call_orders import STAGES, WIDTH, Model, engine_of, rows, whole
+from tests.megatron.zero.small import STAGES, WIDTH, Model, engine_of, rows, whole
 
 
 def half(model: nn.Module) -> None:
@@ -120,9 +121,7 @@ def test_a_forward_between_backward_and_step_changes_nothing_and_its_graph_is_st
     assert torch.equal(whole(engine), whole(plain))
 
 
-@pytest.mark.parametrize("work", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("part", ["", "head"])
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage, part, work", pairs((0, 1, 2), ["", "head"], ["bf16", "fp16", "fp32"], each=1))
 def test_a_load_through_the_module_lasts_or_is_refused(stage: int, part: str, work: str) -> None:
     engine = engine_of(stage, precision=work, lr=0.0)
     module = engine.module.get_submodule(part)

@@ -20,7 +20,7 @@ from megatron.zero import hooks
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from mpu import groups
-from tests.megatron.zero import test_call_orders as call_orders
+from tests.megatron.zero import small
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 WIDTH = 8
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def engine_of(model: nn.Module, stage: int = 3) -> Engine:
-    return call_orders.engine_of(stage, model)
+    return small.engine_of(stage, model)
 
 
 def inputs() -> Tensor:
@@ -88,25 +88,16 @@ def alive(seen: list[tuple[str, StorageWeakRef]]) -> set[str]:
     return {name for name, storage in seen if name != "root" and not storage.expired()}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_the_memory_of_a_unit_goes_with_its_forward(run: str) -> None:
-    engine = engine_of(Model(RUNS[run]))
-    with watched() as seen:
-        loss = engine(inputs())
-        assert len(alive(seen)) <= 1, "the last block may stay for its backward"
-        engine.backward(loss)
-        assert alive(seen) == set()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at that of every tensor
-def test_so_does_that_of_compiled_blocks() -> None:
-    model = Model()
-    for block in model.blocks:
+@pytest.mark.parametrize("run", [*RUNS, "compiled"])
+def test_the_memory_of_a_unit_goes_with_its_forward(run: str) -> None:
+    model = Model(RUNS.get(run, RUNS["plain"]))
+    for block in model.blocks if run == "compiled" else ():
         block.compile(backend="aot_eager")
     engine = engine_of(model)
     with watched() as seen:
         loss = engine(inputs())
-        assert len(alive(seen)) <= 1
+        assert len(alive(seen)) <= 1, "the last block may stay for its backward"
         engine.backward(loss)
         assert alive(seen) == set()
 
@@ -123,13 +114,6 @@ def test_so_does_that_of_gpt2(checkpoints: bool) -> None:
         assert alive(seen) == set()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_tensor_that_changes_after_it_was_saved_is_an_error(stage: int) -> None:
-    engine = engine_of(Model(after=lambda y: y.detach().add_(1)), stage)
-    with pytest.raises((ConfigError, RuntimeError), match="modified by an inplace operation"):
-        engine.backward(engine(inputs()))
-
-
 class Written(Block):
     """Its forward writes to a weight that has been used."""
 
@@ -141,13 +125,13 @@ class Written(Block):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_weight_that_its_forward_writes_to_is_an_error(stage: int) -> None:
-    model = Model()
-    model.blocks = nn.ModuleList(Written() for _ in range(4))
-    engine = engine_of(model, stage)
-    loss = engine(inputs())
-    with pytest.raises((ConfigError, RuntimeError), match="modified by an inplace operation"):
-        engine.backward(loss)
+def test_what_changes_after_it_was_saved_is_an_error(stage: int) -> None:
+    activations, weights = Model(after=lambda y: y.detach().add_(1)), Model()
+    weights.blocks = nn.ModuleList(Written() for _ in range(4))
+    for model in (activations, weights):
+        engine = engine_of(model, stage)
+        with pytest.raises((ConfigError, RuntimeError), match="modified by an inplace operation"):
+            engine.backward(engine(inputs()))
 
 
 def test_a_weight_that_is_written_to_before_its_backward_is_an_error() -> None:
@@ -163,8 +147,7 @@ def test_a_weight_that_is_written_to_before_its_backward_is_an_error() -> None:
         engine.backward(loss)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("searches", [True, False])
+@pytest.mark.parametrize("run, searches", [("plain", False), *((run, True) for run in RUNS)])
 def test_gradients_do_not_depend_on_the_search(run: str, searches: bool) -> None:
     """Stage 0 has none."""
     weights = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron import zero
 from megatron.config.cli import parse_args
 from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.zero.api.torch_interfaces import build_lr_schedule
+from tests.covering import pairs
 
 PEAK, WARMUP, TOTAL = 0.01, 10, 20
 TYPES = (None, "log", "linear")
@@ -44,13 +46,13 @@ def wanted(kind: str, warmup_type: str | None, step: int) -> float:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("made_for", ["the client's optimizer", "the engine's optimizer"])
-@pytest.mark.parametrize("make", [
+@pytest.mark.parametrize("made_for, make", pairs(["the client's optimizer", "the engine's optimizer"], [
     lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
     lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK, total_steps=TOTAL),
     lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])])
-def test_torch_warns_of_a_schedulers_step_before_the_engines_and_only_then(make: Any, made_for: str) -> None:
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])],
+    each=1))
+def test_torch_warns_of_a_schedulers_step_before_the_engines_and_only_then(made_for: str, make: Any) -> None:
     for early in (False, True):
         model = nn.Linear(2, 1)
         client = torch.optim.AdamW(model.parameters(), lr=PEAK)
@@ -66,8 +68,7 @@ def test_torch_warns_of_a_schedulers_step_before_the_engines_and_only_then(make:
             scheduler.step()
 
 
-@pytest.mark.parametrize("warmup_type", TYPES)
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("kind, warmup_type", pairs([*PARAMS], TYPES, each=1))
 def test_rates_are_those_the_file_names_and_the_trainers(kind: str, warmup_type: str | None, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(configuration(kind, warmup_type)))
@@ -97,10 +98,8 @@ def engine_with_rates(rates: tuple[float, ...], kind: str, params: dict[str, Any
     return zero.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
 
 
-@pytest.mark.parametrize("peak", [None, 2e-3])
-@pytest.mark.parametrize("by", ["client", "config"])
-@pytest.mark.parametrize("rates", OWN_RATES)
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+@pytest.mark.parametrize("kind, rates, by, peak", pairs(
+    ["WarmupLR", "WarmupDecayLR"], OWN_RATES, ["client", "config"], [None, 2e-3]))
 def test_a_warm_up_rises_to_its_peak_or_to_each_groups_own_rate(kind: str, rates: tuple[float, ...], by: str,
                                                                 peak: float | None) -> None:
     params = {**({"total_num_steps": TOTAL} if kind == "WarmupDecayLR" else {}),
@@ -121,10 +120,9 @@ def test_the_floor_is_a_share_of_the_rate_the_configuration_names(params: dict[s
     assert section.min_lr == pytest.approx(0.25 * params.get("lr", 1e-3)) and section.lr == params.get("lr", 1e-3)
 
 
-@pytest.mark.parametrize("kind", DEEPSPEED_TYPES)
-def test_a_type_without_a_rate_has_deepspeeds_which_is_torchs_where_the_class_is(kind: str) -> None:
-    name = OPTIMIZERS[DEEPSPEED_TYPES[kind]].torch_name
-    default = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default if name else 1e-3
-    for params in ({}, {"lr": "auto"}):
+def test_a_type_without_a_rate_has_deepspeeds_which_is_torchs_where_the_class_is() -> None:
+    for kind, params in product(DEEPSPEED_TYPES, ({}, {"lr": "auto"})):
+        name = OPTIMIZERS[DEEPSPEED_TYPES[kind]].torch_name
+        default = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default if name else 1e-3
         config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}}
         assert set(zero.initialize(model=nn.Linear(2, 1), config=config)[0].get_lr()) == {default}

@@ -79,11 +79,10 @@ class Endless:
         raise TypeError("endless")
 
 
-@STAGES
-@pytest.mark.parametrize("keys, arguments, kind", [
-    ({}, {"lr_scheduler": refuses}, ValueError),
-    ({"csv_monitor": {"enabled": True, "output_path": "file", "job_name": "x"}}, {}, StorageError),
-    ({}, {"training_data": Endless()}, TypeError)], ids=["scheduler", "monitor", "data"])
+@pytest.mark.parametrize("keys, arguments, kind, stage", [
+    ({}, {"lr_scheduler": refuses}, ValueError, 0),
+    ({"csv_monitor": {"enabled": True, "output_path": "file", "job_name": "x"}}, {}, StorageError, 1),
+    ({}, {"training_data": Endless()}, TypeError, 3)], ids=["scheduler", "monitor", "data"])
 def test_one_that_fails_later_leaves_a_model_that_says_so(
         keys: dict[str, Any], arguments: dict[str, Any], kind: type[Exception], stage: int, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,7 @@ def gradients(*tensors: Tensor) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("width", "height"), [(6, 12), (7, 5)])
+@pytest.mark.parametrize(("width", "height", "bias"), [(6, 12, False), (7, 5, True)])
 def test_tiles_compute_what_one_layer_computes(width: int, height: int, bias: bool) -> None:
     torch.manual_seed(1)
     whole = nn.Linear(width, height, bias).double()
@@ -84,14 +83,10 @@ def test_biases_that_are_returned_are_joined_and_not_added() -> None:
     assert without(x)[1] is None
 
 
-@pytest.mark.parametrize("splits", [0, -1, 7])
-def test_splits_beyond_the_features_are_refused(splits: int) -> None:
-    for name in ("in_splits", "out_splits"):
+def test_splits_beyond_the_features_and_parameters_that_do_not_fit_are_refused() -> None:
+    for splits, name in itertools.product((0, -1, 7), ("in_splits", "out_splits")):
         with pytest.raises(ConfigError, match=f"{name} is {splits}: expected a number from 1 to the 6 features"):
             TiledLinear(6, 6, **{name: splits})
-
-
-def test_parameters_that_do_not_fit_are_refused() -> None:
     for other, told in ((nn.Linear(5, 6), "expected a weight"), (nn.Linear(6, 6, False), "has bias=True")):
         with pytest.raises(ConfigError, match=told):
             TiledLinear(6, 6, in_splits=2, init_linear=other)

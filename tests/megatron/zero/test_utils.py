@@ -152,19 +152,3 @@ def test_values_of_another_shape_and_gradients_that_are_not_there_are_refused() 
     with zero.GatheredParameters([model.first.weight]), pytest.raises(ConfigError, match="inside zero.Gathered"):
         safe_set_full_fp32_param(model.first.weight, torch.ones(13, 7))
     assert safe_get_local_optimizer_state(model.first.bias, "exp_avg") is not None
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_while_gradients_accumulate_grad_is_a_view_of_the_buffer(stage: int) -> None:
-    model, engine = made(stage, "fp32")
-    run_backward(engine, 0, 0)
-    engine.step()
-    grad = model.first.weight.grad
-    assert grad is not None and model.second.weight.grad is not None
-    assert grad.untyped_storage().data_ptr() == model.second.weight.grad.untyped_storage().data_ptr()
-    once = grad.clone()
-    run_backward(engine, 0, 0)  # the same again, which ends the step
-    assert model.first.weight.grad is None, "what is in the buffer now is a sum over ranks"
-    full = safe_get_full_grad(model.first.weight)
-    assert full is not None
-    torch.testing.assert_close(full, 2 * once)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -32,6 +31,7 @@ from megatron.distributed.collective_log import CollectiveLog
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from mpu.store import StoreKV
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -93,8 +93,12 @@ def train(engine: Engine, plan: tuple[int, ...] = ALL, **how: Any) -> None:
 Loop = Callable[[Engine, int], None]
 
 
-def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: int = 3, side: bool = False,
-            **section: Any) -> str:
+def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
+    return run_ranks(_watched, world, loop, section, *how, timeout=20)
+
+
+def _watched(rank: int, world: int, loop: Loop, section: dict[str, Any], sizes: tuple[int, ...], stage: int = 3,
+             side: bool = False) -> str:
     """What the loop ended with: the error of the watch or its own, or nothing."""
     ends: SimpleQueue[str] = SimpleQueue()
 
@@ -116,14 +120,6 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
         return ends.get()
-
-
-def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
-    return run_ranks(_watched, world, loop, how, section, timeout=20)
-
-
-def _watched(rank: int, world: int, loop: Loop, how: tuple[Any, ...], section: dict[str, Any]) -> str:
-    return watched(rank, world, loop, *how, **section)
 
 
 def one_error(ends: list[str]) -> str:
@@ -149,26 +145,22 @@ PLANS = {"another block": ((0, 1, 3), "blocks.2 (forward)", "blocks.3 (forward)"
          "a block again": ((0, 1, 2, 3, 0), "", "blocks.0 (forward)")}
 
 
-@SIDES
-@pytest.mark.parametrize("sizes", [pytest.param(SAME, id="same"), pytest.param(SMALLER, id="smaller", marks=SLOW)])
-@pytest.mark.parametrize("what", PLANS)
-def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool) -> None:
+@pytest.mark.parametrize("what, side", pairs([*PLANS], [False, True], each=1))
+def test_blocks_that_one_rank_runs(what: str, side: bool) -> None:
     plan, others, own = PLANS[what]
     alone = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    error = one_error(ends_of(partial(with_plan, plan), 2, sizes, 3, side, **alone))
+    error = one_error(ends_of(partial(with_plan, plan), 2, SAME, 3, side, **alone))
     assert f"rank 0 is at {others}" in error and f"rank 1 is at {own}" in error
 
 
-@SIDES
-@pytest.mark.parametrize("world, sizes", [
-    (2, LARGER), (3, LARGER), pytest.param(2, SAME, marks=SLOW), pytest.param(2, SMALLER, marks=SLOW),
-    pytest.param(4, LARGER, marks=SLOW)])
-def test_blocks_that_are_gathered_ahead(world: int, sizes: tuple[int, ...], side: bool) -> None:
-    for what in ("another block", "another order"):
-        plan, theirs, own = PLANS[what]
-        error = one_error(ends_of(partial(with_plan, plan), world, sizes, 3, side))
-        others = {2: "rank 0 is", 3: "ranks 0-1 are", 4: "ranks 0-2 are"}
-        assert f"{others[world]} at {theirs}, rank {world - 1} is at {own}" in error
+@pytest.mark.parametrize("world, side, what, sizes", [
+    (2, True, "another block", LARGER), (3, False, "another order", LARGER),
+    *(pytest.param(2, False, what, sizes, marks=SLOW) for what, sizes in (("another order", SAME),
+                                                                          ("another block", SMALLER)))])
+def test_blocks_that_are_gathered_ahead(world: int, side: bool, what: str, sizes: tuple[int, ...]) -> None:
+    plan, theirs, own = PLANS[what]
+    error = one_error(ends_of(partial(with_plan, plan), world, sizes, 3, side))
+    assert f"{'rank 0 is' if world == 2 else 'ranks 0-1 are'} at {theirs}, rank {world - 1} is at {own}" in error
 
 
 def one_forward_more(engine: Engine, rank: int) -> None:
@@ -195,13 +187,10 @@ def evaluates_early(engine: Engine, rank: int) -> None:
     train(engine)
 
 
-@SIDES
-@pytest.mark.parametrize("sizes", [pytest.param(SAME, marks=SLOW), LARGER])
-@pytest.mark.parametrize("loop", [one_forward_more, evaluates_early, saves_early])
-def test_a_pass_that_one_rank_runs(loop: Callable[..., None], sizes: tuple[int, ...], side: bool,
-                                   tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop, side", pairs([one_forward_more, evaluates_early, saves_early], [False, True], each=1))
+def test_a_pass_that_one_rank_runs(loop: Callable[..., None], side: bool, tmp_path: Path) -> None:
     call = partial(loop, folder=str(tmp_path)) if loop is saves_early else loop
-    error = one_error(ends_of(call, 2, sizes, 3, side, stage3_max_reuse_distance=0))
+    error = one_error(ends_of(call, 2, LARGER, 3, side, stage3_max_reuse_distance=0))
     assert "rank 0 is at " in error and "rank 1 is at " in error
     assert loop is not saves_early or "rank 1 is at a save" in error
 
@@ -282,13 +271,9 @@ def test_those_of_a_block_whose_backward_is_over_leave_in_their_turn(side: bool)
     assert ends_of(partial(spares_a_parameter, 3), 2, LARGER, 3, side) == ["", ""]
 
 
-SLEEPS = [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between]
-QUICK = [(sleeps_in_a_forward, 3, False), (sleeps_in_a_backward, 1, True)]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("loop, stage, side", QUICK + [
-    pytest.param(*case, marks=SLOW) for case in product(SLEEPS, [1, 3], [False, True]) if case not in QUICK])
+@pytest.mark.parametrize("loop, stage, side", [
+    (sleeps_in_a_backward, 1, True),
+    *(pytest.param(*case, marks=SLOW) for case in ((sleeps_in_a_forward, 3, False), (sleeps_between, 3, True)))])
 def test_a_slow_rank_is_waited_for(loop: Loop, stage: int, side: bool) -> None:
     assert ends_of(loop, 2, LARGER, stage, side) == ["", ""]
 
@@ -354,19 +339,14 @@ def main():
 
 sys.exit(run(main))
 """
-LEAVES = "[test_watch.train(engine) for _ in range(2 if rank == 1 else 4)]"
-STAYS = f"sys.engine = engine; {LEAVES}"
+STAYS = "sys.engine = engine; [test_watch.train(engine) for _ in range(2 if rank == 1 else 4)]"
 """What refers to the engine does so to the end."""
 DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test_watch.train(engine)"
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("loop, sizes, launcher", [
-    (DIFFERS, "LARGER", "megatron.launch"), pytest.param(DIFFERS, "SAME", "megatron.launch", marks=SLOW),
-    (LEAVES, "LARGER", "megatron.launch"), (STAYS, "SAME", "megatron.launch"),
-    pytest.param(DIFFERS, "LARGER", "torch.distributed.run", marks=SLOW)],
-    ids=["another block", "another block of equal size", "leaves early", "leaves early, and keeps the engine",
-         "torchrun"])
+    (STAYS, "SAME", "megatron.launch"), pytest.param(DIFFERS, "LARGER", "torch.distributed.run", marks=SLOW)],
+    ids=["leaves early, and keeps the engine", "torchrun"])
 def test_a_job_ends_by_itself(loop: str, sizes: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(loop=loop, sizes=sizes))

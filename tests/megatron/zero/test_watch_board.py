@@ -44,13 +44,13 @@ def test_a_log_that_is_only_shorter_contradicts_nothing() -> None:
         assert not logs_diverged(short, long) and not logs_diverged(long, short)
 
 
-@pytest.mark.parametrize("before", [0, 1, MAX_ENTRIES - 1, MAX_ENTRIES, 3 * MAX_ENTRIES + 5])
-def test_the_first_difference_is_found_however_long_the_logs_are(before: int) -> None:
-    common = [str(number % 7) for number in range(before)]
-    records = [log_of(*common, "x", "y").snapshot(0), log_of(*common, "x", "z", "y").snapshot(1)]
-    assert first_diverging_entry(records) == before + 1
-    assert logs_diverged(records[0], records[1]) and logs_diverged(records[1], records[0])
-    assert describe_positions(divergence_positions(records)) == "rank 0 is at y (forward), rank 1 is at z (forward)"
+def test_the_first_difference_is_found_however_long_the_logs_are() -> None:
+    for before in (0, 1, MAX_ENTRIES - 1, MAX_ENTRIES, 3 * MAX_ENTRIES + 5):
+        common = [str(number % 7) for number in range(before)]
+        records = [log_of(*common, "x", "y").snapshot(0), log_of(*common, "x", "z", "y").snapshot(1)]
+        assert first_diverging_entry(records) == before + 1
+        assert logs_diverged(records[0], records[1]) and logs_diverged(records[1], records[0])
+        assert describe_positions(divergence_positions(records)) == "rank 0 is at y (forward), rank 1 is at z (forward)"
 
 
 def log_ahead(events: str, log: CollectiveLog | None = None) -> CollectiveLog:
@@ -79,11 +79,11 @@ def places(*events: str) -> str:
             [CollectiveLogSnapshot.unpack(json.loads(json.dumps(record.pack()))) for record in records]))
 
 
-@pytest.mark.parametrize("steps", [0, 3, MAX_ENTRIES])
-def test_the_place_is_where_ranks_ran_another_block_though_it_was_gathered_ahead(steps: int) -> None:
-    before = "+a a | " * steps
-    without_c, without_d = before + "+a +b a b +c +d d > +d d", before + "+a +b a b +c c +d > +c c"
-    assert places(without_c, without_d) == "rank 0 is at d (forward), rank 1 is at c (forward)"
+def test_the_place_is_where_ranks_ran_another_block_though_it_was_gathered_ahead() -> None:
+    for steps in (0, 3, MAX_ENTRIES):
+        before = "+a a | " * steps
+        without_c, without_d = before + "+a +b a b +c +d d > +d d", before + "+a +b a b +c c +d > +c c"
+        assert places(without_c, without_d) == "rank 0 is at d (forward), rank 1 is at c (forward)"
 
 
 def test_a_use_that_is_no_cause_is_no_place() -> None:
@@ -170,19 +170,19 @@ class LogThatGoesOn(CollectiveLog):
         return found
 
 
-@pytest.mark.parametrize("looks", range(4))
-def test_a_rank_that_goes_on_while_it_is_looked_at_contradicts_nobody(looks: int) -> None:
-    mine, other = log_of("a", sums=1), LogThatGoesOn(reductions_in_order=False)
-    mine.awaited_reduction = 0, "block 0"
-    other.record_collective("a")
-    other.record_collective("b")
+def test_a_rank_that_goes_on_while_it_is_looked_at_contradicts_nobody() -> None:
+    for looks in range(4):
+        mine, other = log_of("a", sums=1), LogThatGoesOn(reductions_in_order=False)
+        mine.awaited_reduction = 0, "block 0"
+        other.record_collective("a")
+        other.record_collective("b")
 
-    def goes_on() -> None:
-        other.record_reduction("block 0")
-        other.awaited_entry = 1
+        def goes_on(other: LogThatGoesOn = other) -> None:
+            other.record_reduction("block 0")
+            other.awaited_entry = 1
 
-    other.steps = [*[lambda: None] * looks, goes_on]
-    assert not logs_diverged(mine.snapshot(0), other.snapshot(1))
+        other.steps = [*[lambda: None] * looks, goes_on]
+        assert not logs_diverged(mine.snapshot(0), other.snapshot(1))
 
 
 # ---- the board -----------------------------------------------------------------------------------------------------

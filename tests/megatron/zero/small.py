@@ -1,0 +1,50 @@
+"""The small model of tests that need no other one, its engine, its batches and its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.zero.api.engine import Engine
+
+WIDTH, STAGES = 8, (0, 1, 2, 3)
+
+
+class Model(nn.Module):
+    """Three blocks; of the second `unused` parameters never reach the loss."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if unused:
+            self.blocks[1].extra = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, precision: str = "fp32",
+              lr: float = 0.1, **section: Any) -> Engine:
+    return zero.initialize(model=model or Model(), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
+
+
+def rows(rank: int, number: int) -> Tensor:
+    """A micro-batch."""
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
+
+
+def whole(engine: Engine) -> Tensor:
+    """All weights, one behind the other."""
+    with zero.GatheredParameters(engine.module.parameters()):
+        return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
