@@ -185,8 +185,7 @@ def _waits_at_once(engine: Engine) -> set[bool]:
     for bucket in engine.core.buckets:
         def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.start_reduction) -> None:
             reduce()
-            assert grads._pending_reduction is not None
-            seen.add(not grads._pending_reduction._works)
+            seen.add(grads._pending_reduction is None)
 
         def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
             gather()
