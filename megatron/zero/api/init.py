@@ -95,6 +95,10 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
     for owner in owners:
         owner.finish_delayed_update()
 
+    def check_before_gather() -> None:
+        for holder in holders:
+            holder.check_before_user_gather()
+
     def check_before_reshard() -> None:
         if failure is not None:
             raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
@@ -102,7 +106,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
         for holder in holders:
             holder.check_before_user_reshard(modifier_rank)
 
-    all_succeed_or_raise(lambda: [holder.check_before_user_gather() for holder in holders], dp)
+    all_succeed_or_raise(check_before_gather, dp)
     failure: Exception | None = None
     try:
         for holder in holders:
