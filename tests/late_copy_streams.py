@@ -49,9 +49,6 @@ class LateCopyEvent(CopyEvent):
                 other.end()
             mark._lane.forget(mark)
 
-    def is_done(self) -> bool:
-        return self._is_over
-
     def take(self) -> None:
         """The device goes on: it may write where a copy to the host comes from, and reads what came to it."""
         if self._lane.ends_on_host:

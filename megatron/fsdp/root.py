@@ -29,7 +29,7 @@ from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
 from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
-from megatron.zero.backward import PassCoordinator, ReductionOrder
+from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
 from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
@@ -70,7 +70,7 @@ class FSDPRoot:
         self.param_coordinator = ParamCoordinator(units, max_live=1 << 62, kept_for_backward=kept_for_backward,
                                                   prefetches=True, log=log)
         self.passes = PassCoordinator(
-            units, self.param_coordinator, ReductionOrder(units, 1, log), log, NoGradForwardChecker(dp, device, log),
+            units, self.param_coordinator, log, NoGradForwardChecker(dp, device, log), max_in_flight=1,
             allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
         self._running_units: list[Unit] = []
         self._loss_was_scaled = False

@@ -28,8 +28,8 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.hooks import iter_tensors
 from megatron.zero.layout import Slot
 from megatron.zero.offload.storage import WEIGHT
-from megatron.zero.partitioned_param import (ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder,
-                                             shift_version_counters)
+from megatron.zero.partitioned_param import (ALLOWED_OPS, SIZE_OPS, Placeholder, op_name, param_owner,
+                                             replace_by_placeholder, shift_version_counters)
 from mpu.collectives import all_gather_into
 
 if TYPE_CHECKING:
@@ -62,9 +62,6 @@ class LocalParam(NamedTuple):
     def location(self) -> SegmentLocation:
         return SegmentLocation(torch.Size(self.slot.shape), self.slot.name, self.offset)
 
-    def segment_of(self, full: Tensor) -> Tensor:
-        return full.detach().flatten()[self.offset : self.offset + self.range.stop - self.range.start]
-
 
 def local_params(bucket: FlatBucket) -> Iterator[LocalParam]:
     segments = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
@@ -91,7 +88,8 @@ def store_masters(bucket: FlatBucket, full_values: Iterable[Tensor]) -> None:
     """Copy this rank's segments of `full_values` into its masters."""
     shard = bucket.master_state.view(WEIGHT)
     for value, one in zip(full_values, local_params(bucket), strict=True):
-        shard[one.range].copy_(one.segment_of(value))
+        own = shard[one.range]
+        own.copy_(value.detach().flatten()[one.offset : one.offset + len(own)])
 
 
 TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
@@ -341,7 +339,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         return alias
     if func in (_SET_DATA, _TENSOR.copy_) and args[0] is part:
         return _copy_into(func, part, *args[1:], **kwargs)
-    name = _op_name(func)
+    name = _base_op_name(func)
     if name not in ELEMENTWISE_OPS:
         raise _unsupported_error(part, name)
     try:
@@ -414,12 +412,10 @@ def _count_write(part: Tensor) -> None:
             shift_version_counters([parameter], 1)
 
 
-def _op_name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", str(func))
+def _base_op_name(func: Callable[..., Any]) -> str:
+    name = op_name(func)
     if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):
         return f"{name.strip('_')}()"
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name.strip("_").removeprefix("foreach_")
 
 

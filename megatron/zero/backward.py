@@ -26,40 +26,6 @@ from megatron.zero.param_coordinator import DIGEST_LIMIT, ParamCoordinator, Unit
 from megatron.zero.step_result import NoGradForwardChecker
 
 
-class ReductionOrder:
-    """Starts the gradient reductions of one backward in the fixed order."""
-
-    def __init__(self, units: Sequence[Unit], max_in_flight: int | None, log: CollectiveLog) -> None:
-        backwards = [*reversed(units[1:]), units[0]]
-        self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
-        self._max_in_flight, self._log = max_in_flight, log
-        self._next = 0
-        self._ready: set[int] = set()
-
-    def mark_ready(self, bucket: FlatBucket) -> None:
-        """All gradients of the bucket have arrived: launch all reductions that are next in the fixed order."""
-        self._ready.add(id(bucket))
-        while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
-            self._launch()
-
-    def launch_remaining(self) -> None:
-        """Launch the other reductions: buckets with parameters that this backward did not reach."""
-        while self._next < len(self._order):
-            self._launch()
-        self._log.record_barrier(BACKWARD_END)
-        self.reset()
-
-    def reset(self) -> None:
-        self._next = 0
-        self._ready.clear()
-
-    def _launch(self) -> None:
-        self._order[self._next].grads.start_reduction()
-        if self._max_in_flight is not None and self._next >= self._max_in_flight:
-            self._order[self._next - self._max_in_flight].grads.wait_for_reduction()
-        self._next += 1
-
-
 @dataclass
 class RunningBackward:
     """What has happened in one backward, from `begin_backward` on."""
@@ -72,6 +38,10 @@ class RunningBackward:
     begun_counts: Counter[Unit] = field(default_factory=Counter)
     input_grads_counts: Counter[Unit] = field(default_factory=Counter)
     """Per unit: calls whose backward has begun, and calls whose input gradients are computed."""
+    ready_buckets: set[FlatBucket] = field(default_factory=set)
+    """Buckets whose gradients have all arrived, or cannot arrive any more."""
+    started_reductions: int = 0
+    """Of the fixed order."""
 
 
 class PassCoordinator:
@@ -79,14 +49,17 @@ class PassCoordinator:
 
     _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
-    def __init__(self, units: Sequence[Unit], param_coordinator: ParamCoordinator, reduction_order: ReductionOrder,
-                 log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
+    def __init__(self, units: Sequence[Unit], param_coordinator: ParamCoordinator, log: CollectiveLog,
+                 forward_checker: NoGradForwardChecker, *, max_in_flight: int | None, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
-        self._param_coordinator, self._reduction_order, self._allows_unused = (
-            param_coordinator, reduction_order, allows_unused)
+        """`max_in_flight`: reductions that run at a time (None: no limit)."""
+        self._param_coordinator, self._allows_unused, self._max_in_flight = (
+            param_coordinator, allows_unused, max_in_flight)
         self._log, self._params_are_sharded, self.forward_checker = log, params_are_sharded, forward_checker
         self._current_step = current_step
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
+        self._reduction_order = [bucket for unit in (*reversed(units[1:]), units[0])
+                                 for bucket in unit.buckets if bucket.trainable]
         self._backward: RunningBackward | None = None
         self.weight_version = 0
         self._is_single_rank = all(bucket.shard_group.is_solo and bucket.replica_group.is_solo
@@ -129,16 +102,15 @@ class PassCoordinator:
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare a backward. `complete_backward` and `end_backward`, or `fail_backward`, must follow."""
-        self._backward, PassCoordinator._in_backward_now = RunningBackward(reduces), self
+        backward = self._backward = RunningBackward(reduces)
+        PassCoordinator._in_backward_now = self
         STATUS.set_phase(BACKWARD)
         for bucket in self._buckets:
             bucket.grads.check_user_modified_grads()
         for bucket in self._buckets:
             bucket.grads.begin_backward()
-        for unit in self._skipped_units - self._ran_units if reduces else ():
-            for bucket in unit.buckets:
-                if bucket.trainable:
-                    self._reduction_order.mark_ready(bucket)  # no gradient will come: do not delay later buckets
+        for unit in self._skipped_units - self._ran_units:  # no gradient will come: do not delay later buckets
+            self._start_reductions(backward, unit.buckets)
 
     def complete_backward(self, *, ends_step: bool) -> None:
         """Autograd is done: launch the remaining reductions and wait for all."""
@@ -153,8 +125,9 @@ class PassCoordinator:
                 raise ConfigError(message)
             self.unused_param_error = message  # a veto for the step: other ranks may have used the parameters
         assert self._backward is not None
-        if self._backward.reduces:
-            self._reduction_order.launch_remaining()
+        if self._backward.reduces:  # also buckets with parameters that this backward did not reach
+            self._start_reductions(self._backward, self._reduction_order)
+            self._log.record_barrier(BACKWARD_END)
         for bucket in self._buckets:
             bucket.grads.end_backward(ends_step)
 
@@ -166,7 +139,6 @@ class PassCoordinator:
                 self._failed_backwards += 1
                 for bucket in self._buckets:
                     bucket.grads.cancel_reduction()
-                self._reduction_order.reset()
                 self._param_coordinator.release_all()
                 for bucket in self._buckets:
                     bucket.grads.discard()
@@ -229,7 +201,7 @@ class PassCoordinator:
             self._enclosing_units.setdefault(unit, set()).update(self._running_units)
             self._running_units.append(unit)
             if self._backward is not None:
-                self._release_finished_units(self._backward, unit, is_recompute=True)
+                self._release_earlier_units(self._backward, unit, is_recompute=True)
             elif torch.is_grad_enabled():
                 self._call_counts[unit] += 1
         try:
@@ -244,10 +216,10 @@ class PassCoordinator:
             pass
         is_training = torch.is_grad_enabled()
         if self.in_backward:
-            self._param_coordinator.after_recompute(unit)
+            self._param_coordinator.after_forward(unit, UnitPhase.RECOMPUTE, backward_follows=True)
             return
         if not (unit.is_root and is_training):  # the root stays gathered: the backward begins with it
-            self._param_coordinator.after_forward(unit, backward_follows=is_training)
+            self._param_coordinator.after_forward(unit, UnitPhase.FORWARD, backward_follows=is_training)
         if unit.is_root and not is_training and self._param_coordinator.gather_digest != self._digest_before:
             self.forward_checker(self._param_coordinator.gather_digest)
 
@@ -266,13 +238,48 @@ class PassCoordinator:
             backward.begun_calls.add(call)
             backward.begun_counts[unit] += 1
             if self._params_are_sharded:
-                self._release_finished_units(backward, unit, is_recompute=False, call=call)
+                self._release_earlier_units(backward, unit, is_recompute=False, call=call)
                 if not unit.is_root:
                     backward.unfinished_calls.setdefault(unit, set()).add(call)
         self._param_coordinator.acquire(unit, UnitPhase.BACKWARD)
 
-    def _release_finished_units(self, backward: RunningBackward, unit: Unit, *, is_recompute: bool,
-                                call: UnitCall | None = None) -> None:
+    def input_grads_ready(self, unit: Unit) -> None:
+        if self._backward is not None:
+            self._backward.input_grads_counts[unit] += 1
+        self._release_if_complete(unit)
+
+    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        if self._backward is None:
+            bucket.parameters[index].grad = None
+            if PassCoordinator._in_backward_now is None:
+                raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not "
+                                  "loss.backward()")
+            raise ConfigError(
+                f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not "
+                "sum it: where only the other model is trained (a GAN: docs/engine.md), call requires_grad_(False) on "
+                "this one before the forward, and True after the step; to train both, make one nn.Module of them")
+        if bucket.grads.accept_grad(index):
+            self._release_if_complete(unit)
+            self._start_reductions(self._backward, [bucket])
+
+    # ---- when a unit is released, and its gradients are reduced ---------------------------------------------------
+    # A unit is released by whichever comes first: its last gradient (`_release_if_complete`), the backward of a unit
+    # that ran before it (`_release_earlier_units`), the end of the backward (`end_backward`).
+
+    def _release_if_complete(self, unit: Unit) -> None:
+        """Release the unit if this backward cannot need it: the gradients of all its trainable parameters have been
+        computed and, if it has frozen parameters, those of its inputs. The root stays to the end."""
+        if not all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable):
+            return
+        backward = self._backward
+        if backward is not None:
+            backward.unfinished_calls.pop(unit, None)
+        if not unit.is_root and (not unit.has_frozen or backward is None or
+                                 backward.input_grads_counts[unit] >= backward.begun_counts[unit]):
+            self._param_coordinator.release(unit)
+
+    def _release_earlier_units(self, backward: RunningBackward, unit: Unit, *, is_recompute: bool,
+                               call: UnitCall | None = None) -> None:
         """Release the units whose backward is over when the backward of `unit` begins.
 
         Autograd runs in the reverse order of the forward. So the backward of another unit is over once all its calls
@@ -288,38 +295,17 @@ class PassCoordinator:
             if is_over and other not in self._enclosing_units[unit]:
                 del backward.unfinished_calls[other]
                 self._param_coordinator.release(other)
-                for bucket in other.buckets if backward.reduces else ():
-                    if bucket.trainable:
-                        self._reduction_order.mark_ready(bucket)
+                self._start_reductions(backward, other.buckets)
 
-    def input_grads_ready(self, unit: Unit) -> None:
-        if self._backward is not None:
-            self._backward.input_grads_counts[unit] += 1
-        self._release_if_finished(unit)
-
-    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
-        if self._backward is None:
-            bucket.parameters[index].grad = None
-            if PassCoordinator._in_backward_now is None:
-                raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not "
-                                  "loss.backward()")
-            raise ConfigError(
-                f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not "
-                "sum it: where only the other model is trained (a GAN: docs/engine.md), call requires_grad_(False) on "
-                "this one before the forward, and True after the step; to train both, make one nn.Module of them")
-        if bucket.grads.accept_grad(index):
-            self._release_if_finished(unit)
-            if self._backward.reduces:
-                self._reduction_order.mark_ready(bucket)
-
-    def _release_if_finished(self, unit: Unit) -> None:
-        """Release a unit as soon as this backward cannot need it: the gradients of all its trainable parameters have
-        been computed and, if it has frozen parameters, those of its inputs."""
-        if not all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable):
-            return
-        backward = self._backward
-        if backward is not None:
-            backward.unfinished_calls.pop(unit, None)
-        if not unit.is_root and (not unit.has_frozen or backward is None or
-                                 backward.input_grads_counts[unit] >= backward.begun_counts[unit]):
-            self._param_coordinator.release(unit)
+    def _start_reductions(self, backward: RunningBackward, ready: Iterable[FlatBucket]) -> None:
+        """The buckets `ready` get no more gradients: start the reductions whose turn in the fixed order has come."""
+        backward.ready_buckets.update(ready)
+        order = self._reduction_order[backward.started_reductions :] if backward.reduces else []
+        for bucket in order:
+            if bucket not in backward.ready_buckets:
+                break
+            bucket.grads.start_reduction()
+            number, limit = backward.started_reductions, self._max_in_flight
+            if limit is not None and number >= limit:
+                self._reduction_order[number - limit].grads.wait_for_reduction()
+            backward.started_reductions += 1

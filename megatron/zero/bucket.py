@@ -80,7 +80,7 @@ class FlatBucket(ParamOwner):
                  policy: StagePolicy) -> None:
         """`members`: the path of each parameter in the model, and the parameter."""
         self.name, self.device, self.dp, self.log = name, config.device, config.dp, config.log
-        self._dtypes, self._comm, self._policy = config.dtypes, config.comm, policy
+        self._dtypes, self._comm, self.params_are_sharded = config.dtypes, config.comm, policy.params_are_sharded
         self.show_sharded = config.show_sharded or replace_params_by_placeholders
         self._broadcast_group = SOLO if config.values_are_equal else config.dp
         self.trainable = members[0][1].requires_grad
@@ -120,9 +120,9 @@ class FlatBucket(ParamOwner):
 
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Become a bucket of a larger model, with new names. Call it before the first collective."""
-        self.name, self.log, self.grads.name = name, log, name
+        self.name, self.log = name, log
         self.layout.add_prefix(prefix)
-        self.grads.rebind(log, buffer_pool)
+        self.grads.rebind(name, log, buffer_pool)
 
     @property
     def empty_param(self) -> Tensor:
@@ -138,11 +138,6 @@ class FlatBucket(ParamOwner):
         """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
         assert self.param_shard.is_on_device, f"the weights of {self.name} are offloaded"
         return self.param_shard.view(WEIGHT)
-
-    @property
-    def params_are_sharded(self) -> bool:
-        """The parameters are gathered only while they are used (stage 3)."""
-        return self._policy.params_are_sharded
 
     def _take_over_params(self, engine_storage: EngineStorage) -> None:
         """Move the initial values into the flat buffers, one parameter at a time: the full fp32 model is never on the
@@ -317,7 +312,8 @@ class FlatBucket(ParamOwner):
                 # [numel] -> [size, numel / size], of which this rank keeps one row
                 self.secondary_shard = self.gathered_params.view(
                     self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
-            self.write_guard.before_reshard()
+            self.write_guard.record_lost_write()
+            self.write_guard.shift_versions(+1)
             self._versions_are_shifted = True
             self._set_shard_state(ShardState.SHARDED)
         if self.gathered_params.numel():

@@ -23,7 +23,7 @@ from megatron.distributed.collective_log import CollectiveLog, assert_collective
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.zero.backward import PassCoordinator, ReductionOrder
+from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes, loss_scale_rule
@@ -100,9 +100,9 @@ class ZeroEngine:
         max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
         if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
             max_in_flight = 0
-        reductions = ReductionOrder(self.units, max_in_flight, self.log)
-        self.pass_coordinator = PassCoordinator(self.units, self.param_coordinator, reductions, self.log,
+        self.pass_coordinator = PassCoordinator(self.units, self.param_coordinator, self.log,
                                                 NoGradForwardChecker(groups.dp, device, self.log),
+                                                max_in_flight=max_in_flight,
                                                 allows_unused=zero.ignore_unused_parameters,
                                                 params_are_sharded=self._policy.params_are_sharded,
                                                 current_step=lambda: self.state.counters.global_steps + 1)

@@ -79,9 +79,9 @@ class FlatGradients:
         self._full_dtype = dtypes.grads  # of the full buffer
         self._shard: Tensor | None = None
 
-    def rebind(self, log: CollectiveLog, buffer_pool: BufferPool) -> None:
+    def rebind(self, name: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Use the log and the pool of another engine. Call it before the first reduction."""
-        self._log, self._buffer_pool = log, buffer_pool
+        self.name, self._log, self._buffer_pool = name, log, buffer_pool
 
     # ---- from autograd ------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class FlatGradients:
             grad = parameter.grad
             if grad is None:  # already written in place by a MainGradWriter
                 continue
-            self._evict_reservation(index)
+            self._evict_reservations(index)
             if grad.is_sparse:  # nn.Embedding(sparse=True)
                 grad = grad.to_dense()
             view = self._get_full_buffer().views[index]
@@ -133,21 +133,16 @@ class FlatGradients:
                 grads.append(grad)
                 self.filled_slots.add(index)
                 parameter.grad = None
-                self._set_grad_view(index)
+                if self._grads_are_views:
+                    self._set_grad_view(index)
         if fresh[0]:
             torch._foreach_copy_(*fresh)
         if more[0]:
             torch._foreach_add_(*more)
 
-    def _copy_remaining_grads(self) -> None:
-        """Copy the gradients of a backward that did not reach all parameters."""
-        if not self._copies_each_grad and not self.is_complete:
-            self._copy_grads_into_buffer(self._arrived_in_backward)
-
     def _set_grad_view(self, index: int) -> None:
-        if self._grads_are_views:
-            self.parameters[index].grad = self.grad_view(index)
-            self._slots_with_grad_view.add(index)
+        self.parameters[index].grad = self.grad_view(index)
+        self._slots_with_grad_view.add(index)
 
     def check_user_modified_grads(self) -> None:
         """Before a backward: apply the user's changes to a `parameter.grad` that is a view of the buffer. Raises
@@ -159,7 +154,7 @@ class FlatGradients:
                     view = self.grad_view(index)
                     if grad is not view:
                         view.zero_() if grad is None else view.copy_(grad)
-                        self._set_grad_view(index)
+                        parameter.grad = view
                 elif grad is not None:
                     raise ConfigError(
                         f"{self.layout.slots[index].name}.grad was set by hand, where the engine does not look: call "
@@ -174,7 +169,7 @@ class FlatGradients:
 
     def reserve_slot(self, index: int) -> WgradReservation | None:
         """Let a forward write to the slot early; None if the slot already holds a gradient."""
-        self._evict_reservation(index)
+        self._evict_reservations(index)
         if index in self.filled_slots or self.state in (GradState.REDUCING, GradState.REDUCED_IN_BUFFER):
             return None
         claim = WgradReservation(self, index, self.grad_view(index))
@@ -191,7 +186,7 @@ class FlatGradients:
     def accumulated_grad(self, index: int) -> Tensor:
         """A view of the gradient so far (zeros if there is none), to add to."""
         self._mark_grad_received(index)
-        self._evict_reservation(index)
+        self._evict_reservations(index)
         view = self.grad_view(index)
         if index not in self.filled_slots:
             view.zero_()
@@ -204,18 +199,14 @@ class FlatGradients:
         place."""
         hooks = self.grad_hooks[index].hooks_dict_ref()
         if hooks is not None and len(hooks) > 1 and self._full_dtype == self._dtypes.params:
-            self.parameters[index].grad = self.grad_view(index)
-            self._slots_with_grad_view.add(index)
+            self._set_grad_view(index)
 
-    def _evict_reservation(self, index: int) -> None:
-        """Free the slot: move the values of a reservation whose backward may still run to another tensor."""
-        reservation = self._reservations.pop(index, None)
-        if reservation is not None and (alive := reservation()) is not None:
-            alive.move_out_of_slot()
-
-    def _evict_all_reservations(self) -> None:
-        for index in [*self._reservations]:
-            self._evict_reservation(index)
+    def _evict_reservations(self, *indices: int) -> None:
+        """Free the slots: move the values of reservations whose backward may still run to other tensors."""
+        for index in indices:
+            reservation = self._reservations.pop(index, None)
+            if reservation is not None and (alive := reservation()) is not None:
+                alive.buffer, alive.has_moved = alive.buffer.clone(), True
 
     def grad_view(self, index: int) -> Tensor:
         return self._get_full_buffer().views[index]
@@ -237,13 +228,14 @@ class FlatGradients:
     def start_reduction(self) -> None:
         """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
-        self._copy_remaining_grads()
+        has_remaining = bool(self._arrived_in_backward) and not self._copies_each_grad and not self.is_complete
+        if has_remaining:
+            self._copy_grads_into_buffer(self._arrived_in_backward)
         # The reduction overwrites this rank's gradients in the buffer, of which `parameter.grad` may be a view.
-        if self._slots_with_grad_view or (
-                self._arrived_in_backward and not self._copies_each_grad and not self.is_complete):
+        if self._slots_with_grad_view or has_remaining:
             self._clear_param_grads()
         self.state = GradState.REDUCING
-        self._evict_all_reservations()
+        self._evict_reservations(*self._reservations)
         grads = self._get_full_buffer().flat
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled_slots:
@@ -261,33 +253,27 @@ class FlatGradients:
         keeps_output = self._accumulates_shard and self._shard is None and self.offloader is None
         if (keeps_output and self._shard_group.size > 1) or self._dtypes.grad_shard != grads.dtype:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
-        self._reduction_output, self._pending_reduction = output, self._launch_reduction(
-            grads.to(self._dtypes.communication or grads.dtype), output)
-        if not self._comm.overlap_comm:
-            self._wait_for(self._pending_reduction)
-
-    def _wait_for(self, pending: CollectiveWork) -> None:
-        self._log.awaited_reduction = self._reduction_number, self.name
-        pending.wait()
-        self._log.awaited_reduction = NO_REDUCTION
-
-    def _launch_reduction(self, grads: Tensor, output: Tensor) -> CollectiveWork:
-        """output, [shard_numel] <- this rank's part of the sum over ranks of `grads`, [numel]."""
-        bucket_size = self._comm.reduce_bucket_size
+        sent, bucket_size = grads.to(self._dtypes.communication or grads.dtype), self._comm.reduce_bucket_size
+        # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
         if self._shard_group.size > 1 and self._comm.reduce_scatter:
-            return reduce_scatter_into(output, grads, self._shard_group, bucket_size, self._dtypes.reduction)
-        group = self._replica_group if self._shard_group.size == 1 else self._shard_group
-        own = grads[self._shard_slice]
-        everything = all_reduce_into(grads, group, "sum", bucket_size, self._dtypes.reduction)
-        if own.data_ptr() == output.data_ptr():
-            return everything
-        return CollectiveWork([everything], partial(output.copy_, own))
+            pending = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._dtypes.reduction)
+        else:
+            group = self._replica_group if self._shard_group.size == 1 else self._shard_group
+            pending = all_reduce_into(sent, group, "sum", bucket_size, self._dtypes.reduction)
+            own = sent[self._shard_slice]
+            if own.data_ptr() != output.data_ptr():
+                pending = CollectiveWork([pending], partial(output.copy_, own))
+        self._reduction_output, self._pending_reduction = output, pending
+        if not self._comm.overlap_comm:
+            self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduction, if one is running, and put its result into `shard`."""
         if self._pending_reduction is None or self._reduction_output is None:
             return
-        self._wait_for(self._pending_reduction)
+        self._log.awaited_reduction = self._reduction_number, self.name
+        self._pending_reduction.wait()
+        self._log.awaited_reduction = NO_REDUCTION
         # Dropping the work here frees its communication buffers before more memory is allocated.
         reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
         if self.sum_multiplier != 1.0:
@@ -376,7 +362,8 @@ class FlatGradients:
         self.state = GradState.UNREDUCED
 
     def end_backward(self, ends_step: bool) -> None:
-        self._copy_remaining_grads()
+        if not self._copies_each_grad and not self.is_complete:  # this backward did not reach all parameters
+            self._copy_grads_into_buffer(self._arrived_in_backward)
         self.wait_for_reduction()
         if self.state is GradState.REDUCING:  # an accumulated or offloaded sum has released the full buffer
             self.state = GradState.REDUCED if self._full_buffer is None else GradState.REDUCED_IN_BUFFER
@@ -391,7 +378,7 @@ class FlatGradients:
     def discard(self) -> None:
         """Drop all gradients."""
         self._clear_param_grads()
-        self._evict_all_reservations()
+        self._evict_reservations(*self._reservations)
         for marks in (self._arrived_in_backward, self.params_with_grad, self.filled_slots):
             marks.clear()
         self._release_buffer()
@@ -417,15 +404,12 @@ class WgradReservation:
 
     def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
         self._grads, self._index, self.buffer = grads, index, place
-        self._has_moved = False
-
-    def move_out_of_slot(self) -> None:
-        self.buffer, self._has_moved = self.buffer.clone(), True
+        self.has_moved = False  # out of the slot
 
     def commit(self, scale: Tensor | None = None) -> None:
         if scale is not None:
             self.buffer.mul_(scale)
-        if self._has_moved:
+        if self.has_moved:
             self._grads.accumulated_grad(self._index).add_(self.buffer)
         else:
             self._grads.commit_reservation(self._index)

@@ -65,8 +65,9 @@ class ParamCoordinator:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins. Units that a failed forward left in use become idle."""
-        for unit in self._states:
-            self._mark_idle(unit)
+        for unit, state in self._states.items():
+            if state is not UnitState.SHARDED:
+                self._states[unit] = UnitState.IDLE
         self._last_use = self._last_forward_unit = None
         self._skipped_units = frozenset()
 
@@ -108,22 +109,18 @@ class ParamCoordinator:
         return (self._prefetches and unit is not None and self._states[unit] is UnitState.SHARDED
                 and unit not in self._finished_in_backward and unit not in self._skipped_units)
 
-    def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
-        """The forward of a unit is over. With `backward_follows` the unit stays gathered if it is used again soon."""
-        if self._states[unit] is not UnitState.IN_BACKWARD:
-            self._mark_idle(unit)
-            if not backward_follows or not (unit in self._kept_for_backward or unit is self._last_forward_unit):
-                self._reshard(unit, keep_secondary_shard=backward_follows)
-
-    def after_recompute(self, unit: Unit) -> None:
-        """A recomputed forward is over. The unit stays gathered for its backward unless the memory is needed."""
-        if self._states[unit] is not UnitState.IN_BACKWARD:
-            self._mark_idle(unit)
+    def after_forward(self, unit: Unit, phase: UnitPhase, *, backward_follows: bool) -> None:
+        """The forward of a unit is over. It stays gathered if its backward comes soon: always after a recomputation."""
+        if self._states[unit] is UnitState.IN_FORWARD:
+            self._states[unit] = UnitState.IDLE
+        stays = backward_follows and (phase is UnitPhase.RECOMPUTE or unit in self._kept_for_backward
+                                      or unit is self._last_forward_unit)
+        if self._states[unit] is not UnitState.IN_BACKWARD and not stays:
+            self._reshard(unit, keep_secondary_shard=backward_follows)
 
     def release(self, unit: Unit) -> None:
         """This pass no longer needs the unit: reshard it."""
         self._finished_in_backward.add(unit)
-        self._mark_idle(unit)
         self._reshard(unit)
 
     def release_all(self) -> None:
@@ -131,7 +128,6 @@ class ParamCoordinator:
         self._finished_in_backward.clear()
         for unit, state in self._states.items():
             if state is not UnitState.SHARDED:
-                self._mark_idle(unit)
                 self._reshard(unit)
         self._last_use = None
 
@@ -142,17 +138,14 @@ class ParamCoordinator:
         if unit.numel and not unit.is_unsharded:
             self.gather_digest = (self.gather_digest * 31 + unit.index + 1) % DIGEST_LIMIT
 
-    def _mark_idle(self, unit: Unit) -> None:
-        if self._states[unit] is not UnitState.SHARDED:
-            self._states[unit] = UnitState.IDLE
-
     def _reshard(self, unit: Unit, *, keep_secondary_shard: bool = False) -> None:
         for bucket in unit.buckets:
             bucket.reshard(keep_secondary_shard=keep_secondary_shard)
-        if self._states[unit] is not UnitState.SHARDED and \
-                not unit.is_unsharded:  # stays gathered inside zero.GatheredParameters
-            self._states[unit] = UnitState.SHARDED
-            self.gathered_numel -= unit.numel
+        if self._states[unit] is not UnitState.SHARDED:
+            self._states[unit] = UnitState.IDLE  # inside zero.GatheredParameters the unit stays gathered
+            if not unit.is_unsharded:
+                self._states[unit] = UnitState.SHARDED
+                self.gathered_numel -= unit.numel
 
     def _evict_idle_units(self, unit: Unit) -> None:
         needed = self.gathered_numel + unit.numel

@@ -42,15 +42,13 @@ class ParamOwner(ABC):
     is_offloaded = False
     """engine.offload_states() has moved the elements to the host."""
 
+    params_are_sharded = True
+    """The parameters are gathered only while they are used (stage 3)."""
+
     @property
     def allows_in_place_writes(self) -> bool:
         """The model is being built: in-place operations gather the parameter and run on the full values."""
         return False
-
-    @property
-    def params_are_sharded(self) -> bool:
-        """The parameters are gathered only while they are used."""
-        return True
 
     @abstractmethod
     def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
@@ -188,19 +186,19 @@ class Placeholder(nn.Parameter):
         if owner is not None and owner.allows_in_place_writes:
             if func == _GET_DATA:
                 return used  # in-place writes to `p.data` run on the parameter
-            name = _op_name(func)
+            name = op_name(func)
             if func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__"):
                 return _run_in_place(func, args, given)
         if owner is None:
-            raise ConfigError(f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the "
+            raise ConfigError(f"a parameter cannot be used here ({op_name(func)}): its elements were split over the "
                               "data parallel ranks, and nothing has them now. Either its engine could not be built, "
                               "or is gone: build the model again; or this is a copy: use the parameter itself")
         if owner.is_offloaded:
-            raise ConfigError(f"{_describe(used)} cannot be used here ({_op_name(func)}): engine.offload_states() has "
+            raise ConfigError(f"{_describe(used)} cannot be used here ({op_name(func)}): engine.offload_states() has "
                               "set its elements aside; call engine.reload_states() first")
         outside = "" if owner.is_engine_owned else "build a model that reads it outside zero.Init, "
         raise ConfigError(
-            f"{_describe(used)} cannot be used here ({_op_name(func)}): its elements are split over the data parallel "
+            f"{_describe(used)} cannot be used here ({op_name(func)}): its elements are split over the data parallel "
             f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
             "engine.save_16bit_model or engine.save_checkpoint")
 
@@ -272,7 +270,7 @@ def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any
         is_same_kind = (result.dtype, result.device) == (placeholder.dtype, placeholder.device)
         if owner is not None and owner.is_engine_owned and not is_same_kind:
             raise ConfigError(f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} "
-                              f"({_op_name(func)}): its elements are split over the data parallel ranks, in "
+                              f"({op_name(func)}): its elements are split over the data parallel ranks, in "
                               f"{placeholder.dtype} on {placeholder.device}; choose fp16 or bf16 in the configuration "
                               "and the device by the launcher, and read values inside zero.GatheredParameters")
     result.__class__ = type(placeholder)
@@ -295,7 +293,7 @@ def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
             yield from _find_placeholders(value.values())
 
 
-def _op_name(func: Callable[..., Any]) -> str:
+def op_name(func: Callable[..., Any]) -> str:
     """The name of an operation; for a property's getter or setter, that of the property."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
@@ -334,11 +332,9 @@ class InPlaceWriteGuard:
         self.accept_writes()
         return counts != self._versions
 
-    def before_reshard(self) -> None:
-        """Record writes to the gathered parameters, which are about to be lost."""
-        if self._lost_write is None:
-            self._lost_write = self.first_written()
-        self.shift_versions(+1)
+    def record_lost_write(self) -> None:
+        """Before a reshard: record a write to the gathered parameters, which is about to be lost."""
+        self._lost_write = self._lost_write or self.first_written()
 
     def first_written(self) -> str | None:
         """The first parameter that was written to since `accept_writes`."""

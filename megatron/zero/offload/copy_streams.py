@@ -37,10 +37,6 @@ class CopyEvent:
     def wait_on_host(self) -> None:
         """Block the host until the copy is done."""
 
-    def is_done(self) -> bool:
-        """`wait_on_host` would return at once."""
-        return True
-
 
 class CopyStream:
     """One direction; its copies run in the order they were requested. This class copies at once: in tests it is the
@@ -121,10 +117,6 @@ class _CudaCopyEvent(CopyEvent):
     def wait_on_host(self) -> None:
         self.event.synchronize()
         self.stream.release_sources(self)
-
-    def is_done(self) -> bool:
-        is_complete: bool = self.event.query()
-        return is_complete
 
 
 @final

@@ -153,6 +153,7 @@ class StorageBackend(ABC):
 
     def close(self) -> None:
         """Free what is not memory of torch's."""
+        self.wait_for_writes()
 
 
 @dataclass(frozen=True)
@@ -317,9 +318,6 @@ class HostStorage(StorageBackend):
     def wait_for_writes(self) -> None:
         for shard in self._shards:
             shard.wait_for_pending()
-
-    def close(self) -> None:
-        self.wait_for_writes()
 
 
 @dataclass

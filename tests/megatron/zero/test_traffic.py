@@ -23,7 +23,6 @@ from megatron import zero
 from megatron.config.tree import ZeroConfig, build_config
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.gradients import FlatGradients
 from megatron.zero.partitioned_param import Placeholder
 from megatron.zero.stages import ineffective_on_gpu_notes
 from mpu import groups
@@ -180,24 +179,20 @@ def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> N
 
 def waits_at_once(rank: int, world: int, overlap: bool, native: bool) -> set[bool]:
     """Whether each reduction and gather was complete when the call that started it returned."""
-    with accelerator_side(native):
-        return _waits_at_once(engine_of(3, overlap_comm=overlap))
-
-
-def _waits_at_once(engine: Engine) -> set[bool]:
     seen: set[bool] = set()
-    for bucket in engine.core.buckets:
-        def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.start_reduction) -> None:
-            reduce()
-            assert grads._pending_reduction is not None
-            seen.add(not grads._pending_reduction._works)
+    with accelerator_side(native):
+        engine = engine_of(3, overlap_comm=overlap)
+        for bucket in engine.core.buckets:
+            def reduce(bucket: FlatBucket = bucket, reduce: Any = bucket.grads.start_reduction) -> None:
+                reduce()
+                seen.add(bucket.grads._pending_reduction is None)
 
-        def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
-            gather()
-            seen.add(bucket._pending_gather is None)
+            def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
+                gather()
+                seen.add(bucket._pending_gather is None)
 
-        bucket.grads.start_reduction, bucket._launch_gather = reduce, gather  # type: ignore[method-assign]
-    steps(engine, 1)
+            bucket.grads.start_reduction, bucket._launch_gather = reduce, gather  # type: ignore[method-assign]
+        steps(engine, 1)
     return seen
 
 
