@@ -230,7 +230,7 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
     check_outputs_are_not_inputs(
         [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))],
         [*(args.output / name for name in REPORTS),
-         *(path for corpus in corpora.values() for path in (*corpus_files(corpus), origin_file_of(corpus)))],
+         *(path for corpus in corpora.values() for path in (*corpus_files(corpus), str(origin_file_of(corpus))))],
         "choose another --output and --output-prefix")
     for folder in folders:
         check_output_is_apart([*args.inputs, *files], folder)
