@@ -297,7 +297,7 @@ def lead(rank: int, world: int) -> tuple[int, list[tuple[int, int, str | None, b
             run_worker(generator, made.world)
             return plans, []
         queue = RequestQueue(2, 9, ServerMetrics())
-        served = ServedModel("x", ByteLevelTokenizer(), 16, None, ServerLimits(), 0)
+        served = ServedModel("x", ByteLevelTokenizer(), 16, None, ServerLimits(), 0, 16)
         first, left, scored = (
             ApiRequest(served, prompts=(prompt,), shown_prompts=("",), max_new_tokens=most, seed=0, num_samples=samples,
                        sampling=Sampling(greedy=True), top_logprobs=top)
@@ -315,7 +315,7 @@ def lead(rank: int, world: int) -> tuple[int, list[tuple[int, int, str | None, b
         finished = run_leader(generator, made.world, queue, publish, lambda: plans >= TURNS + BEATS or
                               time.monotonic() - began > 30, lambda: None, 5)
         assert finished and 0.1 * (plans - TURNS - 1) < time.monotonic() - began < 30
-        return plans, [(one.number, one.count, one.finish_reason, one.scores is not None) for one in events]
+        return plans, [(one.number, one.num_tokens, one.finish_reason, one.scores is not None) for one in events]
 
 
 def test_idle_ranks_get_a_plan_every_few_seconds() -> None:
