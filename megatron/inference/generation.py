@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice, takewhile
 from random import Random
@@ -97,19 +97,18 @@ UNSTABLE_CHARACTERS = 4
 
 
 @final
+@dataclass(eq=False)
 class Detokenizer:
     """The text of a growing list of tokens. Each token is decoded with its neighbours only, so the work is linear: a
     token changes at most the character before it, and UTF-8 can be read from any character on."""
 
-    def __init__(self, decode: DecodeFn, ids: Iterable[int] = ()) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._stable_characters = 0  # characters of the text that stay
-        self._overlap_characters = 0  # characters of the window's text that are among those
-        self.text = ""
-        self.offsets: list[int] = []
-        """Length of the text before each token, where U+FFFD stands for a part of a character."""
-        self.extend(ids)
+    _decode: DecodeFn
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
+    """Length of the text before each token, where U+FFFD stands for a part of a character."""
+    _window: list[int] = field(default_factory=list)
+    _stable_characters: int = 0  # characters of the text that stay
+    _overlap_characters: int = 0  # characters of the window's text that are among those
 
     def extend(self, ids: Iterable[int]) -> None:
         for token in ids:
@@ -138,8 +137,8 @@ class TokenScores(NamedTuple):
 @dataclass(eq=False)
 class GeneratedSequence:
     request: Request
-    decode: InitVar[DecodeFn | None] = None
-    """The tokenizer's; None: without text."""
+    detokenizer: Detokenizer | None = None
+    """None: without text."""
     tokens: list[int] = field(default_factory=list)
     """New tokens, without the end-of-document token."""
     logprobs: list[float] = field(default_factory=list)
@@ -147,9 +146,8 @@ class GeneratedSequence:
     finish_reason: FinishReason | None = None
     scores: TokenScores | None = None
     """Once the text has ended, if the request has `top_logprobs`."""
-
-    def __post_init__(self, decode: DecodeFn | None) -> None:
-        self._detokenizer, self.num_shown = None if decode is None else Detokenizer(decode), 0
+    num_shown: int = 0
+    """Characters that `new_text` has returned."""
 
     @cached_property
     def rng(self) -> Random:
@@ -160,16 +158,11 @@ class GeneratedSequence:
     def ids(self) -> list[int]:
         return [*self.request.prompt, *self.tokens]
 
-    @property
-    def has_ended(self) -> bool:
-        """With its scores, if they are asked for."""
-        return self.finish_reason is not None and (self.request.top_logprobs is None or self.scores is not None)
-
     def detokenized(self) -> Detokenizer:
         """The text of all new tokens, with the stop string that ended it."""
-        assert self._detokenizer is not None
-        self._detokenizer.extend(self.tokens[len(self._detokenizer.offsets):])
-        return self._detokenizer
+        assert self.detokenizer is not None
+        self.detokenizer.extend(self.tokens[len(self.detokenizer.offsets):])
+        return self.detokenizer
 
     def answer(self) -> str:
         """The text before the first stop string."""
@@ -218,7 +211,8 @@ class Generator:
 
     def start(self, requests: Iterable[Request]) -> list[GeneratedSequence]:
         """The new texts with their first tokens; some may have ended already. A request for no token is only scored."""
-        texts = [GeneratedSequence(request, self._decode) for request in requests]
+        texts = [GeneratedSequence(request, None if self._decode is None else Detokenizer(self._decode))
+                 for request in requests]
         begin = len(self._rows)
         for text in texts:
             if text.request.max_new_tokens:
@@ -231,7 +225,8 @@ class Generator:
         while begin < len(self._rows):
             sizes = accumulate(len(text.request.prompt) for text in self._rows[begin:])
             end = begin + max(1, sum(1 for _ in takewhile(lambda size: size <= PREFILL_TOKENS, sizes)))
-            self._sample(self._rows[begin:end], self._prefill(range(begin, end)))
+            prompts = [text.request.prompt[-self._decoder.max_positions:] for text in self._rows[begin:end]]
+            self._sample(self._rows[begin:end], self._decoder.prefill(range(begin, end), prompts))
             begin = end
         self._remove_finished()
         return texts
@@ -240,17 +235,19 @@ class Generator:
         """One token for every running text, and the scores of one text that has ended; returns these texts."""
         texts = [*self._rows]
         if texts:
-            # texts past the position table are prefilled again, after the decode step of the others
-            past = [row for row, text in enumerate(texts)
-                    if len(text.request.prompt) + len(text.tokens) > self._decoder.max_positions]
+            # texts past the position table are read again from their last tokens, after the decode step of the others
+            length = self._decoder.max_positions
+            past = [row for row, text in enumerate(texts) if len(text.request.prompt) + len(text.tokens) > length]
+            last_tokens = [texts[row].ids[-length:] for row in past]
             if len(past) == len(texts):
-                logits = self._prefill(past)  # [b, V]
+                logits = self._decoder.prefill(past, last_tokens)  # [b, V]
             else:
                 if past:  # the decode step appends to all rows: make room for a token whose logits are not used
-                    self._decoder.prefill(past, [texts[row].tokens[-1:] for row in past])
+                    self._decoder.prefill(past, [ids[-1:] for ids in last_tokens])
                 logits = self._decoder.decode_step([text.tokens[-1] for text in texts])
                 if past:
-                    logits = logits.index_copy(0, torch.tensor(past, device=logits.device), self._prefill(past))
+                    logits = logits.index_copy(0, torch.tensor(past, device=logits.device),
+                                               self._decoder.prefill(past, last_tokens))
             self._sample(texts, logits)
             self._remove_finished()
         if self._to_score:  # one a step: the running texts wait for it
@@ -272,10 +269,6 @@ class Generator:
         while (starting := list(islice(waiting, self.free_slots))) or self._rows:
             texts = self.start(starting) if starting else self.step()
             yield from [text for text in texts if text.finish_reason is not None]
-
-    def _prefill(self, rows: Sequence[int]) -> Tensor:
-        """-> [b, V]; a text longer than the position table is read from its last tokens."""
-        return self._decoder.prefill(rows, [self._rows[row].ids[-self._decoder.max_positions:] for row in rows])
 
     def _sample(self, texts: Sequence[GeneratedSequence], logits: Tensor) -> None:
         """Appends the next token to each text. logits: [b, V]."""

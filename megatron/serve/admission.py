@@ -90,7 +90,7 @@ class AuthPolicy:
     def __init__(self, host: str, key: str | None, allowed: Iterable[str] = ()) -> None:
         self._key = None if key is None else key.encode()
         self._any_host = not is_loopback(host)
-        self._allowed_hosts = {host.lower(), *(name.lower() for name in allowed)}
+        self._allowed_hosts = {host.lower(), *LOOPBACK_NAMES, *(name.lower() for name in allowed)}
 
     def check(self, headers: Mapping[str, str], needs_key: bool) -> None:
         """Refuses a Host header that is not one of our names, and a request without the key."""
@@ -98,7 +98,7 @@ class AuthPolicy:
         if not self._any_host and host is not None:
             match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", host)
             name = (match[1] or match[3]).lower() if match else ""
-            if not is_loopback(name) and name not in self._allowed_hosts:
+            if name not in self._allowed_hosts and not is_loopback(name):
                 raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
                                 "--allowed-host admits another name")
         if needs_key and self._key is not None:

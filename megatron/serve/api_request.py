@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 from data.strict_json import decode_utf8, parse_json
 from data.tokenizer import Tokenizer
-from megatron.inference.generation import GeneratedSequence
+from megatron.inference.generation import Detokenizer, GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field
 
@@ -97,10 +97,7 @@ class ServedModel:
     eod: int | None
     limits: ServerLimits
     created: int
-
-    @property
-    def max_new_tokens(self) -> int:
-        return min(self.limits.max_new_tokens or self.positions, self.positions)
+    max_new_tokens: int
 
     def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         """An empty prompt becomes the end-of-document token."""
@@ -142,26 +139,17 @@ class ApiRequest:
         prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
         self.texts = [GeneratedSequence(
             Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
-                    top_logprobs=self.top_logprobs), self.model.tokenizer.decode)
+                    top_logprobs=self.top_logprobs), Detokenizer(self.model.tokenizer.decode))
             for place, prompt in enumerate(prompts)]
         """In the order of the prompts, each with its own random numbers."""
+        self.num_open = len(self.texts)
+        """Texts that have not ended, or that are not scored although they should be."""
         self.changed = asyncio.Event()
+        """Set when all texts have ended or `error` is set, and of a stream for each token."""
         self.error: Exception | None = None
+        """ConnectionResetError: cancelled."""
 
-    @property
-    def is_done(self) -> bool:
-        return all(text.has_ended for text in self.texts)
-
-    async def wait_for_change(self) -> None:
-        """Raises the error of a failed request, and ConnectionResetError for a cancelled one."""
-        if not self.is_done:
-            await self.changed.wait()
-            self.changed.clear()
-        if self.error is not None:
-            raise self.error
-
-    @property
-    def num_tokens(self) -> tuple[int, int]:
+    def count_tokens(self) -> tuple[int, int]:
         """(of the prompts, new)"""
         return sum(map(len, self.prompts)), sum(len(text.tokens) for text in self.texts)
 

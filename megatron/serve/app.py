@@ -107,7 +107,7 @@ class ServeApp:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Admit a request, answer it, and log it. A failed request does not affect other clients."""
         began, path, method = time.monotonic(), scope["path"], scope["method"]
-        scope.update(status=0, tokens=(0, 0))
+        scope.update({"status": 0, "tokens": (0, 0)})
         error: HttpError | None = None
         try:
             # uvicorn's own limit holds for heads that come in several parts
@@ -138,7 +138,8 @@ class ServeApp:
         if scope["status"]:
             seconds = time.monotonic() - began
             route = path if path in self._pages or path in self._apis else "other"
-            self._metrics.count_request(route, scope["status"], seconds)
+            self._metrics.requests[route, scope["status"]] += 1
+            self._metrics.request_seconds += seconds
             client = scope["client"][0] if scope.get("client") else "-"
             target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
             self._log(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {client} {method} {target[:200]} {scope['status']} "
@@ -170,13 +171,14 @@ class ServeApp:
             if request.is_streaming:
                 await self._stream(scope, send, request)
             else:
-                while not request.is_done:
-                    await request.wait_for_change()
+                await request.changed.wait()
+                if request.error is not None:
+                    raise request.error
                 await respond(scope, send, await in_pool(request.full_response))
         finally:
             watch.cancel()
-            scope["tokens"] = request.num_tokens
-            if not request.is_done:
+            scope["tokens"] = request.count_tokens()
+            if request.num_open:
                 self._queue.cancel(request, ConnectionResetError())
 
     async def _read_body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
@@ -184,18 +186,15 @@ class ServeApp:
             raise HttpError(415, f"expected JSON, announced with the header Content-Type: {JSON_TYPE}")
         if "content-encoding" in headers:
             raise HttpError(415, "expected a body without Content-Encoding")
-        too_large = HttpError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
-        if int(headers.get("content-length", 0)) > self._limits.max_body_bytes:
-            raise too_large
-        found, has_more = bytearray(), True
-        while has_more:
+        found, size, has_more = bytearray(), int(headers.get("content-length", 0)), True
+        while has_more and size <= self._limits.max_body_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             found += message["body"]
-            has_more = message["more_body"]
-            if len(found) > self._limits.max_body_bytes:
-                raise too_large
+            has_more, size = message["more_body"], max(size, len(found))
+        if size > self._limits.max_body_bytes:
+            raise HttpError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")
         return bytes(found)
 
     async def _cancel_on_disconnect(self, receive: Receive, request: ApiRequest) -> None:
@@ -209,8 +208,11 @@ class ServeApp:
         is_done = False
         while not is_done:
             try:
-                await request.wait_for_change()
-                is_done = request.is_done
+                await request.changed.wait()
+                request.changed.clear()
+                if request.error is not None:
+                    raise request.error
+                is_done = not request.num_open
                 events = [json.dumps(chunk) for chunk in request.new_chunks()] + ["[DONE]"] * is_done
             except HttpError as error:  # the last event then, without [DONE]
                 is_done, events = True, [json.dumps(error_body(scope["path"], error))]
@@ -312,8 +314,9 @@ def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, lis
     """Runs rank 0 until `stop_requested`. `on_ready` is called once the server listens."""
     generator, metrics = loaded.generator(rows), ServerMetrics()
     queue = RequestQueue(rows, limits.max_waiting, metrics)
-    model = ServedModel(name, loaded.tokenizer, loaded.model.config.max_position_embeddings, loaded.eod, limits,
-                        int(time.time()))
+    positions = loaded.model.config.max_position_embeddings
+    model = ServedModel(name, loaded.tokenizer, positions, loaded.eod, limits, int(time.time()),
+                        min(limits.max_new_tokens or positions, positions))
     server = HttpServer(ServeApp(model, queue, auth, metrics, log), listener, limits, queue)
     timeout_error = HttpError(503, f"{STOPPING_MESSAGE}, and this was not done in time", code="stopping")
     server.start()

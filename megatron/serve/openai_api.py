@@ -56,12 +56,12 @@ class OpenAICompletion(ApiRequest):
                    if not self._sent[place].is_finished]
         chunks = [{**self._frame, "choices": [choice]} for choice in choices
                   if choice["text"] or choice["finish_reason"] is not None]
-        if self.with_usage and self.is_done:
+        if self.with_usage and not self.num_open:
             chunks.append({**self._frame, "choices": [], "usage": self._usage()})
         return chunks
 
     def _usage(self) -> dict[str, int]:
-        read, made = self.num_tokens
+        read, made = self.count_tokens()
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
@@ -85,7 +85,8 @@ class OpenAICompletion(ApiRequest):
         """Of all tokens in the first `length` characters of the answer."""
         decode, skipped = self.model.tokenizer.decode, 0 if self.echo else len(sequence.request.prompt)
         ids = sequence.ids[skipped:]
-        starts = Detokenizer(decode, ids).offsets
+        (detokenizer := Detokenizer(decode)).extend(ids)
+        starts = detokenizer.offsets
         kept = sum(start < length for start in starts) if sequence.finish_reason == "stop" else len(ids)
         likeliest = [None, *({decode([token]): value for token, value in reversed(place)}
                              for place in scores.top_logprobs)][skipped:][:kept] if self.top_logprobs else None

@@ -28,21 +28,17 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self._began = time.time()
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._seconds = 0.0
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """By route and status. A route is one of ours or "other", so that clients cannot create labels."""
+        self.request_seconds = 0.0
         self.prompt_tokens = self.generated_tokens = self.texts_dropped = 0
-
-    def count_request(self, route: str, status: int, seconds: float) -> None:
-        """`route` is one of ours or "other", so that clients cannot create labels."""
-        self._requests[route, status] += 1
-        self._seconds += seconds
 
     def format_prometheus(self, texts_running: int, texts_waiting: int, connections: int) -> str:
         lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
         lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
-                  for (route, status), count in sorted(self._requests.items())]
+                  for (route, status), count in sorted(self.requests.items())]
         for name, kind, value, about in (
-                ("request_seconds_total", "counter", self._seconds, "Time that requests took, added up."),
+                ("request_seconds_total", "counter", self.request_seconds, "Time that requests took, added up."),
                 ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
                 ("generated_tokens_total", "counter", self.generated_tokens, "Tokens of texts."),
                 ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
@@ -68,10 +64,10 @@ class StepPlan:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepPlan:
         start = []
-        for request in values["start"]:
-            fields: dict[str, Any] = {  # JSON has lists for tuples
-                name: tuple(value) if isinstance(value, list) else value for name, value in request.items()}
-            start.append(Request(**{**fields, "sampling": Sampling(**fields["sampling"])}))
+        for one in values["start"]:
+            given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                                     for name, value in one.items()}
+            start.append(Request(**{**given, "sampling": Sampling(**one["sampling"])}))
         return cls(tuple(values["cancel"]), tuple(start), values["is_last"])
 
 
@@ -224,9 +220,10 @@ class RequestQueue:
             text.finish_reason, text.scores = event.finish_reason, event.scores
             if text.finish_reason == "not finite":
                 self.cancel(request, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
-            elif text.has_ended:
+            elif text.finish_reason is not None and (text.request.top_logprobs is None or text.scores is not None):
                 del self._active[event.number]
-            if request.is_streaming or text.has_ended:
+                request.num_open -= 1
+            if request.is_streaming or not request.num_open:
                 request.changed.set()
 
     def fail(self, error: HttpError) -> None:

@@ -220,7 +220,7 @@ def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_fo
     most = 3 * DECODE_WINDOW * length
 
     def asked(counts: Any, **given: object) -> OpenAICompletion:
-        served = ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0)
+        served = ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0, 2 * length)
         return parse_completion(json.dumps(given).encode(), served)
 
     counts = Counting()
@@ -241,7 +241,7 @@ def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_fo
     assert len(parts) == length and counts.decoded <= most
 
     counts = Counting()
-    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")), counts.decode)
+    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")), Detokenizer(counts.decode))
     for _ in range(length):
         text.tokens.append(65)
         assert "zz" not in text.detokenized().text

@@ -297,7 +297,7 @@ def lead(rank: int, world: int) -> tuple[int, list[tuple[int, int, str | None, b
             run_worker(generator, made.world)
             return plans, []
         queue = RequestQueue(2, 9, ServerMetrics())
-        served = ServedModel("x", ByteLevelTokenizer(), 16, None, ServerLimits(), 0)
+        served = ServedModel("x", ByteLevelTokenizer(), 16, None, ServerLimits(), 0, 16)
         first, left, scored = (
             ApiRequest(served, prompts=(prompt,), shown_prompts=("",), max_new_tokens=most, seed=0, num_samples=samples,
                        sampling=Sampling(greedy=True), top_logprobs=top)
