@@ -203,8 +203,8 @@ def parse_slot(slot: memoryview) -> StatusSnapshot:
     while len(texts) <= max(activity, phase, unit) and at < len(buffer) and buffer[at]:
         texts.append(buffer[at + 1:at + 1 + buffer[at]].decode(errors="replace"))
         at += 1 + buffer[at]
-    where = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
-    return StatusSnapshot(state, pid, step, *where, collective, collectives_started)
+    named = [texts[number] if number < len(texts) else "" for number in (activity, phase, unit)]
+    return StatusSnapshot(state, pid, step, named[0], named[1], named[2], collective, collectives_started)
 
 
 STATUS = RankStatus()  # the status of this process
