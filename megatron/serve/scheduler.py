@@ -72,7 +72,7 @@ class StepPlan:
 
 
 def execute(plan: StepPlan, generator: Generator) -> Iterator[list[GeneratedSequence]]:
-    """Yields the texts that got a token or ended: first those that start, so that nobody waits for the others' next
+    """Yields the texts that got a token or ended: first those that start, so that no client waits for the others' next
     token to see the first one. All ranks call it with the same plans."""
     for number in plan.cancel:
         generator.cancel(number)
