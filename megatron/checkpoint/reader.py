@@ -129,6 +129,10 @@ class Checkpoint:
         where = f"tag {self.tag}: file {rank_manifest_name(rank)}"
         return self._decode_state(self._rank_manifest(rank).state, where, rank)
 
+    def read(self, kind: str, name: str, *, offset: int, out: torch.Tensor, **local: Any) -> None:
+        """`read_slice` with the fields of a TPSlice as arguments of their own (docs/checkpoints.md)."""
+        self.read_slice(kind, name, TPSlice(**local), offset, out)
+
     def read_slice(self, kind: str, name: str, local: TPSlice, offset: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with elements from `offset` of the flattened local tensor."""
         stored, wanted = self._entry(kind, name), local.sharding

@@ -69,7 +69,8 @@ def test_merge_gives_the_unpadded_weights(saved: dict[Grid, Path], written: Grid
 def test_a_read_converts_to_the_dtype_asked_for(saved: dict[Grid, Path]) -> None:
     shape, partition = SHAPES["fc.weight"]
     out = torch.empty(40, dtype=torch.bfloat16)
-    open_checkpoint(saved[Grid(2, 2)]).read_slice("weight", "fc.weight", TPSlice((5, 8), partition, 3, 4), 0, out)
+    open_checkpoint(saved[Grid(2, 2)]).read("weight", "fc.weight", shape=(5, 8), partition=partition, tp_rank=3,
+                                            tp_size=4, offset=0, out=out)
     expected = local(logical()["weight", "fc.weight"], partition, 3, 4).flatten()
     assert torch.equal(out, expected.bfloat16())
 
