@@ -29,7 +29,8 @@ from tests.megatron.helpers import TINY, train
 from tests.megatron.serve.server import trained
 
 RUN = [*TINY, "--mock-data", "--batch-size", "2", "--bf16", "--train-iters", "4", "--lr", "0.000123"]
-LIMITS = {"step": (209, 39), "gradient": (81, 19), "save and resume": (413, 50), "--lr": (27, 12), "completion": (66, 16)}
+LIMITS = {"step": (209, 39), "gradient": (81, 19), "save and resume": (413, 50), "--lr": (27, 12),
+          "completion": (66, 16)}
 """(functions, files)"""
 
 Functions = list[tuple[str, str]]
