@@ -48,9 +48,8 @@ def list_tags(root: Path, tag: str | None) -> None:
     choice = choose_tag(root) if manifests or latest is not None else None
     used = records.get(choice.first) if choice is not None else None
     for name, manifest in manifests.items():
-        layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-        print(escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
-              + _branch_text(manifest, records, used) + "  damaged" * (name in damaged) + "  latest" * (name == latest))
+        print(_tag_line(manifest) + _branch_text(manifest, records, used)
+              + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in manifests),
@@ -69,6 +68,11 @@ def list_tags(root: Path, tag: str | None) -> None:
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and choice.warning:
         print_to_stderr(choice.warning)
+
+
+def _tag_line(manifest: Manifest) -> str:
+    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
 
 
 def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.tree import PRESETS, ModelConfig
 from megatron.errors import ConfigError
-from megatron.model import GPT2
+from megatron.model import GPT2, count_parameters
 from megatron.model.transformer import Attention, GPT2Init
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
@@ -20,11 +20,15 @@ from tests.megatron.helpers import tiny_model
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "124M"])
-def test_a_built_model_has_the_parameters_its_config_counts(preset: str) -> None:
+def test_a_built_model_has_the_parameters_that_are_counted(preset: str) -> None:
     shape = {key: value for key, value in PRESETS[preset].items() if key != "tokenizer_type"}
     for odd in ({}, {"intermediate_size": 100, "num_layers": 3}):
         config = ModelConfig(**(shape | odd), vocab_size=1009, make_vocab_size_divisible_by=1)
-        assert sum(p.numel() for p in GPT2(config).parameters()) == config.parameters()
+        h, f = config.hidden_size, config.ffn_size
+        block = 4 * h * h + 2 * h * f + 9 * h + f  # qkv, proj, two of the MLP, their biases, two LayerNorms
+        whole = (1009 + config.max_position_embeddings + 2) * h + config.num_layers * block
+        assert count_parameters(config) == (whole, block)
+        assert sum(p.numel() for p in GPT2(config).parameters()) == whole
 
 
 def test_initial_weights_spread_as_the_paper_says() -> None:

@@ -128,7 +128,7 @@ def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: d
 QUESTIONS: dict[str, Callable[[Engine], object]] = {
     "the report": lambda engine: engine.core.last_report and engine.core.last_report.extra_scalars,
     "the norm": Engine.get_global_grad_norm,
-    "whether it was applied": Engine.was_step_applied,
+    "whether it was applied": lambda engine: engine.was_step_applied(),
     "skipped steps": lambda engine: engine.skipped_steps,
     "applied steps": lambda engine: engine.applied_steps,
     "steps of the optimizer": lambda engine: engine.core.counters.optimizer_steps,
