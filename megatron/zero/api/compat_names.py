@@ -23,10 +23,7 @@ def _offload_device(engine: Any, kind: str) -> str | None:
 METHODS: dict[str, Callable[[Any], Any]] = {
     "fp16_enabled": lambda e: e.config.precision.fp16,
     "bfloat16_enabled": lambda e: e.config.precision.bf16,
-    "gradient_accumulation_steps": lambda e: e.core.accumulation_steps,
-    "is_gradient_accumulation_boundary": lambda e: e.core.is_at_boundary,
     "get_batch_info": lambda e: (e.train_batch_size(), e.core.micro_batch, e.core.accumulation_steps),
-    "was_step_applied": lambda e: e.core.last_report is not None and e.core.last_report.applied,
     "zero_optimization": lambda e: e.zero_optimization_stage() > 0,
     "zero_optimization_partition_gradients": lambda e: e.zero_optimization_stage() >= 2,
     "zero_optimization_partition_weights": lambda e: e.zero_optimization_stage() == 3,
@@ -76,8 +73,6 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "micro_steps": lambda e: e.core.state.counters.micro_steps,
     "applied_steps": lambda e: e.core.counters.applied_steps,
     "loss_scale": lambda e: e.cur_scale,
-    **{name: lambda e, name=name: getattr(e.core, name)  # type: ignore[misc]
-       for name in ("no_sync", "set_gradient_accumulation_boundary", "reload_states")},
     # The model is a child named `module`, as in DeepSpeed's engine.
     **{name: lambda e, name=name: getattr(nn.ModuleDict({"module": e.module}), name)  # type: ignore[misc]
        for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")}}

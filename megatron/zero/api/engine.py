@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,22 @@ class Engine:
         """Discard the accumulated gradients."""
         self.core.zero_grad()
 
+    def gradient_accumulation_steps(self) -> int:
+        return self.core.accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The current micro-batch is the last of its optimizer step."""
+        return self.core.is_at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the next `step` ends an optimizer step; None returns to counting micro-batches. Ranks must pass
+        the same value: if they differ, the step raises or the collective check ends the run."""
+        self.core.set_gradient_accumulation_boundary(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Skip gradient reduction in backward; stages 0 and 1 only. Call `step` outside."""
+        return self.core.no_sync()
+
     def compile(self, backend: str | Callable[..., Any] = "inductor",
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """torch.compile the forward of each unit, or of the whole model if it has no blocks. The engine's hooks stay
@@ -295,6 +312,10 @@ class Engine:
             self._warned_offload_has_no_effect = True
             self._print(" note: engine.offload_states() has no effect here: the device is the host")
 
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move offloaded state back, bit for bit."""
+        self.core.reload_states(non_blocking=non_blocking)
+
     def destroy(self) -> None:
         """Detach the engine: remove its hooks and leave full parameters in the working precision. Collective;
         idempotent."""
@@ -325,6 +346,10 @@ class Engine:
     def cur_scale(self) -> float:
         """The loss scale of the next backward."""
         return self.core.state.counters.scaler.scale
+
+    def was_step_applied(self) -> bool:
+        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
+        return self.core.last_report is not None and self.core.last_report.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last optimizer step, before clipping; None before the first."""
