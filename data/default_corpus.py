@@ -21,7 +21,7 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
 
@@ -102,11 +102,6 @@ def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
     return [by_hash[key] for key in sorted(by_hash)]
 
 
-def paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    """Training sentences: paragraphs with their line ends, so that newline tokens are learnt."""
-    return (f"{part}\n\n" for text in texts for part in text.split("\n\n") if part)
-
-
 def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE,
                          packages: Sequence[str] = PACKAGES, workers: int = 2) -> Path:
     """Build the corpus unless it exists and was made from the same packages; returns its prefix."""
@@ -123,7 +118,9 @@ def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = 
             print(f"default corpus: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB", file=sys.stderr)
             with staged_file(folder / "corpus.jsonl", "w") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-            train_sentencepiece(paragraphs(texts), folder / "tokenizer.model", vocab_size)
+            # Training sentences are paragraphs with their line ends, so that newline tokens are learnt.
+            paragraphs = (f"{part}\n\n" for text in texts for part in text.split("\n\n") if part)
+            train_sentencepiece(paragraphs, folder / "tokenizer.model", vocab_size)
             tokenizer = SentencePieceTokenizer(str(folder / "tokenizer.model"))
             build_corpus([folder / "corpus.jsonl"], folder / "corpus", tokenizer, workers=workers)
             write_json_atomic(folder / "source.json", source)

@@ -50,8 +50,6 @@ REBUILD_AFTER_CHARACTERS = 1 << 28
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 """SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
-MERGES_HEADER = "#version: 0.2\n"
-"""First line of a merges file."""
 TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
                   "and --merge-file)")
 
@@ -162,7 +160,7 @@ def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
         differences.append(f"{len(others)} tokens that no merge makes, {others[0]!r} for one")
     if differences:
         raise DataError(f"{path} is not GPT-2's kind of byte-level BPE: {'; '.join(differences)}; {TOKENIZER_HINT}")
-    return MERGES_HEADER + "".join(f"{pair}\n" for pair in merges), vocabulary
+    return "#version: 0.2\n" + "".join(f"{pair}\n" for pair in merges), vocabulary
 
 
 def _differences_from_gpt2(tokenizer_json: Mapping[str, Any], alphabet: Collection[str]) -> Iterator[str]:

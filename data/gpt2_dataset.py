@@ -22,6 +22,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from data.compressed import read_errors_for
 from data.indexed import IndexedCorpus, StableFile
 from data.sampling import Blend, epoch_permutation, index_dtype
 from data.storage import (DataError, crc32, make_folder, prefix_data_errors, prefix_storage_errors, staged_file,
@@ -89,10 +90,8 @@ class RowFile:
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self._path, self._name = os.fspath(path), name
-        try:
+        with read_errors_for(self._path):
             self._file = StableFile(self._path, REBUILD_HINT)
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         header = self._file.read(0, min(ROW_FILE_HEADER.size, self._file.size), "u1").tobytes()
         magic, version, padded_kind, rows, columns, expected = ROW_FILE_HEADER.unpack(
             header.ljust(ROW_FILE_HEADER.size, b"\0"))
@@ -106,9 +105,6 @@ class RowFile:
 
     def __reduce__(self) -> tuple[type[RowFile], tuple[str, str]]:
         return RowFile, (self._path, self._name)  # another process opens the file itself
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __getitem__(self, row: int) -> Any:
         """A scalar, or [columns]."""
@@ -136,7 +132,6 @@ class EpochCache:
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
                  samples: int, folder: str | None = None) -> None:
         self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
-        self._samples = samples
         self._folder = make_folder(folder) if folder is not None and samples >= MIN_STORED_SAMPLES else None
         self._cached: OrderedDict[int, EpochIndex] = OrderedDict()
         self._last_epoch, self._reads_of_last_epoch = -1, 0
@@ -177,12 +172,7 @@ class EpochCache:
                     for path, name, values in zip(paths, names, (index.documents, index.starts)):
                         assert isinstance(values, np.ndarray), "made just now"
                         write_row_file(path, name, values)
-        found = EpochIndex(*map(RowFile, paths, names))
-        shapes = (self._documents.shape, (self._samples, 2))
-        for path, rows, shape in zip(paths, (found.documents, found.starts), shapes):
-            if rows.shape != shape:
-                raise DataError(f"{path}: expected an order of {shape} numbers, found {rows.shape}; {REBUILD_HINT}")
-        return found
+        return EpochIndex(*map(RowFile, paths, names))
 
 
 def content_digest(parts: Iterable[bytes]) -> str:
@@ -202,11 +192,8 @@ class Dataset(ABC):
     name: str
     seq_length: int
     fingerprint: str
-
-    @property
-    @abstractmethod
-    def distinct_samples(self) -> int | None:
-        """Number of samples from index 0 on before text repeats; None if unlimited."""
+    distinct_samples: int | None
+    """Number of samples from index 0 on before text repeats; None if unlimited."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
@@ -226,17 +213,13 @@ class GPT2Dataset(Dataset):
             else np.asarray(documents)
         chosen = chosen.astype(index_dtype(corpus.num_documents))
         tokens = int(corpus.sizes[chosen].sum(dtype=np.int64))
-        self.samples_per_epoch = count_samples(tokens, seq_length)
+        self.samples_per_epoch = self.distinct_samples = count_samples(tokens, seq_length)
         if not self.samples_per_epoch:
             raise DataError(f"{corpus.prefix}: {name}: {len(chosen)} documents with {tokens} tokens, one sample needs "
                             f"{seq_length + 1}; give more text, another --split or a shorter --seq-length")
         self._epochs = EpochCache(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
         self.fingerprint = content_digest([corpus.fingerprint.encode(), chosen.tobytes(),
                                            repr((seq_length, seed)).encode()])
-
-    @property
-    def distinct_samples(self) -> int:
-        return self.samples_per_epoch
 
     def __getitem__(self, index: int) -> Sample:
         number, phase = divmod(int(index), self.samples_per_epoch)
@@ -267,13 +250,10 @@ class BlendedDataset(Dataset):
         self._blend = Blend(weights)
         self.fingerprint = content_digest(
             [self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
-
-    @property
-    def distinct_samples(self) -> int | None:
         # The dataset that runs out first limits the blend.
-        limits = [part.distinct_samples * self._blend.period // int(count)
-                  for part, count in zip(self._datasets, self._blend.counts) if part.distinct_samples is not None]
-        return min(limits, default=None)
+        self.distinct_samples = min((part.distinct_samples * self._blend.period // int(count)
+                                     for part, count in zip(datasets, self._blend.counts)
+                                     if part.distinct_samples is not None), default=None)
 
     def __getitem__(self, index: int) -> Sample:
         dataset, within = self._blend.locate(index)
@@ -285,13 +265,9 @@ class MockDataset(Dataset):
     """Uniformly random ids, for benchmarks and tests; nothing can be learnt from it."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, name: str = "mock") -> None:
-        self.name, self.seq_length = name, seq_length
+        self.name, self.seq_length, self.distinct_samples = name, seq_length, None
         self._vocab_size, self._seed = vocab_size, seed
         self.fingerprint = content_digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
-
-    @property
-    def distinct_samples(self) -> None:
-        return None
 
     def __getitem__(self, index: int) -> Sample:
         bits = np.random.Philox(key=np.array([self._seed, index], np.uint64)).random_raw(self.seq_length + 1)

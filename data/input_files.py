@@ -126,9 +126,6 @@ FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 CACHE_SUFFIX = ".cache"
 """Suffix of the folder beside a source that caches its corpus (sources.py)."""
 
-STAGE_OWN_FILES = (STAGE_FILE, "dropped.jsonl")
-
-
 OWN_CACHE_PATTERN = re.compile(
     r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
     r"\..*\.(?:tmp|writing)|\.lock")
@@ -189,7 +186,7 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
             folders = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
             shards = next((shards for shards in map(shards_of, folders) if shards is not None), None)
             if shards is not None and str(path) not in shards:
-                if path.name not in STAGE_OWN_FILES:
+                if path.name not in (STAGE_FILE, "dropped.jsonl"):
                     found.not_of_stage.append(str(path))
                 continue
             wanted = Path(strip_compression_suffix(path.name)).suffix in suffixes
@@ -205,11 +202,9 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
 def walk_files(folder: Path, found: InputFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
                parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Every file below a folder; follows symbolic links, but not into loops."""
-    try:
+    with read_errors_for(str(folder)):
         status = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot read: {error.strerror or error}") from error
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
         found.link_loops.append(str(folder))

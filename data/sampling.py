@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError, UsageError
+from data.storage import UsageError
 
 PARTS = ("train", "valid", "test")
 """The parts of a split, in order."""
@@ -73,11 +73,9 @@ def index_dtype(n: int) -> type[np.signedinteger[Any]]:
 
 class Blend:
     """Draws from datasets in proportion to weights: sample index -> (dataset, index within it), from a table of one
-    period. After any n samples each dataset is within one sample of n times its share."""
+    period. After any n samples each dataset is within one sample of n times its share. Weights are above 0."""
 
     def __init__(self, weights: Sequence[Fraction | int]) -> None:
-        if not weights or any(weight <= 0 for weight in weights):
-            raise DataError(f"blend weights: expected numbers greater than 0, found {', '.join(map(str, weights))}")
         self.counts = np.array(integer_weights(weights), np.int64)
         self.period = int(self.counts.sum())
         self._dataset = evenly_spread_order(self.counts.tolist())

@@ -26,7 +26,7 @@ from data.indexed import IndexedCorpus
 from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
-from data.storage import (DataError, change_detector, check_is_file, check_is_rereadable, crc32_file,
+from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, crc32_file,
                           escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
                           read_json_or_none, wait_for_lock, write_json_atomic)
 from data.text_files import Separator
@@ -209,6 +209,9 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
     # --split cuts the sources of --train-data; a source of --valid-data or --test-data is of that part alone.
     shares = dict(zip(PARTS, parse_split(split)))
     split_parts = [part for part in PARTS if shares[part] and (part == "train" or not words_of[part])]
+    if train_data and not split_parts:
+        raise UsageError(f"--split {split}: the share for training is 0, and each other part has share 0 or data of "
+                         "its own, so nothing reads --train-data: expected a first number above 0")
     notes: list[str] = []
     corpora: dict[str, IndexedCorpus] = {}
     ranges_of: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}

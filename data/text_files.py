@@ -31,7 +31,6 @@ CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"
 """The UTF-8 byte order mark; not part of the text at the start of a file."""
 
-BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
 """Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
@@ -111,9 +110,6 @@ def count_lines(data: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
-SKIP_BYTES = 1 << 20
-
-
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """The lines of a file, in chunks of about `size` bytes; the rest of a line that exceeds `limit` then is skipped."""
@@ -123,7 +119,7 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
         if not is_compressed(name) and S_ISREG(status.st_mode):
             while offset < status.st_size:
                 end = file.seek(min(offset + size, status.st_size))
-                rest_size = skip_line(file, SKIP_BYTES)
+                rest_size = skip_line(file)
                 yield (Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit else
                        Chunk(name, offset, end - offset + rest_size))
                 offset = end + rest_size
@@ -134,7 +130,7 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
             if len(rest) <= limit:
                 data += rest
             else:
-                skipped = len(rest) + (0 if rest.endswith(b"\n") else skip_line(file, SKIP_BYTES))
+                skipped = len(rest) + (0 if rest.endswith(b"\n") else skip_line(file))
             if not data and file.damage is None:
                 return
             end = offset + len(data) + skipped
@@ -187,7 +183,7 @@ class Separator:
         r"""`blank-line`, or a text in which `\n`, `\t` and `\\` stand for themselves; None: files are documents."""
         if not word:
             return None
-        if word == BLANK_LINE:  # all white space, which is never cut
+        if word == "blank-line":  # all white space, which is never cut
             blank = rb"\r?\n(?:[ \t]*\r?\n)+"
             return Separator(re.compile(blank), re.compile(blank + rb"(?=[ \t]*[^ \t\r\n])"), 1)
         typed = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word)

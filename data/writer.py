@@ -50,12 +50,6 @@ class AppendFile:
         self.crc = crc32(raw, self.crc)
         self.file.write(raw)
 
-    def truncate(self, size: int, crc: int) -> None:
-        """Truncate to `size` bytes, whose checksum was `crc`."""
-        self.crc = crc
-        self.file.seek(size)
-        self.file.truncate()
-
     def sync(self) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -166,8 +160,9 @@ class CorpusWriter:
 
     def rollback_to(self, savepoint: Sequence[int]) -> None:
         """Drop the tokens added since the savepoint."""
-        self.tokens, self._max_token, crc = savepoint
-        self._bin.truncate(self.tokens * self.dtype.itemsize, crc)
+        self.tokens, self._max_token, self._bin.crc = savepoint
+        self._bin.file.seek(self.tokens * self.dtype.itemsize)
+        self._bin.file.truncate()
 
     def add_sizes(self, sizes: ArrayLike) -> None:
         """Add the sizes, in tokens, of the next documents."""

@@ -73,8 +73,6 @@ COMMON_FLAGS: Flags = {
                  "help": "what a pass over all documents may hold (default: 1G)"},
     "--shard-bytes": {"type": size, "default": SHARD_BYTES, "metavar": "SIZE",
                       "help": "input of one shard (default: 16M)"}}
-SHARD_FLAG: Flags = {"--shard": {"type": parse_shard, "metavar": "I/N", "default": SINGLE_MACHINE,
-                                 "help": "do the I-th share of N, I from 0; `merge` makes one folder of all"}}
 SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle and split (default: 0)"}}
 
 
@@ -192,7 +190,8 @@ def build_parser() -> StrictArgumentParser:
         stage = commands.add_parser(name, help=command.help, description=command.help)
         add_flags(stage, command.flags)
         add_common_flags(stage, "IN")
-        add_flags(stage, SHARD_FLAG)
+        stage.add_argument("--shard", type=parse_shard, metavar="I/N", default=SINGLE_MACHINE,
+                           help="do the I-th share of N, I from 0; `merge` makes one folder of all")
     everything = commands.add_parser("run", help="all stages in order, then tokens and a report",
                                      description="All stages in order, then tokens and a report.")
     everything.set_defaults(shard=SINGLE_MACHINE)

@@ -37,7 +37,6 @@ PAIRS_PER_BATCH = 64
 SIMILARITY_SCALE = 1_000_000
 """Similarities in rows are in millionths."""
 
-DUPLICATE_URL = "duplicate URL"
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
 
@@ -298,7 +297,7 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
         first_documents.append(first_documents[-1] + documents)
     for pairs in pairs_with_equal_keys(seen.sorted(), max_earlier=1):
         repeated.add(pairs[:, :1])
-    drops = ((document, DUPLICATE_URL) for document, in iterate_rows(repeated.sorted()))
+    drops = ((document, "duplicate URL") for document, in iterate_rows(repeated.sorted()))
     own_shards = machine_share(len(inputs), *share)
     tasks = islice(_copy_tasks(inputs, output, first_documents, drops), own_shards.start, own_shards.stop)
     yield from ordered_map(copy_undropped_lines, tasks, workers)

@@ -201,12 +201,6 @@ class DocumentCounts:
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
         return DocumentCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
-    def followed_by(self, later: DocumentCounts) -> DocumentCounts:
-        """These counts combined with those of a later pass over the kept documents."""
-        return DocumentCounts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
-                              self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
-                              later.sizes)
-
     def to_json(self) -> dict[str, Any]:
         """Equal counts give equal JSON, in any order of addition."""
         return {

@@ -16,7 +16,8 @@ from __future__ import annotations
 import codecs
 import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -209,34 +210,16 @@ class ExtractOptions:
 
 
 def make_extract(options: ExtractOptions) -> DocumentFunction:
-    text_of = make_page_text(drops_boilerplate=options.extractor == "resiliparse")
-
-    def extract(document: Document) -> Document | DroppedDocument:
-        is_html = options.html == "all" or options.html == "detect" and (
-            document.meta.get("format") == "html" or _PAGE.match(document.text))
-        if not is_html:
-            return document
-        text = text_of(document.text.removeprefix("\ufeff"))
-        if text is None:
-            return DroppedDocument("too complex to parse")
-        meta = {name: value for name, value in document.meta.items() if name != "format"}  # the result is text
-        return replace(document, text=text, meta=meta) if text else DroppedDocument("no text in the page")
-
-    return extract
-
-
-def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
-    """A function page -> text; None if parsing takes too much time or memory."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.html import HTMLParserException, HTMLTree
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _NAVIGATION + _BOILERPLATE if drops_boilerplate else _NAVIGATION
+    names = _NAVIGATION + _BOILERPLATE if options.extractor == "resiliparse" else _NAVIGATION
     around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
-    def text(page: str) -> str:
+    def page_text(page: str) -> str:
         # As HTML, of elements that the library supports.
         if page.lstrip().startswith("<?xml"):
             first, *rest = page.split("<![CDATA[")
@@ -250,13 +233,22 @@ def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
                  for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
         return next(filter(str.strip, texts), "").strip()
 
-    def text_within(page: str) -> str | None:
+    def extract(document: Document) -> Document | DroppedDocument:
+        is_html = options.html == "all" or options.html == "detect" and (
+            document.meta.get("format") == "html" or _PAGE.match(document.text))
+        if not is_html:
+            return document
+        page = document.text.removeprefix("\ufeff")
+        text: str | None = None
         if page.count("<") <= _TAGS and len(page) <= _CHARACTERS:
-            return text(page)
-        times = 1 + len(page) / 5_000_000
-        try:
-            return call_within(text, page, times * _SECONDS, int(times * _MEMORY))
-        except (MemoryError, HTMLParserException):  # raised when the memory limit is reached
-            return None
+            text = page_text(page)
+        else:
+            times = 1 + len(page) / 5_000_000
+            with suppress(MemoryError, HTMLParserException):  # raised when the memory limit is reached
+                text = call_within(page_text, page, times * _SECONDS, int(times * _MEMORY))
+        if text is None:
+            return DroppedDocument("too complex to parse")
+        meta = {name: value for name, value in document.meta.items() if name != "format"}  # the result is text
+        return replace(document, text=text, meta=meta) if text else DroppedDocument("no text in the page")
 
-    return text_within
+    return extract

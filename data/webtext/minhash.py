@@ -40,7 +40,6 @@ BLOCK_CHARACTERS = 1 << 18
 """Characters processed together, to bound memory."""
 
 FACTOR = 0x9E3779B97F4A7C15
-SHIFT = np.uint64(32)
 
 
 class HashedWords(NamedTuple):
@@ -78,7 +77,7 @@ def ngram_hashes(hashes: HashArray, n: int) -> HashArray:
     for first in range(n):
         run += hashes[first:first + count]
         run *= np.uint64(FACTOR)
-        run ^= run >> SHIFT  # makes the hash depend on order
+        run ^= run >> np.uint64(32)  # makes the hash depend on order
     return run
 
 

@@ -18,8 +18,8 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
-from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, skip_line,
-                             strip_compression_suffix)
+from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, read_errors_for,
+                             skip_line, strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
 from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
@@ -169,7 +169,7 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
             raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
     elif format == "auto":
         format = format_of(name)
-    try:
+    with read_errors_for(str(path)):
         size = path.stat().st_size
         if not format:
             raise DataError(
@@ -179,8 +179,6 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
                 first = file.read(1 << 16).removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
             format = "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
         return SourceFile(str(path), name, format, size)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
 
 
 def archive_kind(content: bytes) -> str | None:

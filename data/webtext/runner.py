@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -318,8 +318,10 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
         notes += [note for part in parts for note in part.notes]
         if second_pass:
             first, folder = folder, make_folder(folder / "then")
-            counts = counts.followed_by(
-                run_global_pass(second_pass, [first / shard.name for shard in shards], folder, run_options))
+            later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder, run_options)
+            counts = replace(counts, documents_kept=later.documents_kept, bytes_kept=later.bytes_kept,
+                             dropped=counts.dropped + later.dropped,
+                             dropped_bytes=counts.dropped_bytes + later.dropped_bytes, sizes=later.sizes)
             shards = describe_shards_in(folder)
         return publish_stage(StageRecord(key, counts, shards, tuple(notes)), folder, output)
 

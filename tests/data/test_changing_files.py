@@ -161,7 +161,7 @@ TABLES = {"none": np.empty(0, np.int32), "none of two": np.empty((0, 2), np.int6
 def test_rows_come_back_whatever_their_shape_and_type(tmp_path: Path, values: np.ndarray) -> None:
     write_row_file(tmp_path / "rows", "name", values)
     found = pickle.loads(pickle.dumps(RowFile(tmp_path / "rows", "name")))
-    assert found.shape == values.shape and len(found) == len(values)
+    assert found.shape == values.shape
     for row in range(len(values)):
         np.testing.assert_array_equal(found[row], values[row])
         assert found[row].dtype == values.dtype.newbyteorder("=")
@@ -194,7 +194,7 @@ def test_rows_that_are_cut_under_their_reader_are_an_error_and_those_made_anew_a
     for size in (20_000, 0):
         os.truncate(rows, size)
         with pytest.raises(DataError, match=f"^{rows}: size: .* bytes when it was opened, {size} now; delete it, "):
-            found[len(found) - 1]
+            found[found.shape[0] - 1]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:

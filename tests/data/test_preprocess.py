@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 
-from data import text_files
+from data import compressed, text_files
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
@@ -177,7 +177,7 @@ def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, mon
                                                              kind: str, long: int, before: int) -> None:
     """34 lines fill a chunk nearly, 35 more than that."""
     monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(text_files, "SKIP_BYTES", 64)
+    monkeypatch.setattr(compressed.skip_line, "__defaults__", (64,))
     content = LINE * before + b"\0" * (long - 1) + b"\n" + LINE * 40 + b"[]\n"
     path = put(tmp_path / f"a.{kind}", content)
     held, found, line = 0, [], 0

@@ -186,10 +186,16 @@ def test_a_part_that_is_too_small_is_absent_with_a_note(folder: Path) -> None:
 
 
 def test_what_the_user_names_must_be_usable(folder: Path) -> None:
-    with pytest.raises(DataError, match="train: 80 documents with 800 tokens, one sample needs 1001"):
-        opened(folder / "a", seq_length=1000)
-    with pytest.raises(DataError, match="valid: 100 documents with 1000 tokens, one sample needs 1002"):
-        opened(valid_data=[str(folder / "a")], seq_length=1001)
+    a, b = [str(folder / "a")], [str(folder / "b")]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"train_data": a, "seq_length": 1000}, "train: 80 documents with 800 tokens, one sample needs 1001"),
+        ({"valid_data": a, "seq_length": 1001}, "valid: 100 documents with 1000 tokens, one sample needs 1002"),
+        ({"train_data": a, "split": "0,1", "valid_data": b}, "^--split 0,1: the share for training is 0, and each oth"),
+        ({"train_data": a, "split": "0,1,2", "valid_data": b, "test_data": b}, "^--split 0,1,2: .* a first number abo")]
+    for settings, message in refused:
+        with pytest.raises(DataError, match=message):
+            opened(**settings)
+    assert opened(*a, split="0,1").train is None
     assert opened(valid_data=[str(folder / "a")]).train is None
     with pytest.raises(DataError, match="made with ByteLevelTokenizer .* this run uses GPT2BPETokenizer"):
         opened(folder / "a", tokenizer=GPT2BPETokenizer())

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from data import preprocess, text_files
-from data.default_corpus import paragraphs
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
 from data.storage import DataError
@@ -78,7 +77,8 @@ AWKWARD = ["a", "it's", "  ", " ", "\n", "\r\n", "\n\n", "\n \n", "\t", "\u3000"
 def sentencepiece(folder: Path) -> SentencePieceTokenizer:
     rng = random.Random(1)
     sentences = ["".join(rng.choices(["the ", "it's ", "  a", "\n", "ab", "ba "], k=20)) for _ in range(300)]
-    train_sentencepiece(paragraphs(sentences), folder / "model", 320)
+    paragraphs = (f"{part}\n\n" for text in sentences for part in text.split("\n\n") if part)
+    train_sentencepiece(paragraphs, folder / "model", 320)
     return SentencePieceTokenizer(str(folder / "model"))
 
 
