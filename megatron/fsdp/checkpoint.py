@@ -176,13 +176,11 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
     number = {id(one): index for index, one in enumerate(params_of(optimizer))}
     state: dict[int, OptimState] = {}
     kinds = [kind for kind in found.kinds if kind != WEIGHT]
-
-    def read_shards(bucket: FlatBucket) -> dict[str, Tensor]:
-        # in the masters' dtype, as torch's optimizers keep state in the parameter's
-        return {kind: _read_bucket(found, bucket, kind, torch.zeros(
+    # in the masters' dtype, as torch's optimizers keep state in the parameter's
+    shards = all_succeed_or_raise(lambda: [
+        {kind: _read_bucket(found, bucket, kind, torch.zeros(
             bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)) for kind in kinds}
-
-    shards = all_succeed_or_raise(lambda: [read_shards(bucket) for bucket in root.trained], root.dp)
+        for bucket in root.trained], root.dp)
     for bucket, flats in zip(root.trained, shards, strict=True):
         for one in local_params(bucket):
             counts = (scalars_by_param.get(one.slot.name) if scalars_by_param

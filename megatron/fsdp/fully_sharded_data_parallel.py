@@ -103,21 +103,17 @@ _ELSEWHERE = {"sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SH
 """Argument of torch's FSDP1 -> what to do instead."""
 
 
-def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
-    known = {item.name for item in fields(FairScaleArguments)}
-    for name in given:
-        if name not in known:
-            advice = (_ELSEWHERE.get(name) or suggest_spelling(name, known)
-                      or f"it has {', '.join(sorted(known))} (docs/fsdp.md)")
-            raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}; {advice}")
-    return FairScaleArguments(**given)
-
-
 class FullyShardedDataParallel(NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
         """`given` are FairScale's arguments (`FairScaleArguments`). Collective over the group."""
         super().__init__()
-        self.arguments: FairScaleArguments = parse_arguments(given)
+        known = {item.name for item in fields(FairScaleArguments)}
+        for name in given:
+            if name not in known:
+                advice = (_ELSEWHERE.get(name) or suggest_spelling(name, known)
+                          or f"it has {', '.join(sorted(known))} (docs/fsdp.md)")
+                raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}; {advice}")
+        self.arguments = FairScaleArguments(**given)
         group = resolve_group(process_group)
         settings = self.arguments.to_settings(group.size)
         check_shardable(module, settings, group)

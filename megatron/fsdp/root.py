@@ -114,10 +114,6 @@ class FSDPRoot:
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
-    @property
-    def weight_version(self) -> int:
-        return self.passes.weight_version
-
     def before_forward(self, unit: Unit) -> None:
         self._abort_failed_backward()
         for hook in self._engine_hooks[unit]:  # run after the user's hooks, which must see full parameters
@@ -128,11 +124,11 @@ class FSDPRoot:
             self._running_units.append(unit)
         self.passes.before_forward(unit)
 
-    def after_forward(self, unit: Unit) -> None:
+    def after_forward(self, unit: Unit, call: UnitCall) -> None:
         if not self.passes.in_backward:
             while self._running_units and self._running_units.pop() is not unit:
                 pass
-        self.passes.after_forward(unit)
+        self.passes.after_forward(unit, call)
 
     def _after_any_forward(self, unit: Unit) -> None:
         """Reshard after a forward that raised, and after one without gradients."""
@@ -144,11 +140,11 @@ class FSDPRoot:
         if not self._running_units and (has_raised or not torch.is_grad_enabled()):
             self.reshard_all()
 
-    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
+    def before_backward(self, unit: Unit, call: UnitCall) -> None:
         self._abort_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
-        self.passes.before_backward(unit, weight_version, call)
+        self.passes.before_backward(unit, call)
 
     def input_grads_ready(self, unit: Unit) -> None:
         self.passes.input_grads_ready(unit)
@@ -211,12 +207,9 @@ class FSDPRoot:
                                   "or shard the new module as well")
 
     def reshard_all(self) -> None:
-        self._end_pass()
-        self.param_coordinator.release_all()
-
-    def _end_pass(self) -> None:
         for shards in self._shards:
             shards.leave_pass()
+        self.param_coordinator.release_all()
 
     def reshard_between_passes(self) -> None:
         """Before the parameters are used as shards: reshard what a forward without a backward left gathered."""
@@ -297,7 +290,7 @@ class FSDPRoot:
             self.passes.fail_backward(error)
             raise
         self.passes.end_backward(retain_graph=False)
-        self._end_pass()
+        self.reshard_all()
         if on_accelerator(self.device):  # free buffers for the next forward
             self.buffer_pool.clear()
         for views, indices in zip(self._grad_views, reached, strict=True):
@@ -352,7 +345,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         first.log.record_barrier("clip_grad_norm_()")
     # unsharded gradients are equal on all ranks: count rank 0's only
     counted = [*sharded, *(others if group.rank == 0 else ())]
-    norm = _total_norm(counted, float(norm_type), group, norm_device)
+    order = float(norm_type)
+    terms = [norm_term(one, order).to(norm_device) for one in counted if one.numel()]
+    # summed in fp64 over this rank and the group, then fp32
+    stacked = torch.stack(terms) if terms else torch.zeros(1, dtype=torch.float64, device=norm_device)
+    norm = (all_reduce(stacked.max(), group, "max") if order == math.inf
+            else all_reduce(stacked.sum(), group).pow(1 / order)).float()
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise NumericsError(f"the norm of order {norm_type} of all gradients is {float(norm)}: they cannot be clipped")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -374,12 +372,3 @@ def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iter
             yield bucket.grads.shard
             return
     yield from (one for one in grads if one is not None)
-
-
-def _total_norm(grads: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
-    """A 0-dimensional fp32 tensor, summed in fp64 over this rank and the group. Collective."""
-    terms = [norm_term(one, order).to(device) for one in grads if one.numel()]
-    stacked = torch.stack(terms) if terms else torch.zeros(1, dtype=torch.float64, device=device)
-    if order == math.inf:
-        return all_reduce(stacked.max(), group, "max").float()
-    return all_reduce(stacked.sum(), group).pow(1 / order).float()

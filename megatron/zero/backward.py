@@ -9,7 +9,7 @@ and resharded) at the latest when the backward of another unit begins. No loss s
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,13 +31,12 @@ class RunningBackward:
     """What has happened in one backward, from `begin_backward` on."""
 
     reduces: bool
-    begun_calls: set[UnitCall] = field(default_factory=set)
+    begun_calls: defaultdict[Unit, set[UnitCall]] = field(default_factory=lambda: defaultdict(set))
     """Calls whose backward has begun."""
     unfinished_calls: dict[Unit, set[UnitCall]] = field(default_factory=dict)
-    """The same by unit, without the units whose gradients have all arrived."""
-    begun_counts: Counter[Unit] = field(default_factory=Counter)
+    """The same without those of units whose gradients have all arrived."""
     input_grads_counts: Counter[Unit] = field(default_factory=Counter)
-    """Per unit: calls whose backward has begun, and calls whose input gradients are computed."""
+    """Calls whose input gradients are computed."""
     ready_buckets: set[FlatBucket] = field(default_factory=set)
     """Buckets whose gradients have all arrived, or cannot arrive any more."""
     started_reductions: int = 0
@@ -210,7 +209,8 @@ class PassCoordinator:
             self._log.raise_root_cause(error)
             raise
 
-    def after_forward(self, unit: Unit) -> None:
+    def after_forward(self, unit: Unit, call: UnitCall) -> None:
+        call.weight_version = self.weight_version
         STATUS.set_phase(BACKWARD if self.in_backward else "" if unit.is_root else FORWARD)
         while self._running_units and self._running_units.pop() is not unit:
             pass
@@ -223,20 +223,19 @@ class PassCoordinator:
         if unit.is_root and not is_training and self._param_coordinator.gather_digest != self._digest_before:
             self.forward_checker(self._param_coordinator.gather_digest)
 
-    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
-        if weight_version != self.weight_version:
+    def before_backward(self, unit: Unit, call: UnitCall) -> None:
+        if call.weight_version != self.weight_version:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
                               "or a delayed update that was waited for): its gradients would mix old and new; run "
                               "the forward again after it")
         STATUS.set_phase(BACKWARD, unit.display_name)
         # Its first output has begun it. An output that is a returned input gets its gradient while other units run.
         backward = self._backward
-        if backward is not None and call in backward.begun_calls:
+        if backward is not None and call in backward.begun_calls[unit]:
             return
         self._running_units.clear()  # a recomputation ends before its forward does
         if backward is not None:
-            backward.begun_calls.add(call)
-            backward.begun_counts[unit] += 1
+            backward.begun_calls[unit].add(call)
             if self._params_are_sharded:
                 self._release_earlier_units(backward, unit, is_recompute=False, call=call)
                 if not unit.is_root:
@@ -275,7 +274,7 @@ class PassCoordinator:
         if backward is not None:
             backward.unfinished_calls.pop(unit, None)
         if not unit.is_root and (not unit.has_frozen or backward is None or
-                                 backward.input_grads_counts[unit] >= backward.begun_counts[unit]):
+                                 backward.input_grads_counts[unit] >= len(backward.begun_calls[unit])):
             self._param_coordinator.release(unit)
 
     def _release_earlier_units(self, backward: RunningBackward, unit: Unit, *, is_recompute: bool,

@@ -160,16 +160,12 @@ class Unit:
 class UnitEvents(Protocol):
     """The receiver of the events: `PassCoordinator` of backward.py, or FSDP's root around one."""
 
-    @property
-    def weight_version(self) -> int:
-        """Counts changes of the weights; a backward must run with the version of its forward."""
-
     def before_forward(self, unit: Unit) -> None: ...
 
-    def after_forward(self, unit: Unit) -> None: ...
+    def after_forward(self, unit: Unit, call: UnitCall) -> None: ...
 
-    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
-        """Called for each output of one `call` of the unit. `weight_version` is that of its forward."""
+    def before_backward(self, unit: Unit, call: UnitCall) -> None:
+        """Called for each output of one `call` of the unit."""
 
     def input_grads_ready(self, unit: Unit) -> None:
         """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
@@ -306,6 +302,9 @@ def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any
 class UnitCall:
     """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
+    weight_version = 0
+    """Of the weights in this forward; the backward must run with the same."""
+
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
 
@@ -321,14 +320,14 @@ def _after_forward(events: UnitEvents, unit: Unit, module: nn.Module, inputs: ob
     grad_outputs = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
     if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
         save_params_by_reference(grad_outputs, unit.sharded_buckets)
-    call, version = UnitCall(grad_outputs), events.weight_version
+    call = UnitCall(grad_outputs)
     for tensor in grad_outputs:
-        tensor.register_hook(lambda gradient: events.before_backward(unit, version, call))
+        tensor.register_hook(lambda gradient: events.before_backward(unit, call))
     if not outputs and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
                           "them")
-    events.after_forward(unit)
+    events.after_forward(unit, call)
     return output
 
 

@@ -86,10 +86,6 @@ class StepReport:
     def _on_host(self) -> list[float]:
         return self._host_scalars.values()
 
-    @property
-    def is_on_host(self) -> bool:
-        return "_on_host" in self.__dict__
-
     @cached_property
     def grad_norm(self) -> float:
         """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the

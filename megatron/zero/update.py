@@ -286,7 +286,8 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         for bucket, shard in zip(self._state.buckets, shards, strict=True):
             assert bucket.grads.offloader is not None, "the device updates"
             grads = bucket.grads.offloader.detach_sums()
-            tiles += [UpdateTile(bucket, part, shard.lend_chunk(part), grads[part], self._new_params[bucket][part])
+            tiles += [UpdateTile(bucket, part, {kind: shard.view(kind)[part] for kind in shard.kinds}, grads[part],
+                                 self._new_params[bucket][part])
                       for part in shard.chunks]
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
         hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}

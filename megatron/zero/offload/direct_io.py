@@ -26,9 +26,6 @@ PAGE_SIZE = 4096
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-PositionedCall = Callable[[int, Sequence[memoryview], int], int]
-"""preadv or pwritev: (descriptor, buffers, offset) -> bytes transferred."""
-
 
 @final
 class DirectIoFile:
@@ -60,8 +57,8 @@ class DirectIoFile:
             self._transfer(os.preadv, last, offset + whole)
             into[whole:] = last[:len(into) - whole]
 
-    def _transfer(self, call: PositionedCall, data: memoryview, offset: int) -> None:
-        """Repeat the call until all bytes are transferred."""
+    def _transfer(self, call: Callable[[int, Sequence[memoryview], int], int], data: memoryview, offset: int) -> None:
+        """Repeat the call, preadv or pwritev, until all bytes are transferred."""
         while len(data):
             try:
                 count = call(self._direct, [data], offset)
@@ -116,7 +113,14 @@ _CUDA_HOST_REGISTER_PORTABLE = 1
 def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
     """uint8 zeros [nbytes], page-aligned. `pinned` (needs a GPU) page-locks them; if the system refuses, a warning is
     printed once and the memory is pageable."""
-    memory = _map_pages(nbytes)
+    try:
+        memory = _HostMapping(-1, max(round_up_to_page(nbytes), PAGE_SIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
+    _LIVE_MAPPINGS.add(memory)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(AttributeError, OSError):  # not supported by this system
+            memory.madvise(getattr(mmap, name))
     if pinned and nbytes:
         try:
             memory.pin()
@@ -149,18 +153,6 @@ class _HostMapping(mmap.mmap):
             with suppress(Exception):  # at interpreter exit CUDA may be shut down
                 torch.cuda.synchronize(self._device)  # a copy may still be running
                 torch.cuda.cudart().cudaHostUnregister(self._registered_address)
-
-
-def _map_pages(nbytes: int) -> _HostMapping:
-    try:
-        memory = _HostMapping(-1, max(round_up_to_page(nbytes), PAGE_SIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
-    _LIVE_MAPPINGS.add(memory)
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(AttributeError, OSError):  # not supported by this system
-            memory.madvise(getattr(mmap, name))
-    return memory
 
 
 @cache

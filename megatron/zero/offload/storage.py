@@ -242,6 +242,7 @@ class HostShard(StoredShard):
         self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
         """(stream, start, stop) -> the last copy of that range on that stream."""
         self.pending_update: Future[None] | None = None
+        """A background update of the tensors, set by the one who runs it."""
 
     def add_kinds(self, kinds: Sequence[str]) -> None:
         super().add_kinds(kinds)
@@ -255,11 +256,6 @@ class HostShard(StoredShard):
     def view(self, kind: str) -> Tensor:
         self.wait_for_pending()
         return self._tensors[kind]
-
-    def lend_chunk(self, chunk: slice) -> StateTensors:
-        """Views of a chunk for a background update; the caller sets `pending_update`."""
-        self.wait_for_pending()
-        return {kind: everything[chunk] for kind, everything in self._tensors.items()}
 
     def wait_for_pending(self) -> None:
         if self.pending_update is not None:

@@ -36,9 +36,6 @@ from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligne
 
 IoKind = Literal["read", "write"]
 
-UNSUPPORTED_ERRNOS = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
-"""Errors of creating a file in an existing folder of a file system that takes no new files, such as /proc."""
-
 PROBE_BLOCK_BYTES = 8 << 20
 """Bytes of one system call, the default of `AioSettings`; less if the probe is smaller."""
 PROBE_SECONDS = 0.4
@@ -131,7 +128,7 @@ def create_unnamed_file(folder: Path) -> int:
 
 def _explain_create_error(error: OSError, folder: Path) -> str:
     """Why nothing could be created in an existing folder, and what to do."""
-    if error.errno in UNSUPPORTED_ERRNOS:
+    if error.errno in (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP):  # such as /proc
         return "its file system takes no new files; choose a folder on a drive"
     why, remedy = explain_os_error(error, folder)
     return f"{why}; {remedy}, or choose another folder"
