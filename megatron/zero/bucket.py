@@ -41,8 +41,13 @@ from mpu.weight_init import Initializer
 
 class ShardState(Enum):
     SHARDED = "split: each rank has its shard"
-    GATHERING = "on their way from the other ranks: from SHARDED, or from GATHERED after a step"
+    GATHERING = "on their way from the other ranks"
     GATHERED = "all here"
+
+
+LEGAL_TRANSITIONS = {(ShardState.SHARDED, ShardState.GATHERING), (ShardState.GATHERING, ShardState.GATHERED),
+                     (ShardState.GATHERED, ShardState.SHARDED),
+                     (ShardState.GATHERED, ShardState.GATHERING)}  # the last one: all-gather after a step
 
 
 def replace_params_by_placeholders(bucket: FlatBucket) -> None:
@@ -212,6 +217,11 @@ class FlatBucket(ParamOwner):
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             set_param_data(parameter, self._param_view(slot))
 
+    def _set_shard_state(self, wanted: ShardState) -> None:
+        assert (self.shard_state, wanted) in LEGAL_TRANSITIONS, \
+            f"{self.name} cannot go from {self.shard_state} to {wanted}"
+        self.shard_state = wanted
+
     @property
     def is_unsharded(self) -> bool:
         """The parameters are gathered, or a gather is running."""
@@ -243,7 +253,7 @@ class FlatBucket(ParamOwner):
             self._pending_shard_copy = self.param_shard.copy_to_device(own, self._copy_streams.to_device)
 
     def _launch_gather(self) -> None:
-        self.shard_state = ShardState.GATHERING
+        self._set_shard_state(ShardState.GATHERING)
         self._gather_entry = self.log.record_collective(self.name)
         if self.secondary_shard is not None:
             # [numel] <- [numel / size of the secondary group] of each of its ranks
@@ -270,7 +280,7 @@ class FlatBucket(ParamOwner):
                 self._pending_shard_copy.wait_on_device()
                 self._pending_shard_copy = None
             if self.shard_state is ShardState.GATHERING:  # not after Ctrl-C between the next two lines
-                self.shard_state = ShardState.GATHERED
+                self._set_shard_state(ShardState.GATHERED)
             self._pending_gather = None
             self._restore_params()
 
@@ -305,7 +315,7 @@ class FlatBucket(ParamOwner):
             self.write_guard.record_lost_write()
             self.write_guard.shift_versions(+1)
             self._versions_are_shifted = True
-            self.shard_state = ShardState.SHARDED
+            self._set_shard_state(ShardState.SHARDED)
         if self.gathered_params.numel():
             self._free_gathered_params()
 
