@@ -1,4 +1,8 @@
-"""Five flows, and how many functions and files of the product each passes. Lower a limit when a flow gets shorter."""
+"""Five flows, and how many functions and files of the product each passes. Lower a limit when a flow gets shorter.
+
+A function counts once, however often it is called. Lambdas, comprehensions and generated methods do not count, nor does
+the model's own forward: `megatron/model` and the layers of `mpu`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,16 +28,45 @@ from megatron.train.loop import Trainer
 from megatron.train.resume import RunCheckpoints
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
-from tests.flows import Flow
-from tests.megatron.helpers import TINY, train
+from tests.megatron.helpers import ROOT, TINY, train
 from tests.megatron.serve.server import trained
 
-RUN = [*TINY, "--mock-data", "--batch-size", "2", "--bf16", "--train-iters", "4", "--lr", "0.000123"]
-LIMITS = {"step": (209, 39), "gradient": (81, 19), "save and resume": (413, 50), "--lr": (27, 12),
-          "completion": (66, 16)}
-"""(functions, files)"""
+PRODUCT = tuple(f"{ROOT / name}/" for name in ("megatron", "mpu", "data")) + (str(ROOT / "pretrain_gpt2.py"),)
+MODEL = ("megatron/model/", "megatron/recompute/", "mpu/layers.py", "mpu/regions.py", "mpu/partition.py",
+         "mpu/cross_entropy.py", "mpu/random.py", "mpu/kernels.py")
+
 
 Functions = list[tuple[str, str]]
+"""(file, name), in the order of their first return."""
+
+
+class Flow:
+    def __init__(self, counts: Callable[[FrameType, Any], bool] = lambda frame, value: True) -> None:
+        """`counts` chooses calls, from a frame at its end and what it returns."""
+        self.is_recording, self.functions, self._counts = True, Functions(), counts
+
+    def __call__(self, frame: FrameType, event: str, value: Any) -> None:
+        code = frame.f_code
+        if not self.is_recording or event != "return" or not code.co_filename.startswith(PRODUCT) \
+                or code.co_name.startswith("<"):
+            return
+        function = str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname
+        if function not in self.functions and not function[0].startswith(MODEL) and self._counts(frame, value):
+            self.functions.append(function)
+
+    @contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+RUN = [*TINY, "--mock-data", "--batch-size", "2", "--bf16", "--train-iters", "4", "--lr", "0.000123"]
+LIMITS = {"step": (209, 39), "gradient": (81, 19), "save and resume": (407, 49), "--lr": (27, 12),
+          "completion": (66, 16)}
+"""(functions, files)"""
 
 
 def last_call(owner: type, name: str, calls: int, run: Callable[[], object]) -> Functions:
@@ -116,7 +149,8 @@ def completion_of_rank(rank: int, world: int, folder: Path) -> Functions:
         return listener
 
     original = cli.bind_listener
-    with patch.object(cli, "bind_listener", bind), flow.of_all_threads():
+    threading.setprofile(flow)  # of the threads that start from now on
+    with patch.object(cli, "bind_listener", bind), flow.of_this_thread():
         assert cli.main(["--load", str(folder), "--port", "0", "--quiet"]) == 0
     return flow.functions
 
