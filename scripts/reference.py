@@ -70,11 +70,11 @@ def tables() -> dict[str, str]:
     keys = "| key | default | effect |\n|---|---|---|\n"
     named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
     named["types"] = _types()
-    named["only"] = _grouped(FixedValue, "accepted value", "why no other", lambda row: " or ".join(
+    named["only"] = _grouped(FixedValue, ": accepted value", "why no other", lambda row: " or ".join(
         f"`{json.dumps(value)}`" for value in row.values[:2] if not isinstance(value, float) or value < 1e18))
     for name, why, in_engine in (("no effect", "why it has none", False),
                                  ("engine", "what the trainer does instead", True)):
-        named[name] = _grouped(IgnoredKey, "default", why, lambda row: f"`{json.dumps(row.default)}`",
+        named[name] = _grouped(IgnoredKey, ": default", why, lambda row: f"`{json.dumps(row.default)}`",
                                lambda row, wanted=in_engine: row.has_effect_in_engine == wanted)
     named["absent"] = _grouped(UnsupportedSection, "", "why", lambda row: "")
     return named
@@ -101,21 +101,36 @@ TOPICS: dict[str, Callable[[str], bool]] = {
 
 
 def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
+    """One row for all keys of a table that set the same field with the same default, or are read as the same key."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for path, row in DS_KEYS.items():
         if not belongs(path):
             continue
-        name = re.sub(r"^(zero_optimization|scheduler|optimizer)\.", "", path)
         if isinstance(row, JsonKey) and row.field:
             item = FIELDS[row.field]
             default = row.default if row.default is not None else _default(item.default)
             said = "; ".join(part for part in (setting_of(item).help if row.is_independent or not row.help else "",
                                                row.help) if part)
-            yield f"| `{name}` | {default} | `{flag_name(row.field)}`: {_cell(said)} |"
+            what = default, f"`{flag_name(row.field)}`: {_cell(said)}"
         elif isinstance(row, JsonKey):
-            yield f"| `{name}` | | {WORDS.get(path, '')} |"
+            what = "", WORDS.get(path, "")
         elif isinstance(row, RenamedKey):
-            how = "deprecated: read as" if row.deprecated else "another name of"
-            yield f"| `{name}` | | {how} {' and '.join(f'`{new}`' for new in row.new_paths)} |"
+            how, section = "deprecated: read as" if row.deprecated else "another name of", path.partition(".")[0]
+            targets = [_short(new) if new.startswith(f"{section}.") else new for new in row.new_paths]
+            what = "", f"{how} {' and '.join(f'`{target}`' for target in targets)}"
+            if row.new_paths == (path.replace(".", ".stage3_"),):
+                what = "", "other names of the keys with `stage3_`"
+        else:
+            continue
+        rows.setdefault(what, []).append(f"`{_short(path)}`")
+    for (default, effect), names in rows.items():
+        yield f"| {', '.join(names)} | {default} | {effect} |"
+
+
+def _short(path: str) -> str:
+    """The path within the section that the page's heading names."""
+    return re.sub(r"^(zero_optimization|scheduler|optimizer|activation_checkpointing|progressive_layer_drop|autotuning"
+                  r"|flops_profiler|compression_training\.weight_quantization)\.", "", path)
 
 
 WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
@@ -139,16 +154,15 @@ def _types() -> str:
 
 def _grouped(kind: type, head: str, why: str, value: Callable[[Any], str],
              belongs: Callable[[Any], bool] = lambda row: True) -> str:
-    """Rows of one kind; those with the same value and reason share a line."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """Rows of one kind. Keys with the same reason share a row, and those with the same value are listed before it."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for path, row in DS_KEYS.items():
         if isinstance(row, kind) and belongs(row):
-            groups.setdefault((value(row), row.reason), []).append(path)
-    middle = f" {head} |" if head else ""
-    lines = [f"| key |{middle} {why} |", "|---|" + ("---|" if head else "") + "---|"]
-    for (shown, reason), paths in groups.items():
-        names = ", ".join(f"`{path}`" for path in paths)
-        lines.append(f"| {names} |" + (f" {shown} |" if head else "") + f" {_cell(reason)} |")
+            groups.setdefault(row.reason, {}).setdefault(value(row), []).append(f"`{path}`")
+    lines = [f"| key{head} | {why} |", "|---|---|"]
+    for reason, names in groups.items():
+        keys = "; ".join(", ".join(paths) + (f": {shown}" if shown else "") for shown, paths in names.items())
+        lines.append(f"| {keys} | {_cell(reason)} |")
     return "\n".join(lines)
 
 

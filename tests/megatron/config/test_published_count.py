@@ -1,4 +1,4 @@
-"""How many published DeepSpeed files are accepted, and why the others are not: the table of docs/ds_config.md.
+"""How many published DeepSpeed files are accepted, and why the others are not: the figures of docs/ds_config.md.
 
 97 different files of DeepSpeedExamples (at 45b4b715, bdf8e59a, v0.1.0 and the parent of 89ce0d5a) that set a batch
 size, ZeRO or fp16 were read once and sorted by all that they ask for. The files are not here. Each kind is, as one
@@ -17,7 +17,7 @@ from megatron.config.ds_json import build_ds_config
 from megatron.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "ds_config.md"
-FILES, ACCEPTED_AT_FIRST = 97, 18
+FILES = 97
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
 UNCORRECTED = {"type": "Adam", "params": {"lr": 1e-4, "bias_correction": False}}
@@ -132,15 +132,8 @@ def test_a_published_kind_is_accepted_or_refused_for_all_that_is_missing(kind: P
         assert sum(sentence.startswith(beginning) for sentence in found) == 1, (beginning, found)
 
 
-def table() -> list[str]:
-    """That of the page."""
-    rows = [f"| {kind.files} | {kind.asks_for} | {len(kind.refused) or 'accepted'} |" for kind in KINDS]
-    return ["| files | what they ask for | reasons |", "|---|---|---|", *rows]
-
-
 def test_the_page_has_the_count() -> None:
     accepted = sum(kind.files for kind in KINDS if not kind.refused)
-    assert sum(kind.files for kind in KINDS) == FILES
     page = PAGE.read_text()
-    assert f"{ACCEPTED_AT_FIRST} of {FILES} were accepted" in page and f"{accepted} are now" in page
-    assert "\n".join(table()) in page, "\n".join(table())
+    assert sum(kind.files for kind in KINDS) == FILES
+    assert f"{FILES} different files of" in page and f"; {accepted} are accepted" in page
