@@ -35,31 +35,21 @@ def flags_page() -> str:
     """docs/flags.md"""
     lines = ["# Flags of `pretrain_gpt2.py`", "",
              "This page is written by `scripts/reference.py`; do not edit it. Dashes and underscores are the same in",
-             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. The",
-             "last column names the key of a [DeepSpeed file](ds_config.md) that sets the same. These two commands",
-             "are one:", "", "```bash",
+             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. The keys",
+             "of DeepSpeed files that set the same are in [ds_config.md](ds_config.md). These two commands are one:", "", "```bash",
              "python pretrain_gpt2.py --preset tiny --mock-data --train-iters 10 --no-bf16",
              "python pretrain_gpt2.py --preset=tiny --mock_data --train_iters=10", "```"]
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), "",
-                  "| flag | default | effect | JSON key |", "|---|---|---|---|"]
+                  "| flag | default | effect |", "|---|---|---|"]
         for item in fields(section):
             said, kind = setting_of(item), plain_type(hints[item.name])[0]
             names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
             flag = ", ".join(f"`{flag}`" for flag in names)
             choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
-            keys = ", ".join(f"`{path}`" for path in _keys_of(item.name))
-            lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} | {keys} |")
+            lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} |")
     return "\n".join(lines) + "\n"
-
-
-def _keys_of(name: str) -> list[str]:
-    """The keys of a field, with those that set it as a parameter of some optimizer."""
-    parameters = [f"optimizer.params.{parameter}" for takes in OPTIMIZERS.values()
-                  for parameter, names in takes.fields.items() if name in names.split()]
-    return list(dict.fromkeys(
-        [*(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and row.field == name), *parameters]))
 
 
 # ---- JSON keys ---------------------------------------------------------------------------------------------------
