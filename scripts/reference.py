@@ -35,8 +35,9 @@ def flags_page() -> str:
     """docs/flags.md"""
     lines = ["# Flags of `pretrain_gpt2.py`", "",
              "This page is written by `scripts/reference.py`; do not edit it. Dashes and underscores are the same in",
-             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. The keys",
-             "of DeepSpeed files that set the same are in [ds_config.md](ds_config.md). These two commands are one:", "", "```bash",
+             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. Keys of",
+             "DeepSpeed files that set the same are in [ds_config.md](ds_config.md). These two commands are one:", "",
+             "```bash",
              "python pretrain_gpt2.py --preset tiny --mock-data --train-iters 10 --no-bf16",
              "python pretrain_gpt2.py --preset=tiny --mock_data --train_iters=10", "```"]
     for name, section in SECTIONS.items():
