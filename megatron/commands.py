@@ -1,26 +1,26 @@
-"""The console commands of an installation (`setup.cfg`): what `python -m` starts, as `gpt2-train`, `gpt2-launch`, ...
+"""The commands of the program: what `python -m megatron.plan` and the scripts of an installation (`setup.cfg`) start.
 
-Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
+Each returns its exit code and also knows `--version`. The module of a command is imported when stop signals already
+end the program with one line, and no other package hides one of ours.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 
-from megatron.distributed.exit_codes import prepare_streams, run, run_command, write_error
 from megatron.distributed.signals import exit_on_stop_signal
 from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
 
-def _command(start: Callable[[], int]) -> Callable[[], int]:
+def _command(start: Callable[[], int], before: str = "it began") -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
-    @wraps(start)
     def command() -> int:
+        exit_on_stop_signal(before)  # until the command listens by itself: the imports take a while
+        from megatron.distributed.exit_codes import prepare_streams, run, write_error
+
         prepare_streams()
-        exit_on_stop_signal()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
             return run(lambda: print(f"{DISTRIBUTION} {__version__}"))
         try:
@@ -32,37 +32,27 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     return command
 
 
-@_command
-def train() -> int:
-    from pretrain_gpt2 import program
-    return program()
-
-
-@_command
-def launch() -> int:
-    from megatron.launch.launcher import main
-    return main(sys.argv[1:])
-
-
 def _command_of(module: str) -> Callable[[], int]:
-    return _command(lambda: run_command(module))
+    """The `main` of a module."""
+    def start() -> int:
+        from megatron.distributed.exit_codes import run
+        return run(lambda: import_module(module).main())
+    return _command(start)
 
 
+def _data_command(module: str) -> Callable[[], int]:
+    return _command(lambda: import_module("data.cli").run_command(import_module(module).main))
+
+
+train = _command(lambda: import_module("pretrain_gpt2").program())
+launch = _command(lambda: import_module("megatron.launch.launcher").main(sys.argv[1:]), "a rank was started")
 checkpoint = _command_of("megatron.checkpoint.cli")
 plan = _command_of("megatron.plan.cli")
 generate = _command_of("megatron.inference.cli")
 evaluate = _command_of("megatron.evaluate.cli")
+harness = _command_of("megatron.evaluate.harness")
 serve = _command_of("megatron.serve.cli")
 report = _command_of("megatron.report.run_report")
 tune = _command_of("megatron.tune.cli")
-
-
-def _data_command(module: str) -> Callable[[], int]:
-    def start() -> int:
-        from data.cli import run_command
-        run_command(import_module(module).main)
-    return _command(start)
-
-
 preprocess = _data_command("data.preprocess")
 webtext = _data_command("data.webtext.__main__")

@@ -38,7 +38,8 @@ def imports_of(tree: Path) -> dict[str, frozenset[str]]:
                 prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 names = [prefix + alias.name for alias in node.names]
                 imported |= {package_of(name) for name in names if name.partition(".")[0] in TOP_LEVEL}
-    found.pop("megatron", None)  # the namespace itself
+    for name in ("megatron", "commands"):  # the namespace itself; what a package starts itself with
+        found.pop(name, None)
     return {package: frozenset(imported & found.keys() - {package}) for package, imported in found.items()}
 
 

@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron", "mpu", "data")
 
 ORDER = ("data", "mpu", "megatron.errors", "megatron.package", "megatron.host_memory", "megatron.layer_drop",
-         "megatron.bit_schedule", "megatron.config", "megatron.distributed", "megatron.launch", "megatron.model",
-         "megatron.recompute", "megatron.optim", "megatron.checkpoint", "megatron.metrics", "megatron.zero",
-         "megatron.profiler", "megatron.zero.api", "megatron.fsdp", "megatron.inference", "megatron.inference.api",
-         "megatron.generate", "megatron.evaluate", "megatron.serve", "megatron.report", "megatron.trace",
-         "megatron.train", "megatron.plan", "megatron.tune", "pretrain_gpt2", "megatron.commands")
+         "megatron.bit_schedule", "megatron.config", "megatron.distributed", "megatron.commands", "megatron.launch",
+         "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint", "megatron.metrics",
+         "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp", "megatron.inference",
+         "megatron.inference.api", "megatron.generate", "megatron.evaluate", "megatron.serve", "megatron.report",
+         "megatron.trace", "megatron.train", "megatron.plan", "megatron.tune", "pretrain_gpt2")
 """Every package; a package imports only those before it."""
 
 MOST_FILES = 25

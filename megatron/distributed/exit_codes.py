@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
@@ -33,7 +32,6 @@ from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.distributed.signals import StopRequested, ignore_stop_signals_at_exit, raise_on_stop_signal
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, to_error_lines)
-from megatron.package import check_package_shadowing
 
 LINGER_SECONDS = 2.0  # for which the reporter of an error stays, so that other ranks see that it was reported
 # equal in all processes of one job, different between jobs
@@ -162,16 +160,6 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
     if has_other_ranks():
         exit_now(code)
     raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
-
-
-def run_command(module: str) -> int:
-    """Run `main` of the module of one of our commands, unless another package hides ours; returns the exit code."""
-    def checked_main() -> int:
-        check_package_shadowing()
-        code: int = import_module(module).main()
-        return code
-
-    return run(checked_main)
 
 
 def _run_main(main: Callable[[], int | None]) -> int:

@@ -1,10 +1,6 @@
-"""`python -m megatron.evaluate`: cli.py."""
+"""`python -m megatron.evaluate`."""
 
-import sys
-
-from megatron.distributed.signals import exit_on_stop_signal
+from megatron.commands import evaluate
 
 if __name__ == "__main__":
-    exit_on_stop_signal()  # before the imports below, which take a while
-    from megatron.distributed.exit_codes import run_command
-    sys.exit(run_command("megatron.evaluate.cli"))
+    raise SystemExit(evaluate())

@@ -16,7 +16,7 @@ from typing import Any
 
 from data.cli import StrictArgumentParser
 from megatron.config.tree import require
-from megatron.distributed.exit_codes import run_command
+from megatron.commands import harness
 from megatron.errors import ConfigError
 from megatron.evaluate.eval_args import build_model_parser, source_from_flags
 from megatron.inference.model_args import flags_to_compare
@@ -94,4 +94,4 @@ def _stdout_to_stderr(is_enabled: bool) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("megatron.evaluate.harness"))
+    sys.exit(harness())

@@ -1,10 +1,6 @@
-"""`python -m megatron.launch`: launcher.py."""
+"""`python -m megatron.launch`."""
 
-import sys
-
-from megatron.distributed.signals import exit_on_stop_signal
+from megatron.commands import launch
 
 if __name__ == "__main__":
-    exit_on_stop_signal("a rank was started")  # before the rest is imported
-    from megatron.launch.launcher import main
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(launch())

@@ -1,10 +1,6 @@
-"""`python -m megatron.serve`: cli.py."""
+"""`python -m megatron.serve`."""
 
-import sys
-
-from megatron.distributed.signals import exit_on_stop_signal
+from megatron.commands import serve
 
 if __name__ == "__main__":
-    exit_on_stop_signal()  # before the imports below, which take a while
-    from megatron.distributed.exit_codes import run_command
-    sys.exit(run_command("megatron.serve.cli"))
+    raise SystemExit(serve())

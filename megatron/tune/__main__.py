@@ -1,10 +1,6 @@
-"""`python -m megatron.tune`: cli.py."""
+"""`python -m megatron.tune`."""
 
-import sys
-
-from megatron.distributed.signals import exit_on_stop_signal
+from megatron.commands import tune
 
 if __name__ == "__main__":
-    exit_on_stop_signal()  # before the imports below, which take a while
-    from megatron.distributed.exit_codes import run_command
-    sys.exit(run_command("megatron.tune.cli"))
+    raise SystemExit(tune())
