@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
 from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
-from data.gpt2_dataset import content_digest
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
-from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, file_stamp,
-                          make_folder)
+from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
+                          file_stamp, make_folder)
 from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
                              count_lines, parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
