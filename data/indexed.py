@@ -149,13 +149,10 @@ class StableFile:
     def __init__(self, path: str, remedy: str | None = None) -> None:
         """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
         self._path, self._remedy = path, remedy
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
-        weakref.finalize(self, os.close, self._file)
-        status = os.fstat(self._file)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
         self.size, self._mtime_ns = status.st_size, status.st_mtime_ns
-
-    def is_still_at_path(self) -> bool:
-        return is_still_at(self._file, self._path)
 
     def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
         """`count` values from byte `offset` on; DataError if the file has changed."""
@@ -163,11 +160,11 @@ class StableFile:
         left = found.data.cast("B") if count else memoryview(b"")
         try:
             while left:
-                got = os.preadv(self._file, [left[:MAX_READ_BYTES]], offset)
+                got = os.preadv(self.descriptor, [left[:MAX_READ_BYTES]], offset)
                 if not got:
                     break
                 left, offset = left[got:], offset + got
-            status = os.fstat(self._file)
+            status = os.fstat(self.descriptor)
         except OSError as error:
             raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         if status.st_size != self.size:
@@ -220,7 +217,8 @@ class IndexedCorpus:
         self.num_documents = boundaries - 1
         self.facts = read_corpus_facts(f"{self.prefix}.json")
         self.tokenizer = self.facts.tokenizer if self.facts else None
-        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
+        # A writer removes the old index before it changes the tokens.
+        if not is_still_at(self._index.descriptor, self._name):
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
         if self.facts and (found := corpus_identity(self._index, self._bin)) != (identity := self.facts.identity):
             suffix = ".idx" if found[:8] != identity[:8] else ".bin"

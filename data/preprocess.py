@@ -116,7 +116,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
         if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        position = PreprocessPosition(**writer.resumed_state) if writer.resumed_state else PreprocessPosition()
+        position = PreprocessPosition(**(writer.resumed_state or {}))
         if position.chunks:
             print(f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an "
                   "interrupted run", file=sys.stderr, flush=True)

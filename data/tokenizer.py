@@ -69,8 +69,9 @@ class Tokenizer(ABC):
 
 
 class ByteTableTokenizer(Tokenizer):
-    """A tokenizer whose ids each stand for fixed bytes, wherever they are."""
+    """A tokenizer whose ids each stand for fixed bytes, with white space only at their start."""
 
+    safe_split_characters = " \n"
     _bytes_of_token: dict[int, bytes]
     """Of all ids but unknown ones; that of `eod` is what `decode` writes for it."""
 
@@ -91,7 +92,6 @@ class GPT2BPETokenizer(ByteTableTokenizer):
     """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
 
     name = "GPT2BPETokenizer"
-    safe_split_characters = " \n"  # tokens contain white space only at their start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], TiktokenEngine] | None = None) -> None:
@@ -131,7 +131,6 @@ class ByteLevelTokenizer(ByteTableTokenizer):
     name = "ByteLevelTokenizer"
     vocab_size = 257
     eod = 256
-    safe_split_characters = " \n"
 
     def __init__(self) -> None:
         self._bytes_of_token = {byte: bytes([byte]) for byte in range(256)} | {self.eod: END_OF_TEXT.encode()}
@@ -146,7 +145,6 @@ class CharacterLevelTokenizer(ByteTableTokenizer):
     """The distinct characters of a text file in code point order, then one id for all others, then end of document."""
 
     name = "CharacterLevelTokenizer"
-    safe_split_characters = " \n"
 
     def __init__(self, vocab_file: str) -> None:
         characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
