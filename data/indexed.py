@@ -260,9 +260,7 @@ class IndexedCorpus:
                 where = int((pointers != offsets).argmax())
                 raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
                                 f"(the lengths before it), found {pointers[where]}")
-        documents = np.empty(boundaries, np.int64)
-        for at, some in self._index_blocks(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8"):
-            documents[at:at + len(some)] = some
+        documents = self._index.read(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8")
         if documents[0] != 0 or documents[-1] != sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {sequences}, "
                             f"found {documents[0]} to {documents[-1]}")

@@ -138,7 +138,6 @@ class InputFiles:
     """Also sockets and devices."""
     link_loops: list[str] = field(default_factory=list)
     """Symbolic links to a folder that contains them."""
-
     not_of_stage: list[str] = field(default_factory=list)
     """Files in a stage's folder that do not belong to it."""
 
