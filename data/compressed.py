@@ -26,7 +26,6 @@ INPUT_BYTES = 1 << 16
 """Bytes of a file that are decompressed at a time."""
 OUTPUT_BYTES = 1 << 18
 
-
 ZSTD: Any = None
 with suppress(ImportError):
     ZSTD = importlib.import_module("backports.zstd")

@@ -7,12 +7,11 @@ seq_length, seed, epoch). So the number of consumed samples is the whole state o
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -25,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from data.compressed import read_errors_for
 from data.indexed import IndexedCorpus, StableFile
 from data.sampling import Blend, epoch_permutation, index_dtype
-from data.storage import (DataError, crc32, make_folder, prefix_data_errors, prefix_storage_errors, staged_file,
-                          wait_for_lock)
+from data.storage import (DataError, content_digest, crc32, make_folder, prefix_data_errors, prefix_storage_errors,
+                          staged_file, wait_for_lock)
 
 BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16
@@ -173,14 +172,6 @@ class EpochCache:
                         assert isinstance(values, np.ndarray), "made just now"
                         write_row_file(path, name, values)
         return EpochIndex(*map(RowFile, paths, names))
-
-
-def content_digest(parts: Iterable[bytes]) -> str:
-    """16 hexadecimal digits that identify a sequence of byte strings."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()[:16]
 
 
 Sample = NDArray[np.int64]

@@ -110,26 +110,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY else np.dtype("<i4")
 
 
-@dataclass(frozen=True)
-class IndexHeader:
-    """The first 34 bytes of an index."""
-
-    dtype: np.dtype[Any]
-    sequences: int
-    boundaries: int
-    """Documents + 1."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the index, without the modes of multimodal corpora."""
-        return INDEX_HEADER.size + 12 * self.sequences + 8 * self.boundaries
-
-    def pack(self) -> bytes:
-        return INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.sequences, self.boundaries)
-
-
-def parse_index_header(start: bytes, file_size: int, name: str) -> IndexHeader:
-    """Check the first bytes of an index of `file_size` bytes, before anything is allocated. Raises DataError."""
+def parse_index_header(start: bytes, file_size: int, name: str) -> tuple[np.dtype[Any], int, int]:
+    """(dtype, sequences, documents + 1) from the first bytes of an index of `file_size` bytes; DataError if they are
+    wrong, before anything is allocated."""
     if start.startswith(b"TNTIDX"):
         raise DataError(f"{name}: magic: the old TNTIDX format (not memory-mapped); preprocess the text again")
     if len(start) < INDEX_HEADER.size:
@@ -144,14 +127,14 @@ def parse_index_header(start: bytes, file_size: int, name: str) -> IndexHeader:
     dtype = DTYPE_OF_CODE[code]
     if dtype.kind == "f":
         raise DataError(f"{name}: dtype code: {code} ({dtype.name}) cannot hold token ids; expected an integer type")
-    header = IndexHeader(dtype, sequences, boundaries)
-    # Python integers do not wrap: counts near 2**64 give a large number here.
-    if file_size not in (header.size, header.size + sequences):
+    # Without the modes of multimodal corpora. Python integers do not wrap: counts near 2**64 give a large number here.
+    size = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
+    if file_size not in (size, size + sequences):
         raise DataError(f"{name}: size: {sequences} sequences and {boundaries} document boundaries "
-                        f"need {header.size} bytes, found {file_size}")
+                        f"need {size} bytes, found {file_size}")
     if sequences < 1 or boundaries < 2:
         raise DataError(f"{name}: counts: the corpus is empty ({sequences} sequences, {boundaries} boundaries)")
-    return header
+    return dtype, sequences, boundaries
 
 
 MAX_READ_BYTES = 1 << 30
@@ -166,13 +149,10 @@ class StableFile:
     def __init__(self, path: str, remedy: str | None = None) -> None:
         """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
         self._path, self._remedy = path, remedy
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
-        weakref.finalize(self, os.close, self._file)
-        status = os.fstat(self._file)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
         self.size, self._mtime_ns = status.st_size, status.st_mtime_ns
-
-    def is_still_at_path(self) -> bool:
-        return is_still_at(self._file, self._path)
 
     def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
         """`count` values from byte `offset` on; DataError if the file has changed."""
@@ -180,11 +160,11 @@ class StableFile:
         left = found.data.cast("B") if count else memoryview(b"")
         try:
             while left:
-                got = os.preadv(self._file, [left[:MAX_READ_BYTES]], offset)
+                got = os.preadv(self.descriptor, [left[:MAX_READ_BYTES]], offset)
                 if not got:
                     break
                 left, offset = left[got:], offset + got
-            status = os.fstat(self._file)
+            status = os.fstat(self.descriptor)
         except OSError as error:
             raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         if status.st_size != self.size:
@@ -230,15 +210,15 @@ class IndexedCorpus:
         self.prefix = os.fspath(prefix)
         self._index, self._name = self._open(".idx"), f"{self.prefix}.idx"
         first = self._index.read(0, min(INDEX_HEADER.size, self._index.size), "u1").tobytes()
-        header = parse_index_header(first, self._index.size, self._name)
-        self.dtype = header.dtype
+        self.dtype, sequences, boundaries = parse_index_header(first, self._index.size, self._name)
         self._bin = self._open(".bin")
-        self._starts = self._read_index(header)
+        self._starts = self._read_index(sequences, boundaries)
         self.num_tokens = int(self._starts[-1])
-        self.num_documents = header.boundaries - 1
+        self.num_documents = boundaries - 1
         self.facts = read_corpus_facts(f"{self.prefix}.json")
         self.tokenizer = self.facts.tokenizer if self.facts else None
-        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
+        # A writer removes the old index before it changes the tokens.
+        if not is_still_at(self._index.descriptor, self._name):
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
         if self.facts and (found := corpus_identity(self._index, self._bin)) != (identity := self.facts.identity):
             suffix = ".idx" if found[:8] != identity[:8] else ".bin"
@@ -262,35 +242,33 @@ class IndexedCorpus:
             raise DataError(f"{path}: size: the file is empty")
         return file
 
-    def _read_index(self, header: IndexHeader) -> NDArray[np.int64]:
+    def _read_index(self, sequences: int, boundaries: int) -> NDArray[np.int64]:
         """[documents + 1]: first token of each document, then the end. Compares all numbers with the files."""
-        starts = np.zeros(header.sequences + 1, np.int64)
-        for at, lengths in self._index_blocks(INDEX_HEADER.size, header.sequences, "<i4"):
+        starts = np.zeros(sequences + 1, np.int64)
+        for at, lengths in self._index_blocks(INDEX_HEADER.size, sequences, "<i4"):
             if (lengths < 0).any():
                 where = int((lengths < 0).argmax())
                 raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
             np.cumsum(lengths, dtype=np.int64, out=starts[at + 1:at + 1 + len(lengths)])
             starts[at + 1:at + 1 + len(lengths)] += starts[at]
-        expected = int(starts[-1]) * header.dtype.itemsize
+        expected = int(starts[-1]) * self.dtype.itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        for at, pointers in self._index_blocks(INDEX_HEADER.size + 4 * header.sequences, header.sequences, "<i8"):
+        for at, pointers in self._index_blocks(INDEX_HEADER.size + 4 * sequences, sequences, "<i8"):
             offsets = starts[at:at + len(pointers)] * self.dtype.itemsize
             if (pointers != offsets).any():
                 where = int((pointers != offsets).argmax())
                 raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
                                 f"(the lengths before it), found {pointers[where]}")
-        documents = np.empty(header.boundaries, np.int64)
-        for at, some in self._index_blocks(INDEX_HEADER.size + 12 * header.sequences, header.boundaries, "<i8"):
-            documents[at:at + len(some)] = some
-        if documents[0] != 0 or documents[-1] != header.sequences:
-            raise DataError(f"{self._name}: documents: expected 0 to {header.sequences}, "
+        documents = self._index.read(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8")
+        if documents[0] != 0 or documents[-1] != sequences:
+            raise DataError(f"{self._name}: documents: expected 0 to {sequences}, "
                             f"found {documents[0]} to {documents[-1]}")
         if (documents[1:] < documents[:-1]).any():
             where = int((documents[1:] < documents[:-1]).argmax())
             raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
                             f"found {documents[where + 1]}")
-        one_sequence_each = header.boundaries == header.sequences + 1 and all(  # as we write them: no second array
+        one_sequence_each = boundaries == sequences + 1 and all(  # as we write them: no second array
             np.array_equal(documents[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(documents))))
             for at in range(0, len(documents), BLOCK_ENTRIES))
         return starts if one_sequence_each else starts[documents]

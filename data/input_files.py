@@ -38,7 +38,7 @@ def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
             shard = (records_of(place.parent) or {}).get(place.name) or (records_of(place.parent.parent) or {}).get(
                 f"{place.parent.name}/{place.name}")
             if shard is not None:
-                expected[str(path)] = shard.sha256
+                _, expected[str(path)] = shard
     check_sha256(expected)
 
 
@@ -72,29 +72,20 @@ def sha256_file(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class ShardRecord:
-    """Size and checksum when it was written."""
-
-    size: int | None
-    sha256: str
-
-
-def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
-    """Name -> record, from a stage's `stage.json`; None if the folder has none."""
+def read_shard_records(folder: Path) -> dict[str, tuple[int | None, str]] | None:
+    """Name -> (size, SHA-256) of each shard in a stage's `stage.json`; None if the folder has none."""
     try:
         record: Any = json.loads((folder / STAGE_FILE).read_bytes())
-        return {str(output["name"]): ShardRecord(output.get("bytes"), str(output["sha256"]))
-                for output in record["outputs"]}
+        return {str(output["name"]): (output.get("bytes"), str(output["sha256"])) for output in record["outputs"]}
     except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, AttributeError):
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
 
 
-def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
-    """Path -> record of the shards that a folder stands for: a stage's, or one part of a split. Raises unless each
-    exists with its size, and no unlisted shard does. None for any other folder."""
+def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
+    """Path -> (size, SHA-256) of the shards that a folder stands for: a stage's, or one part of a split. Raises unless
+    each exists with its size, and no unlisted shard does. None for any other folder."""
     shards = read_shard_records(folder)
     if shards is None:
         if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
@@ -105,10 +96,10 @@ def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
         if not shards:
             return None
     found = {str(folder / name): shard for name, shard in shards.items()}
-    for path, shard in found.items():
+    for path, (expected, _) in found.items():
         size = os.path.getsize(path) if os.path.isfile(path) else None
-        if size is None or shard.size not in (None, size):
-            raise DataError(f"{path}: expected {shard.size} bytes ({STAGE_FILE}), found "
+        if size is None or expected not in (None, size):
+            raise DataError(f"{path}: expected {expected} bytes ({STAGE_FILE}), found "
                             f"{'no file' if size is None else size}; remove the folder and run its command again")
     for place in {folder, *(Path(path).parent for path in found)}:
         for name in sorted(os.listdir(place)):
@@ -147,7 +138,6 @@ class InputFiles:
     """Also sockets and devices."""
     link_loops: list[str] = field(default_factory=list)
     """Symbolic links to a folder that contains them."""
-
     not_of_stage: list[str] = field(default_factory=list)
     """Files in a stage's folder that do not belong to it."""
 

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
 from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
-from data.gpt2_dataset import content_digest
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
-from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, file_stamp,
-                          make_folder)
+from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
+                          file_stamp, make_folder)
 from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
                              count_lines, parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
@@ -117,7 +116,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
         if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        position = PreprocessPosition(**writer.resumed_state) if writer.resumed_state else PreprocessPosition()
+        position = PreprocessPosition(**(writer.resumed_state or {}))
         if position.chunks:
             print(f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an "
                   "interrupted run", file=sys.stderr, flush=True)

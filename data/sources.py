@@ -20,14 +20,14 @@ from typing import Any
 
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
-from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, content_digest, count_samples
+from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
 from data.importers import import_tokens, inspect_token_file, order_warnings
 from data.indexed import IndexedCorpus
 from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
-from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, crc32_file,
-                          escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
+from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
+                          crc32_file, escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
                           read_json_or_none, wait_for_lock, write_json_atomic)
 from data.text_files import Separator
 from data.tokenizer import Tokenizer

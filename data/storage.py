@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -204,6 +205,14 @@ def crc32_file(path: str | os.PathLike[str]) -> str:
         while count := file.readinto(buffer):
             crc = crc32(buffer[:count], crc)
     return f"{crc:08x}"
+
+
+def content_digest(parts: Iterable[bytes], name: str = "") -> str:
+    """16 hexadecimal digits that identify a sequence of byte strings under a name."""
+    digest = hashlib.sha256(name.encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
 
 
 def change_detector(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:

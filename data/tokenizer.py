@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from data.gpt2_bpe import (END_OF_TEXT, GPT2_MERGES_SHA256, TiktokenEngine, byte_alphabet, fastest_engine,
                            parse_merges, read_merges_and_vocabulary)
 from data.indexed import TokenizerFacts
-from data.storage import DataError, UsageError, check_flag_file, read_flag_file, read_flag_text, staged_file
+from data.storage import (DataError, UsageError, check_flag_file, content_digest, read_flag_file, read_flag_text,
+                          staged_file)
 
 REPLACEMENT_CHARACTER = "\ufffd"
 LOSSLESS_PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
@@ -67,19 +68,30 @@ class Tokenizer(ABC):
         """The text of any sequence of ids."""
 
 
-def tokenizer_fingerprint(name: str, *parts: bytes) -> str:
-    digest = hashlib.sha256(name.encode())
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:16]
+class ByteTableTokenizer(Tokenizer):
+    """A tokenizer whose ids each stand for fixed bytes, with white space only at their start."""
+
+    safe_split_characters = " \n"
+    _bytes_of_token: dict[int, bytes]
+    """Of all ids but unknown ones; that of `eod` is what `decode` writes for it."""
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        found = np.zeros(self.vocab_size, np.int64)
+        for token, spelled in self._bytes_of_token.items():
+            found[token] = len(spelled)
+        found[self.eod] = 0
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
+        return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
 
 @final
-class GPT2BPETokenizer(Tokenizer):
+class GPT2BPETokenizer(ByteTableTokenizer):
     """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
 
     name = "GPT2BPETokenizer"
-    safe_split_characters = " \n"  # tokens contain white space only at their start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], TiktokenEngine] | None = None) -> None:
@@ -104,81 +116,47 @@ class GPT2BPETokenizer(Tokenizer):
         is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
         self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
         self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
-        self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
-                                                 json.dumps([*ids, self.eod]).encode())
+        self.fingerprint = content_digest(["\n".join(tokens).encode(), json.dumps([*ids, self.eod]).encode()],
+                                          self.name)
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         ranks = self._engine.encode_to_ranks(text)
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
-    def byte_lengths(self) -> NDArray[np.int64]:
-        found = np.zeros(self.vocab_size, np.int64)
-        for token, spelled in self._bytes_of_token.items():
-            found[token] = len(spelled)
-        found[self.eod] = 0
-        return found
-
-    def decode(self, ids: Iterable[int]) -> str:
-        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
-        return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
-
 
 @final
-class ByteLevelTokenizer(Tokenizer):
+class ByteLevelTokenizer(ByteTableTokenizer):
     """The 256 bytes of UTF-8, and id 256 for the end of a document."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
     eod = 256
-    safe_split_characters = " \n"
 
     def __init__(self) -> None:
-        self.fingerprint = tokenizer_fingerprint(self.name)
+        self._bytes_of_token = {byte: bytes([byte]) for byte in range(256)} | {self.eod: END_OF_TEXT.encode()}
+        self.fingerprint = content_digest([], self.name)
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
-    def byte_lengths(self) -> NDArray[np.int64]:
-        found = np.ones(self.vocab_size, np.int64)
-        found[self.eod] = 0
-        return found
-
-    def decode(self, ids: Iterable[int]) -> str:
-        def spell(token: int) -> bytes:
-            if 0 <= token < 256:
-                return bytes((token,))
-            return (END_OF_TEXT if token == self.eod else REPLACEMENT_CHARACTER).encode()
-
-        return b"".join(map(spell, ids)).decode("utf-8", "replace")
-
 
 @final
-class CharacterLevelTokenizer(Tokenizer):
+class CharacterLevelTokenizer(ByteTableTokenizer):
     """The distinct characters of a text file in code point order, then one id for all others, then end of document."""
 
     name = "CharacterLevelTokenizer"
-    safe_split_characters = " \n"
 
     def __init__(self, vocab_file: str) -> None:
-        self._characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
-        self._ids = {character: i for i, character in enumerate(self._characters)}
-        self._unknown = len(self._characters)
+        characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
+        self._ids = {character: i for i, character in enumerate(characters)}
+        self._unknown = len(characters)
         self.eod, self.vocab_size = self._unknown + 1, self._unknown + 2
-        self.fingerprint = tokenizer_fingerprint(self.name, "".join(self._characters).encode())
+        self._bytes_of_token = {i: character.encode() for i, character in enumerate(characters)}
+        self._bytes_of_token[self.eod] = END_OF_TEXT.encode()
+        self.fingerprint = content_digest(["".join(characters).encode()], self.name)
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         return np.array([self._ids.get(character, self._unknown) for character in text], np.uint32)
-
-    def byte_lengths(self) -> NDArray[np.int64]:
-        return np.array([*(len(character.encode()) for character in self._characters), 0, 0])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        def spell(token: int) -> str:
-            if 0 <= token < self._unknown:
-                return self._characters[token]
-            return END_OF_TEXT if token == self.eod else REPLACEMENT_CHARACTER
-
-        return "".join(map(spell, ids))
 
 
 @final
@@ -204,7 +182,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = max(self._num_pieces, self.eod + 1)
         spelled = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self.SPACE.encode()]
         self._space_symbol_ids = spelled if self._model.unk_id() not in spelled else None
-        self.fingerprint = tokenizer_fingerprint(self.name, model)
+        self.fingerprint = content_digest([model], self.name)
         # Spaces are safe to split at if no piece spans the start of a run of them, and no prefix is added to a text.
         pieces = map(self._model.id_to_piece, range(self._num_pieces))
         is_safe = not any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces) and all(

@@ -21,8 +21,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.indexed import (BLOCK_ENTRIES, INDEX_HEADER, CorpusFacts, IndexHeader, StableFile, TokenizerFacts,
-                          corpus_identity, token_dtype)
+from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
+                          StableFile, TokenizerFacts, corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
                           hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
                           write_json_atomic)
@@ -201,20 +201,21 @@ class CorpusWriter:
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
         assert self.tokens == self._tokens_of_documents
-        header, index_file, first = IndexHeader(self.dtype, self.documents, self.documents + 1), self._idx.file, 0
+        boundaries, index_file, first = self.documents + 1, self._idx.file, 0
         with write_errors_for(self.prefix):
             index_file.flush()
             with open(self._drafts[".idx"], "rb") as written:
                 written.seek(INDEX_HEADER.size)
-                for at in range(0, header.sequences, BLOCK_ENTRIES):  # pointers, from the lengths read back
-                    lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, header.sequences - at))
+                for at in range(0, self.documents, BLOCK_ENTRIES):  # pointers, from the lengths read back
+                    lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, self.documents - at))
                     ends = first + np.cumsum(lengths, dtype="<i8")
                     index_file.write(((ends - lengths) * self.dtype.itemsize).data)
                     first = int(ends[-1])
-            for at in range(0, header.boundaries, BLOCK_ENTRIES):
-                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, header.boundaries), dtype="<i8").data)
+            for at in range(0, boundaries, BLOCK_ENTRIES):
+                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, boundaries), dtype="<i8").data)
             index_file.seek(0)
-            index_file.write(header.pack())
+            index_file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.documents,
+                                               boundaries))
             self._bin.sync()  # a full disk fails here, while the old corpus is complete
             self._idx.sync()
             identity = corpus_identity(*(StableFile(str(self._drafts[suffix])) for suffix in (".idx", ".bin")))

@@ -69,21 +69,11 @@ class RowSorter:
 
     def sorted(self) -> Iterator[Rows]:
         """All rows in order, in blocks."""
-        if self._runs:
-            self._spill()
-            yield from self._merged()
-        elif self._buffered:
-            yield _sort(np.concatenate(self._buffered))
-
-    def _spill(self) -> None:
-        first = self._runs[-1][1] if self._runs else 0
-        self._runs.append((first, first + self._buffered_rows))
-        with write_errors_for(self._folder):
-            self._file.seek(first * self._width * 8)
-            self._file.write(_sort(np.concatenate(self._buffered)).data)
-        self._buffered, self._buffered_rows = [], 0
-
-    def _merged(self) -> Iterator[Rows]:
+        if not self._runs:
+            if self._buffered:
+                yield _sort(np.concatenate(self._buffered))
+            return
+        self._spill()
         rows_per_run = max(1, self._capacity // len(self._runs))
         cursors = [first for first, _ in self._runs]
         buffered = [np.empty((0, self._width), np.uint64) for _ in self._runs]
@@ -105,6 +95,14 @@ class RowSorter:
             yield _sort(np.concatenate([block[:cut] for block, cut in zip(buffered, cuts)]))
             buffered = [block[cut:] for block, cut in zip(buffered, cuts)]
         yield _sort(np.concatenate(buffered))
+
+    def _spill(self) -> None:
+        first = self._runs[-1][1] if self._runs else 0
+        self._runs.append((first, first + self._buffered_rows))
+        with write_errors_for(self._folder):
+            self._file.seek(first * self._width * 8)
+            self._file.write(_sort(np.concatenate(self._buffered)).data)
+        self._buffered, self._buffered_rows = [], 0
 
 
 def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:

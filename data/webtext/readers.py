@@ -150,8 +150,8 @@ def _stage_shards(folder: Path) -> list[SourceFile] | None:
     """The shards of a stage, or of one part of a split; None for any other folder."""
     shards = shards_of_folder(folder)
     return None if shards is None else [
-        SourceFile(path, os.path.relpath(path, folder), "jsonl", os.path.getsize(path), shard.sha256)
-        for path, shard in shards.items()]
+        SourceFile(path, os.path.relpath(path, folder), "jsonl", os.path.getsize(path), sha256)
+        for path, (_, sha256) in shards.items()]
 
 
 def format_of(name: str) -> str:

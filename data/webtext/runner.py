@@ -416,8 +416,7 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
 @cache
 def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
     """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
-    function: DocumentFunction = stage.make_function(stage.options)
-    return function
+    return stage.make_function(stage.options)
 
 
 def apply_to_document(function: DocumentFunction, result: ReadResult,

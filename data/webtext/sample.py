@@ -32,10 +32,12 @@ MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
                    b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n")
 
 
-def html_page_of(title: str, text: str) -> str:
+def html_page_of(text: str) -> str:
+    """An HTML page that has the first word of the text as its title."""
+    title = html.escape(text.split(maxsplit=1)[0])
     paragraphs = "".join(f"<p>{html.escape(part)}</p>\n" for part in text.split("\n\n"))
-    return (f"<!DOCTYPE html>\n<html><head><title>{html.escape(title)}</title><style>p {{ margin: 1em }}</style></head>"
-            f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{html.escape(title)}</h1>\n"
+    return (f"<!DOCTYPE html>\n<html><head><title>{title}</title><style>p {{ margin: 1em }}</style></head>"
+            f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{title}</h1>\n"
             f"{paragraphs}</main><footer>All rights reserved</footer><script>track()</script></body></html>\n")
 
 
@@ -62,16 +64,19 @@ def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str
     return made
 
 
-def build_sample(folder: Path, packages: Sequence[str] = PACKAGES, workers: int = 1) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = StrictArgumentParser("data.webtext.sample",
+                                  "A small web to try the stages on, from installed documentation.")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
+    folder = parser.parse_args(argv).output_dir
     rng = random.Random(SEED)
-    texts = collect_documents(packages, workers)
+    texts = collect_documents(PACKAGES, workers=1)
     pages, plain, rest = texts[:100], texts[100:120], texts[120:]
     records = [{"text": text, "url": url_of(text)} for text in rest] + planted_documents(rest, rng)
     rng.shuffle(records)
     lines = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
     half = len(lines) // 2
-    files = {f"pages/{number:03d}.html": html_page_of(text.split(maxsplit=1)[0], text).encode()
-             for number, text in enumerate(pages)}
+    files = {f"pages/{number:03d}.html": html_page_of(text).encode() for number, text in enumerate(pages)}
     files |= {f"pages/{number:03d}.txt": text.replace("\n", "\r\n").encode() for number, text in enumerate(plain)}
     files["crawl-0.jsonl"] = b"".join([*lines[:half], *MALFORMED_LINES])
     files["crawl-1.jsonl.gz"] = gzip.compress(b"".join(lines[half:]), mtime=0)
@@ -79,13 +84,6 @@ def build_sample(folder: Path, packages: Sequence[str] = PACKAGES, workers: int 
     for name, content in files.items():
         with staged_file(folder / name) as file:
             file.write(content)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = StrictArgumentParser("data.webtext.sample",
-                                  "A small web to try the stages on, from installed documentation.")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
-    build_sample(parser.parse_args(argv).output_dir)
 
 
 if __name__ == "__main__":

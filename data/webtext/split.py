@@ -141,24 +141,22 @@ def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Frac
                 seed: int) -> DocumentCounts:
     """Split (path, output name, number of the first document) by ranges of document numbers, or by hash without."""
     path, name, first = task
-    counts = DocumentCounts()
+    counts, bounds = DocumentCounts(), list(accumulate(shares))
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
         for number, line in enumerate(stack.enter_context(open(path, "rb")), start=first):
-            part = PARTS[next(k for k, documents in enumerate(ranges) if number in documents) if ranges else
-                         part_of_text_hash(parse_shard_line(line, str(path)).text, shares, seed)]
+            if ranges:
+                part = PARTS[next(k for k, documents in enumerate(ranges) if number in documents)]
+            else:
+                text = parse_shard_line(line, str(path)).text
+                digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+                point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
+                part = PARTS[next(k for k, bound in enumerate(bounds) if point < bound)]
             if part not in files:
                 files[part] = stack.enter_context(staged_file(output / part / name))
             files[part].write(line)
             counts.add_kept(len(line), len(line))
     return counts
-
-
-def part_of_text_hash(text: str, shares: Sequence[Fraction], seed: int) -> int:
-    """The part of a text by its hash."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-    point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
-    return next(place for place, bound in enumerate(accumulate(shares)) if point < bound)
 
 
 def count_lines(path: Path) -> int:
