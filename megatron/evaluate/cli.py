@@ -7,13 +7,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from data.cli import StrictArgumentParser
-from megatron.evaluate.eval_args import PARTS, TASKS, EvalRequest, build_model_parser, source_from_flags, task_name
+from megatron.config.tree import require
+from megatron.evaluate.eval_args import (PARTS, TASKS, EvalRequest, build_model_parser, is_corpus_prefix,
+                                         source_from_flags, task_name)
 from megatron.inference.model_args import ModelSource, flags_to_compare
 
 MODULE = "python -m megatron.evaluate"
@@ -42,11 +46,15 @@ def build_parser() -> StrictArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModelSource, EvalRequest]:
-    flags: argparse.Namespace = build_parser().parse_args(argv)
+    """Does not import torch."""
+    flags = build_parser().parse_args(argv)
     source = source_from_flags(flags)
     request = EvalRequest(task=flags.task, protocol=flags.protocol or next(iter(TASKS[flags.task])), data=flags.data,
                           strict=flags.strict, stride=flags.stride, part=flags.part)
-    request.check_data_exists()
+    path, may_be_folder = Path(request.data), request.task == "perplexity"
+    if not (may_be_folder and (is_corpus_prefix(request.data) or os.path.isdir(request.data))):
+        require(path.is_file(), f"--data {request.data}: {'a folder' if path.is_dir() else 'no such file'}; give the "
+                "path of a file that exists (docs/evaluate.md says where the files of the tasks come from)")
     return flags, source, request
 
 

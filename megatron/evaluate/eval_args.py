@@ -12,12 +12,10 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from data.cli import StrictArgumentParser
 from megatron.config.config_errors import ErrorList
 from megatron.config.tree import require
-from megatron.errors import ConfigError
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelSource, model_parser, model_source_from_args
 
@@ -88,23 +86,6 @@ class EvalRequest:
     def rules(self) -> Protocol:
         rules = TASKS[self.task][self.protocol]
         return replace(rules, target="last word") if self.strict else rules
-
-    def check_data_exists(self) -> None:
-        if self.task == "perplexity" and (is_corpus_prefix(self.data) or os.path.isdir(self.data)):
-            return
-        path = Path(self.data)
-        if not path.is_file():
-            what = "a folder" if path.is_dir() else "no such file"
-            raise ConfigError(f"--data {self.data}: {what}; give the path of a file that exists (docs/evaluate.md says "
-                              "where the files of the tasks come from)")
-
-    def window_stride(self, length: int) -> int:
-        """The stride for a model of `length` positions."""
-        if self.stride is None:
-            return min(self.rules.stride or length, length)
-        require(self.stride <= length, f"--stride is {self.stride}, and the model has {length} positions: tokens "
-                f"between two windows would not be scored; expected 1 to {length}")
-        return self.stride
 
 
 def is_corpus_prefix(name: str) -> bool:

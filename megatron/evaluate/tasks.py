@@ -24,12 +24,11 @@ from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
 from data.storage import DataError
-from data.strict_json import parse_text
 from megatron.config.tree import require
 from megatron.evaluate.eval_args import PARTS, EvalRequest, Protocol, is_corpus_prefix
 from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
                                        document_requests, overlapping_windows)
-from megatron.inference.prompts import BOM, decode_utf8
+from megatron.inference.prompts import BOM, decode_utf8, text_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,10 @@ def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
     if rules.stride is None:
         requests = [one for ids in documents for one in document_requests(ids, length, eod)]
     else:
-        stride, end = request.window_stride(length), np.array([eod], np.min_scalar_type(eod))
+        stride = request.stride or min(rules.stride or length, length)
+        require(stride <= length, f"--stride is {stride}, and the model has {length} positions: tokens between two "
+                f"windows would not be scored; expected 1 to {length}")
+        end = np.array([eod], np.min_scalar_type(eod))
         tokens = np.concatenate([part for ids in documents for part in (end, ids)][not rules.starts_with_eod:])
         if len(tokens) < 2:
             raise DataError(f"{request.data}: {len(tokens)} token: the first one is not scored; expected two or more")
@@ -121,10 +123,7 @@ def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         is_empty = False
-        try:
-            yield parse_text(line, *keys), where
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
+        yield text_from_json(line, where, *keys), where
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
 

@@ -11,8 +11,8 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -109,15 +109,6 @@ def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> Prompt
     return (StreamingPrompts if is_pipe else PromptSource)(prompts_from_stream(sys.stdin, log))
 
 
-@contextmanager
-def open_output(args: argparse.Namespace) -> Iterator[IO[str]]:
-    if args.output:
-        with prefix_storage_errors("--output"), staged_file(args.output, "w") as file:
-            yield file
-    else:
-        yield sys.stdout
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     model_args.translate_generate_samples_flags(args)
@@ -149,7 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if interactive:
         run_session(loaded, groups, config, terminal)
     else:
-        with open_output(args) if first else nullcontext() as out:
+        with ExitStack() as stack:
+            out: IO[str] | None = sys.stdout if first else None
+            if first and args.output:
+                stack.enter_context(prefix_storage_errors("--output"))
+                out = stack.enter_context(staged_file(args.output, "w"))
             speed = write_answers(loaded, groups, config, args.batch_size, prompts, out, jsonl=args.jsonl)
         log(speed)
     process_group.shutdown()

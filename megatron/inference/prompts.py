@@ -103,7 +103,7 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
     with read_errors_for(path), open_decompressed(path) as file:
         for text, where in _decode_lines(file, path, log):
             is_empty = False
-            yield Prompt(_text_from_json(text, where) if is_json else text, where)
+            yield Prompt(text_from_json(text, where, "prompt", "text") if is_json else text, where)
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected prompts, one a line")
 
@@ -135,9 +135,9 @@ def decode_utf8(raw: bytes, location: str) -> str:
         raise DataError(f"{location}: not UTF-8 text ({error})") from error
 
 
-def _text_from_json(line: str, location: str) -> str:
+def text_from_json(line: str, location: str, *keys: str) -> str:
     try:
-        return parse_text(line, "prompt", "text")
+        return parse_text(line, *keys)
     except ValueError as error:
         raise DataError(f"{location}: {error}") from error
 

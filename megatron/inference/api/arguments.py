@@ -134,7 +134,15 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
     """The call's arguments, merged with the keys of `config` (a dict or a JSON file). One error lists all problems."""
     problems = ErrorList()
     if config is not None and not isinstance(config, Mapping):
-        config = _read_config(config, problems)
+        require((name := _path(config)) is not None,
+                f"init_inference: config is {config!r:.80}: expected a dict or the path of a JSON file")
+        assert name is not None
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
+        config = parse_loose_json(text, name, problems)
+        require(isinstance(config, dict), f"{name}: expected an object {{...}}")
     written_as, values, notes = dict[str, str](), dict[str, Any](), dict[str, str]()
     for tree, where in ((config or {}, " of config"), (given, "")):
         for path, written, value in _walk_keys(tree, where, "", problems):
@@ -158,19 +166,6 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
     problems.raise_if_any("init_inference")
     used = {path.rpartition(".")[2]: value for path, value in values.items() if path in USED_ARGUMENTS}
     return InferenceArguments(**used, notes=tuple(notes.values()))
-
-
-def _read_config(config: Any, problems: ErrorList) -> Mapping[str, Any]:
-    require((name := _path(config)) is not None,
-            f"init_inference: config is {config!r:.80}: expected a dict or the path of a JSON file")
-    assert name is not None
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
-    tree = parse_loose_json(text, name, problems)
-    require(isinstance(tree, dict), f"{name}: expected an object {{...}}")
-    return tree  # type: ignore[no-any-return]
 
 
 def _walk_keys(tree: Mapping[str, Any], location: str, prefix: str,

@@ -159,7 +159,17 @@ class GenerateArguments:
 def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, arguments: GenerateArguments) -> Tensor:
     """[b, s] -> [b x num_return_sequences, s + new]. Collective over tp."""
     model, limit = cache.model, cache.limit
-    prompts = _prompt_ids(input_ids, mask)
+    require(isinstance(input_ids, Tensor) and input_ids.dim() == 2 and 0 not in input_ids.shape,
+            "generate: input_ids: expected [rows, length] token ids, at least one in a row")
+    if mask is None:
+        prompts = [tuple(row) for row in input_ids.tolist()]
+    else:
+        require(mask.shape == input_ids.shape, f"generate: attention_mask is {list(mask.shape)}, and input_ids "
+                f"{list(input_ids.shape)}")
+        is_real = mask != 0
+        require(bool(is_real[:, -1].all() and (is_real.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the "
+                "left: each row of attention_mask is zeros, then ones")
+        prompts = [tuple(row[real].tolist()) for row, real in zip(input_ids, is_real)]
     assert_tensors_equal_across_ranks([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
     vocabulary = model.config.known_vocab_size
     for row, prompt in enumerate(prompts):  # an accelerator would read beside the table without an error
@@ -205,19 +215,6 @@ def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, li
     require(least <= most, f"generate: {name}, and after a prompt of {width} tokens an answer has {most} at most: give "
             "a smaller one, or a larger max_new_tokens where there is room")
     return least, most
-
-
-def _prompt_ids(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
-    require(isinstance(input_ids, Tensor) and input_ids.dim() == 2 and 0 not in input_ids.shape,
-            "generate: input_ids: expected [rows, length] token ids, at least one in a row")
-    if mask is None:
-        return [tuple(row) for row in input_ids.tolist()]
-    require(mask.shape == input_ids.shape, f"generate: attention_mask is {list(mask.shape)}, and input_ids "
-            f"{list(input_ids.shape)}")
-    is_real = mask != 0
-    require(bool(is_real[:, -1].all() and (is_real.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: "
-            "each row of attention_mask is zeros, then ones")
-    return [tuple(row[real].tolist()) for row, real in zip(input_ids, is_real)]
 
 
 @final

@@ -113,7 +113,12 @@ def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, dev
         require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot "
                 f"{wanted}: save it, and give checkpoint=, which loads at any size")
         _check_equal_weights(model, groups)
-        opened = weights_of_gpt2(model)
+        shape = model.config
+        tensors = {name: tensor.detach()[: shape.known_vocab_size] if name == "wte.weight" else tensor.detach()
+                   for name, tensor in model.named_parameters()}
+        weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
+                                                                for name, tensor in tensors.items()})
+        opened = OpenedModel(weights.read_slice, shape, {}, "fp32", "the given model")
     _check_token_limits(opened.shape, args)
     dtype = args.dtype or (load.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype)
     made = load.build_model(opened, groups, dtype, device)
@@ -153,16 +158,6 @@ def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) 
     return (load.open_hf_folder if is_hf else load.open_run_checkpoint)(os.fspath(folder), groups)
 
 
-def weights_of_gpt2(model: GPT2) -> OpenedModel:
-    """A model in memory that is not sharded."""
-    shape = model.config
-    tensors = {name: tensor.detach()[: shape.known_vocab_size] if name == "wte.weight" else tensor.detach()
-               for name, tensor in model.named_parameters()}
-    weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
-                                                            for name, tensor in tensors.items()})
-    return OpenedModel(weights.read_slice, shape, {}, "fp32", "the given model")
-
-
 def check_same_shape(model: Any, opened: OpenedModel) -> None:
     """Raises ConfigError unless the checkpoint fits a GPT-2 of ours or of transformers. Equal names and shapes of the
     weights are not enough."""
@@ -191,7 +186,17 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
         opened = open_weights(args.checkpoint, args.base_dir, groups)
         all_succeed_or_raise(lambda: check_same_shape(model, opened), groups.world)
         filling = fill_hf_model(model, opened, groups)
-    plan = all_succeed_or_raise(lambda: _make_plan(model, args, groups), groups.world)
+
+    def make_plan() -> TPPlan:
+        """Depends on the layers only; their weights may not be loaded yet."""
+        plan = make_tp_plan(model, args.injection_policy)
+        require(bool(plan.tp_layers) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
+                f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
+                "layers,)}} (docs/inference.md)")
+        check_divisible(model, plan, groups.tp)
+        if args.dtype is torch.int8:
+            linear_layers(model, plan)
+        return plan
 
     def check_weights() -> dict[str, Tensor]:
         _check_equal_weights(model, groups)
@@ -205,6 +210,7 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
         if equivalence is not None:
             equivalence.check_sharded()
 
+    plan = all_succeed_or_raise(make_plan, groups.world)
     with filling:
         maxima = all_succeed_or_raise(check_weights, groups.world)
         equivalence = all_succeed_or_raise(
@@ -228,18 +234,6 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
     elif args.replace_with_kernel_inject:
         notes.append(f"replace_with_kernel_inject has no effect: there is no decoder for a {type(model).__name__}")
     return InferenceEngine(model, None, groups.tp, args.max_out_tokens)
-
-
-def _make_plan(model: nn.Module, args: InferenceArguments, groups: Groups) -> TPPlan:
-    """Depends on the layers only; their weights may not be loaded yet."""
-    plan = make_tp_plan(model, args.injection_policy)
-    require(bool(plan.tp_layers) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
-            f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
-            "layers,)}} (docs/inference.md)")
-    check_divisible(model, plan, groups.tp)
-    if args.dtype is torch.int8:
-        linear_layers(model, plan)
-    return plan
 
 
 @torch.no_grad()

@@ -130,19 +130,16 @@ def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: s
     """Owner of column layers -> their output widths."""
     for path, module in modules.items() if infers_columns else ():
         owner = path.rpartition(".")[0]
-        if path not in places and (is_linear(module) or _is_per_head_table(module, modules[owner])):
+        # a table with one element per head is one too: the relative position bias of T5
+        if path not in places and (is_linear(module) or isinstance(module, nn.Embedding) and any(
+                name in HEAD_COUNT_NAMES and value == module.embedding_dim
+                for name, value in vars(modules[owner]).items())):
             places[path] = TPLayer(path, "column")
             widths.setdefault(owner, set()).add(in_out_features(module)[1])
     for owner, made in widths.items():
         attributes += [_join_path(owner, name) for name, value in vars(modules[owner]).items() if type(value) is int
                        and (name in HEAD_COUNT_NAMES or name in WIDTH_NAMES and value in made)]
     return [places[path] for path in modules if path in places], attributes
-
-
-def _is_per_head_table(module: nn.Module, owner: nn.Module) -> bool:
-    """An embedding with one element per head, such as the relative position bias of T5."""
-    return isinstance(module, nn.Embedding) and any(
-        name in HEAD_COUNT_NAMES and value == module.embedding_dim for name, value in vars(owner).items())
 
 
 def is_linear(module: nn.Module) -> bool:

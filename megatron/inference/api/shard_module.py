@@ -152,12 +152,15 @@ def quantize_layers(model: nn.Module, plan: TPPlan, maxima: Mapping[str, Tensor]
     """Quantizes the layers of the plan, which are sharded by now, and casts and moves all else. Collective. `maxima`:
     of full rows."""
     def fill() -> None:
+        def read_weight(start: int, out: Tensor) -> None:
+            out.copy_(flat[start : start + len(out)])
+
         layers = linear_layers(model, plan)
         all_levels = allocate_levels({path: layer.weight.shape for path, layer in layers.items()}, device)
         made = dict[str, Int8]()
         for path, layer in layers.items():
             flat, levels = layer.weight.detach().contiguous().view(-1), all_levels[path]
-            scale = quantise_into(levels, partial(_read_range, flat), f"{path}.weight",
+            scale = quantise_into(levels, read_weight, f"{path}.weight",
                                   maxima[path] if isinstance(layer, RowParallelLinear) else None)
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the original
             made[path] = Int8(levels, scale.to(levels.device, activations))
@@ -166,10 +169,6 @@ def quantize_layers(model: nn.Module, plan: TPPlan, maxima: Mapping[str, Tensor]
             layers[path].weight = nn.Parameter(weight, requires_grad=False)
 
     all_succeed_or_raise(fill, world)
-
-
-def _read_range(flat: Tensor, start: int, out: Tensor) -> None:
-    out.copy_(flat[start : start + len(out)])
 
 
 # ---- the checks -----------------------------------------------------------------------------------------------------
