@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
 from threading import Event
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,31 +238,6 @@ def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> st
 
 # `assert_collective_call` waits this long before its own error: the watchdog names the positions of all ranks sooner.
 WATCHDOG_REPORT_SECONDS = 20.0
-
-
-class OwningEngine(Protocol):
-    log: CollectiveLog
-
-    def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """Context in which weights or optimizer states are written; interrupted, the engine does not continue."""
-
-    def finish_delayed_update(self) -> None:
-        """Bring the weights up to date with the last step. Collective."""
-
-    def increment_weight_version(self) -> None:
-        """Note that weights changed outside of a step: a backward of an earlier forward then raises."""
-
-
-_OWNING_ENGINES: WeakKeyDictionary[object, ref[OwningEngine]] = WeakKeyDictionary()
-
-
-def register_owning_engine(bucket: object, engine: OwningEngine) -> None:
-    _OWNING_ENGINES[bucket] = ref(engine)
-
-
-def owning_engine(bucket: object) -> OwningEngine | None:
-    engine = _OWNING_ENGINES.get(bucket)
-    return None if engine is None else engine()
 
 
 def assert_collective_call(log: CollectiveLog, group: Group, call: str, value: Tensor | None = None,

@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
-from megatron.distributed.collective_log import CollectiveLog, assert_collective_call, register_owning_engine
+from megatron.distributed.collective_log import CollectiveLog, assert_collective_call
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.rule import ParamGroup, UpdateRule
@@ -85,7 +86,7 @@ class ZeroEngine:
         on_host = [bucket.storage.update_location is Location.HOST for bucket in self.buckets]
         rule.bind_device(HOST if all(on_host) else device, groups.world)
         for bucket in self.all_buckets:
-            register_owning_engine(bucket, self)
+            bucket.engine = ref(self)
         self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
         self._param_guard = ModelParamGuard(module, self.all_buckets)
         self._optimizer_step = OptimizerStep(

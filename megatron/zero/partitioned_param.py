@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 from weakref import ref
 
 import torch
@@ -31,6 +31,9 @@ from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.storage import WEIGHT, StoredShard
 from mpu.groups import Group
 
+if TYPE_CHECKING:
+    from megatron.zero.engine import ZeroEngine
+
 
 class ParamOwner(ABC):
     """Keeps parameters sharded, and gathers them for a user."""
@@ -39,6 +42,8 @@ class ParamOwner(ABC):
     """The ranks that hold the shards."""
     is_engine_owned = False
     """An engine owns the parameters: dtype and device are final."""
+    engine: Callable[[], ZeroEngine | None] = staticmethod(lambda: None)
+    """A weak reference to the engine of `zero.initialize` that trains the parameters."""
     is_offloaded = False
     """engine.offload_states() has moved the elements to the host."""
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.distributed.collective_log import assert_collective_call, owning_engine
+from megatron.distributed.collective_log import assert_collective_call
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, publish_masters
 from megatron.zero.layout import Segment
@@ -171,7 +171,7 @@ def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool =
     _assert_equal_values(bucket, segment.slot.name, kind, value, is_full=is_full)
     part = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count] if is_full else value
     part = part.to(bucket.device, torch.float32)
-    engine = owning_engine(bucket)
+    engine = bucket.engine()
     if kind == WEIGHT:
         if engine is not None:
             engine.finish_delayed_update()
@@ -199,7 +199,7 @@ def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor
 
 
 def _assert_collective(bucket: FlatBucket, where: str, value: Tensor | None = None) -> bool:
-    engine = owning_engine(bucket)
+    engine = bucket.engine()
     return engine is None or assert_collective_call(engine.log, bucket.dp, where, value)
 
 

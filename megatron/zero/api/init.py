@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatron.config import ds_json
-from megatron.distributed.collective_log import assert_collective_call, owning_engine
+from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
 from megatron.errors import ConfigError, TrainerError
@@ -86,12 +86,12 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
     if not holders:
         yield
         return
-    dp, engine = holders[0].dp, owning_engine(holders[0])
+    dp, engine = holders[0].dp, holders[0].engine()
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}",
                                details=f"{modifier_rank} {names}")
-    owners = [owner for owner in dict.fromkeys(map(owning_engine, holders)) if owner is not None]
+    owners = [owner for owner in dict.fromkeys(holder.engine() for holder in holders) if owner is not None]
     for owner in owners:
         owner.finish_delayed_update()
 
