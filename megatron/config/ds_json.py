@@ -323,7 +323,8 @@ def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: 
             meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
             yield SettingError(f"{{{name}}} is {{given}}, but {{key}} is {{raw}}{{meant}}: give one of them, or the "
                                "same value", flags, {"given": value_text(flags[name]), "raw": json_text(raw),
-                                                     "key": ds_values.key_in_file(path), "meant": meant})
+                                                     "meant": meant,
+                                                     "key": f"{ds_values.name_as_written(path)} of {ds_values.name}"})
 
 
 def _fields_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -360,7 +361,7 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
     """Batch sizes of the file and the flags, with missing ones computed; {} if the file has none."""
     if not ds_values.invalid_keys.isdisjoint(BATCH_SIZE_KEYS):
         return {}
-    given = {key: (ds_values.keys[key], ds_values.key_in_file(key))
+    given = {key: (ds_values.keys[key], f"{ds_values.name_as_written(key)} of {ds_values.name}")
              for key in BATCH_SIZE_KEYS if key in ds_values.keys}
     if not given:
         return {}

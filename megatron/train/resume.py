@@ -188,7 +188,9 @@ class RunCheckpoints:
         section, step = self.config.save, state.iteration
         folder = section.save
         assert folder is not None
-        client_state = loop_state(state, lr_scheduler_of(engine).schedule, self._data_fingerprint, self.tokenizer)
+        counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
+        client_state = {**counters, "schedule": asdict(lr_scheduler_of(engine).schedule),
+                        "data": self._data_fingerprint, "tokenizer": asdict(self.tokenizer)}
         engine.save_checkpoint(folder, client_state=client_state, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
@@ -291,12 +293,6 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
 
 
 # ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
-
-def loop_state(state: TrainState, schedule: LRSchedule, data_fingerprint: str, tokenizer: TokenizerFacts
-               ) -> dict[str, Any]:
-    counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
-    return {**counters, "schedule": asdict(schedule), "data": data_fingerprint, "tokenizer": asdict(tokenizer)}
-
 
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
     """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
