@@ -20,7 +20,7 @@ from megatron.config import cli_help, ds_json
 from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import field_name, flag_name, setting_of
+from megatron.config.schema import flag_name, setting_of
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -81,7 +81,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
                                                config.settings())])
         collector.add_errors(run_errors(config))
         collector.raise_if_any()
-    given_fields = {*values, *map(field_name, config.key_names.keys_of_given)}
+    given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
     unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
     return replace(config, notes=(*notes, *unread, *config.notes))
 

@@ -33,9 +33,6 @@ from megatron.config.schema import JsonKey, JsonType, flag_name, json_text, requ
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
-# Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then.
-FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
-                      if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
 STEPS_PER_PRINT = "steps_per_print"  # a flag with another value wins, with a note; for other keys that is an error
 
 
@@ -57,8 +54,9 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     errors.add_errors(problems, ds_values.name)
     errors.add_errors(_flag_conflicts(in_effect, found, flags))
     values = {**{name: value for name, value, _ in found}, **flags}
-    if not values.get("fp16"):
-        values = {name: value for name, value in values.items() if name in flags or name not in FP16_ONLY}
+    if not values.get("fp16"):  # as in DeepSpeed, its other keys are ignored then
+        ignored = {name for name, _, path in found if path.startswith("fp16.") and path != "fp16.enabled"}
+        values = {name: value for name, value in values.items() if name in flags or name not in ignored}
     key_of = {name: path for name, _, path in found if name not in flags}
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
     keys_of_given = {flag_name(name): OPTIMIZER_PARAMS if name == "optimizer_params"

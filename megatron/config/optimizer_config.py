@@ -292,9 +292,3 @@ class ScheduleConfig(ConfigSection):
                        "{lr_decay_style=} needs {lr_wsd_decay_iters}: the number of steps of its decay")
         errors.require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
                        "{override_lr_scheduler} and {use_checkpoint_lr_scheduler} exclude each other: give at most one")
-
-    @property
-    def cycled_momentum(self) -> tuple[float, float, float] | None:
-        """(lowest beta1, highest beta1, growth after the cycle) if the schedule changes beta1; else None."""
-        moves = self.cycle_momentum and self.lr_decay_style == "one-cycle"
-        return (self.cycle_min_mom, self.cycle_max_mom, self.cycle_mom_growth) if moves else None

@@ -215,10 +215,6 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def field_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)

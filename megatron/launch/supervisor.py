@@ -94,8 +94,7 @@ class RankExit:
             return (
                 f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_ADVICE}")
         if self.signal is None:
-            so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
-            also = so_did if others else ""
+            also = f" (so did rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
             return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
         if self.was_stopped:

@@ -25,24 +25,19 @@ from mpu.collectives import all_reduce
 STOP_CHECK_SECONDS = 0.5
 """Approximate seconds between two stop checks."""
 
-StopCheck = Callable[[float], float]
-"""stop_check(seconds per round on this rank) -> seconds per round on the slowest rank, or inf to end the evaluation.
-Collective: all ranks call it after the same round."""
-
 
 class EvaluationLoss(NamedTuple):
-    loss: float
-    """Mean over micro-batches, in nats per token."""
-    bits_per_byte: float | None = None
-    """None if the byte length of tokens is unknown."""
+    loss: float  # mean over micro-batches, in nats per token
+    bits_per_byte: float | None = None  # None if the byte length of tokens is unknown
 
 
 @torch.no_grad()
 def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
              global_batches: int, device: torch.device, token_bytes: torch.Tensor | None = None,
-             stop_check: StopCheck = float) -> EvaluationLoss | None:
+             stop_check: Callable[[float], float] = float) -> EvaluationLoss | None:
     """Mean loss over `global_batches`, or over as many full rounds of all ranks as the dataset has samples for.
-    `token_bytes` [vocab_size] enables bits per byte. Returns None if `stop_check` ended it early. Collective."""
+    `token_bytes` [vocab_size] enables bits per byte. `stop_check`, which all ranks call after the same round, maps the
+    seconds per round on this rank to those on the slowest, or to inf: the evaluation ends, with None. Collective."""
     round_size = sampler.micro_batch * sampler.dp_size
     rounds = global_batches * sampler.accumulation
     if samples.distinct_samples is not None:

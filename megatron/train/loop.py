@@ -69,18 +69,14 @@ class CompletedStep:
 
 @dataclass
 class RunProgress:
-    """What the hooks after a step read and change."""
+    """What follows a step reads and changes it."""
 
     state: TrainState
-    valid: Dataset | None
-    first_iteration: int
-    """Iterations before this run."""
-    saved_at: int
-    """The iteration of the last save."""
+    first_iteration: int  # iterations before this run
+    saved_at: int  # the iteration of the last save
     pending_logs: list[CompletedStep] = field(default_factory=list)
     requests: LoopRequests = LoopRequests()
-    stop_reason: str = ""
-    """Why the run stops after this step; empty: it goes on."""
+    stop_reason: str = ""  # why the run stops after this step; empty: it goes on
 
 
 @dataclass(frozen=True)
@@ -125,12 +121,10 @@ class Trainer:
     def _train(self, state: TrainState, samples: Dataset, valid: Dataset | None,
                between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; returns why it stopped early, or "". The last save may still be in progress."""
-        train, run = self.config.train, RunProgress(state, valid, state.iteration, saved_at=state.iteration)
+        train, run = self.config.train, RunProgress(state, state.iteration, saved_at=state.iteration)
         lr_scheduler = lr_scheduler_of(self.engine)
         if warning := zero_lr_warning(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration):
             self.log.print_line(warning)
-        # In this order: the log reads the stop requests of the step, an evaluation may find one, and a stop saves.
-        hooks = [self._log_known_steps, self._evaluate_if_due, self._stop_if_asked, self._save_if_due]
         timer = StepTimer(self.engine.drive_use)
         stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
                              self.config.data.num_workers)
@@ -145,8 +139,14 @@ class Trainer:
                 state.consumed_samples += self.sampler.global_batch
                 run.pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, *timer.lap(),
                                                       layer_drop))
-                for hook in hooks:
-                    hook(run)
+                # in this order: the log reads the stop requests of the step, an evaluation may find one, a stop saves
+                self._log_known_steps(run)
+                # `finish` evaluates after the last iteration
+                if state.iteration < train.train_iters and is_due(state.iteration, train.evaluates_every) \
+                        and not self._evaluate("validation", state, valid):
+                    run.requests, state.owes_evaluation = self._agree_on_stop(), True
+                self._stop_if_asked(run)
+                self._save_if_due(run)
                 if run.stop_reason:
                     break
                 for action in between_steps:
@@ -183,7 +183,7 @@ class Trainer:
         blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
         return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
-    # ---- hooks after each step -------------------------------------------------------------------------------------
+    # ---- after each step -------------------------------------------------------------------------------------------
 
     def _log_known_steps(self, run: RunProgress) -> None:
         """Log completed steps, and read their stop requests. On an accelerator the newest step stays pending, since
@@ -206,12 +206,6 @@ class Trainer:
         # the first step has completed on all ranks: end of the start-up timeout
         if iteration - len(run.pending_logs) == run.first_iteration + 1:
             set_timeout(self.engine.groups, timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
-
-    def _evaluate_if_due(self, run: RunProgress) -> None:
-        train, state = self.config.train, run.state
-        if state.iteration < train.train_iters and is_due(state.iteration, train.evaluates_every):
-            if not self._evaluate("validation", state, run.valid):  # `finish` evaluates after the last iteration
-                run.requests, state.owes_evaluation = self._agree_on_stop(), True
 
     def _stop_if_asked(self, run: RunProgress) -> None:
         if run.state.iteration < self.config.train.train_iters:

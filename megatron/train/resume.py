@@ -309,10 +309,6 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------
 
-METHOD_SWITCHES = {"layer_drop": "progressive_layer_drop", "quantize": "quantize_training"}
-"""Config section -> the field that enables the method."""
-
-
 def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
                         saved_rule: Mapping[str, Any]) -> list[str]:
     """One line on what a resumed run does differently: `saved` is the checkpoint's configuration, `saved_rule` its
@@ -321,7 +317,7 @@ def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
         return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
     present, changes = config.as_dict(), list[tuple[str, Any, Any]]()
-    for section, switch in METHOD_SWITCHES.items():
+    for section, switch in (("layer_drop", "progressive_layer_drop"), ("quantize", "quantize_training")):
         before, now = saved.get(section, {}), present[section]
         if bool(before.get(switch)) != now[switch]:
             changes.append((switch, bool(before.get(switch)), now[switch]))
