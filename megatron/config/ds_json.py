@@ -77,7 +77,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     config = replace(config, key_names=errors.key_names)
     # an engine's blocks are recomputed by calls, not by --checkpoint-activations
     read = {item.name for item in fields(config.recompute)} if in_engine else set[str]()
-    unread = (f" {ds_values.name}: {config.translate(line)}"
+    unread = (f" {ds_values.name}: {config.key_names.translate(line)}"
               for line in unused_settings(config, [name for name in key_of if name not in read], {*key_of, *flags}))
     return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread))
 

@@ -173,10 +173,6 @@ class Config:
         """Micro-batches per optimizer step."""
         return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
 
-    def translate(self, message: str) -> str:
-        """The message with the JSON file's keys in place of flags."""
-        return self.key_names.translate(message)
-
     def settings(self) -> dict[str, Any]:
         """Field -> value, of all sections."""
         return {name: value for section in SECTIONS for name, value in vars(getattr(self, section)).items()}
