@@ -76,7 +76,8 @@ def _run(stop: StopListener) -> int:
                        must_match=config.rank_invariant_settings())
     device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
-        keep_freed_memory(return_large_blocks=config.offload.uses_nvme)
+        keep_freed_memory(return_large_blocks="nvme" in (config.offload.offload_optimizer_device,
+                                                         config.offload.offload_param_device))
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
     tokenizer = all_succeed_or_raise(lambda: build.tokenizer(config), groups.world)
     config = build.with_vocab_size(config, tokenizer)
@@ -99,7 +100,7 @@ def _run(stop: StopListener) -> int:
                   *processor_notes(config.precision.name, device))
         log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))
         for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
-            log.print_line(config.translate(line))
+            log.print_line(config.key_names.translate(line))
         trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,
                           checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         is_evaluation = config.train.skip_train

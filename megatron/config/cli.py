@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -19,7 +20,7 @@ from megatron.config import cli_help, ds_json
 from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import field_name, flag_name, setting_of
+from megatron.config.schema import flag_name, setting_of
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -80,7 +81,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
                                                config.settings())])
         collector.add_errors(run_errors(config))
         collector.raise_if_any()
-    given_fields = {*values, *map(field_name, config.key_names.keys_of_given)}
+    given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
     unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
     return replace(config, notes=(*notes, *unread, *config.notes))
 
@@ -97,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=cli_help.short_help)
     parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=cli_help.full_help)
     parser.add_argument("--version", action=_PrintTextAction, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
-    parser.add_argument("--preset", type=_choice_of("--preset", tuple(PRESETS)))
+    parser.add_argument("--preset", type=partial(_choice, "--preset", tuple(PRESETS), {}))
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cpu-optimizer", "--optimizer-cpu-offload", action=argparse.BooleanOptionalAction)
     parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
@@ -113,38 +114,30 @@ def build_parser() -> argparse.ArgumentParser:
             parser.add_argument(*names, dest=item.name, nargs="+")
         elif typing.get_origin(kind) is Literal:
             refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
-            parser.add_argument(*names, dest=item.name, type=_choice_of(flag, typing.get_args(kind), refused))
+            parser.add_argument(*names, dest=item.name, type=partial(_choice, flag, typing.get_args(kind), refused))
         else:
-            parser.add_argument(*names, dest=item.name, type=kind if kind is str else _number(flag, kind))
+            parser.add_argument(*names, dest=item.name, type=kind if kind is str else partial(_number, flag, kind))
     return parser
 
 
-def _number(flag: str, kind: type) -> Callable[[str], Any]:
-    """Parser of a number; an integer may be in scientific notation (5e8)."""
-
-    def convert(text: str) -> Any:
-        try:
-            value = float(text)
-            if kind is int and not value.is_integer():
-                raise ValueError
-            return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
-        except ValueError:
-            raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
-
-    return convert
+def _number(flag: str, kind: type, text: str) -> Any:
+    """A number; an integer may be in scientific notation (5e8)."""
+    try:
+        value = float(text)
+        if kind is int and not value.is_integer():
+            raise ValueError
+        return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
+    except ValueError:
+        raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
 
 
-def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] = {}) -> Callable[[str], str]:
-    """Parser of a choice; `refused` explains values that users may expect."""
-
-    def convert(text: str) -> str:
-        if text not in choices:
-            why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, choices)
-            raise ConfigError(f"{flag} is {text}: expected {', '.join(choices[:-1])} or {choices[-1]}"
-                              + (f"; {why}" if why else ""))
-        return text
-
-    return convert
+def _choice(flag: str, choices: tuple[str, ...], refused: Mapping[str, str], text: str) -> str:
+    """One of `choices`; `refused` explains values that users may expect."""
+    if text not in choices:
+        why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, choices)
+        raise ConfigError(f"{flag} is {text}: expected {', '.join(choices[:-1])} or {choices[-1]}"
+                          + (f"; {why}" if why else ""))
+    return text
 
 
 def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -202,9 +202,7 @@ def short_help() -> str:
         lines += _help_entry(flag, text)
     for item, hint in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
         if setting_of(item).common:
-            text = setting_of(item).help
-            shown = item.default not in (None, False, ()) and "(default" not in text
-            lines += _help_entry(_flag_usage(item, hint), text + (f" (default: {item.default})" if shown else ""))
+            lines += _field_entry(item, hint, short=True)
     return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
 
 
@@ -216,13 +214,7 @@ def full_help() -> str:
     for name, section in SECTIONS.items():
         lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
         for item, hint in fields_with_types(section):
-            choices = f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else ""
-            text = setting_of(item).help + choices
-            if item.default not in (None, False, ()) and "(default" not in text:
-                text += f" (default: {'on' if item.default is True else item.default})"
-            aliases = [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
-            text += f" [also {', '.join(aliases)}]" if aliases else ""
-            lines += _help_entry(_flag_usage(item, hint, switches=True), text)
+            lines += _field_entry(item, hint)
     return "\n".join(lines)
 
 
@@ -232,16 +224,21 @@ def fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
     return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
 
 
-def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
-    """The flag and its value placeholder."""
-    flag = flag_name(item.name)
+def _field_entry(item: Field[Any], hint: Any, short: bool = False) -> list[str]:
+    """The flag with the placeholder of its value, and its text; `short` leaves out how a switch is turned off, the
+    choices and the aliases."""
+    flag, text, kind = flag_name(item.name), setting_of(item).help, typing.get_origin(hint)
     if hint is bool:
-        return flag if item.name.startswith("no_") or not switches else f"--[no-]{flag[2:]}"
-    if typing.get_origin(hint) is tuple:
-        return f"{flag} {setting_of(item).metavar or 'PATH'} ..."
-    if hint in (int, float):
-        return f"{flag} {'N' if hint is int else 'X'}"
-    return f"{flag} {setting_of(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
+        flag = flag if item.name.startswith("no_") or short else f"--[no-]{flag[2:]}"
+    elif hint in (int, float):
+        flag += " N" if hint is int else " X"
+    else:
+        flag += f" {setting_of(item).metavar or ('NAME' if kind is Literal else 'PATH')}{' ...' * (kind is tuple)}"
+    text += f"; one of {', '.join(typing.get_args(hint))}" if kind is Literal and not short else ""
+    if item.default not in (None, False, ()) and "(default" not in text:
+        text += f" (default: {'on' if item.default is True else item.default})"
+    aliases = [] if short else [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
+    return _help_entry(flag, text + (f" [also {', '.join(aliases)}]" if aliases else ""))
 
 
 def _help_entry(flag: str, text: str) -> list[str]:

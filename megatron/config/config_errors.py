@@ -41,7 +41,7 @@ class FlagToKeyNames:
         """The text with keys in place of flags. A SettingError knows its settings; other texts, such as the engine's,
         are searched for flags."""
         if isinstance(text, SettingError):
-            return text.named_by(self)
+            return SettingError(*text.parts, self)
         keys = self.keys({re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, text)})
         words = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in keys.items()}, **keys}
         return _join_name(re.sub(_FLAG, lambda match: words.get(match[0], match[0]), text))
@@ -66,7 +66,7 @@ class SettingError(str):
     file says, and anything in `others` by its name there."""
 
     fields: frozenset[str]
-    _parts: tuple[str, Mapping[str, Any], Mapping[str, Any]]
+    parts: tuple[str, Mapping[str, Any], Mapping[str, Any]]  # what it is made of, but for the names
 
     def __new__(cls, template: str, values: Mapping[str, Any], others: Mapping[str, Any] = {},
                 names: FlagToKeyNames = FlagToKeyNames()) -> SettingError:
@@ -79,11 +79,8 @@ class SettingError(str):
             words |= {name: word, f"{name}=": f"{word} {f'{value:g}' if isinstance(value, float) else value}",
                       f"no {name}": f"{word} false" if flag in keys else f"--no-{flag[2:]}"}
         error = super().__new__(cls, _join_name(template.format_map(words)))
-        error.fields, error._parts = frozenset(named), (template, values, others)
+        error.fields, error.parts = frozenset(named), (template, values, others)
         return error
-
-    def named_by(self, names: FlagToKeyNames) -> SettingError:
-        return SettingError(*self._parts, names)
 
 
 def fields_of(error: str) -> frozenset[str]:

@@ -91,9 +91,8 @@ def scheduler_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
     """Fields of the scheduler section. `peak` is the learning rate if neither the file nor a flag sets one."""
     kind = ds_values.keys.get("scheduler.type")
     if kind is None:
-        has_parameters = any(path.startswith("scheduler.params.")
-                             for path in (*ds_values.keys, *ds_values.auto_keys, *ds_values.invalid_keys))
-        problems.require(not has_parameters or not ds_values.is_absent("scheduler.type"),
+        tried = (*ds_values.keys, *ds_values.auto_keys, *ds_values.invalid_keys)
+        problems.require("scheduler.type" in tried or not any(path.startswith("scheduler.params.") for path in tried),
                          f"scheduler.type is missing; expected {' or '.join(SCHEDULER_TYPES)}")
         return
     for path in filter(lambda path: path.startswith("scheduler.params."), (*ds_values.keys, *ds_values.auto_keys)):
@@ -146,18 +145,17 @@ def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[F
         path = f"scheduler.params.{name}"
         return ds_values.keys.get(path, default), path if path in ds_values.keys else "scheduler.type"
 
-    ends = {name: of(name, None) for name in ("cycle_min_lr", "cycle_max_lr")}
-    for name, (value, _) in ends.items():
-        problems.require(value is not None or not ds_values.is_absent(f"scheduler.params.{name}"),
-                         f"OneCycle needs scheduler.params.{name}")
-    if None in (value for value, _ in ends.values()):
+    lowest, highest = "scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"
+    for path in (lowest, highest):
+        problems.require(ds_values.is_given(path) or path in ds_values.invalid_keys, f"OneCycle needs {path}")
+    if not ds_values.keys.keys() >= {lowest, highest}:
         return
     first, where = of("cycle_first_step_size", DEEPSPEED_CYCLE_STEPS)
     second, where_second = of("cycle_second_step_size", first)
     interval, _ = of("decay_step_size", 0)
     yield "lr_decay_style", SCHEDULER_TYPES["OneCycle"], "scheduler.type"
-    yield "min_lr", *ends["cycle_min_lr"]
-    yield "lr", *ends["cycle_max_lr"]
+    yield "min_lr", ds_values.keys[lowest], lowest
+    yield "lr", ds_values.keys[highest], highest
     yield "lr_warmup_iters", first, where
     yield "lr_decay_iters", first + second, where_second
     for field, name in (("cycle_decay", "decay_lr_rate"), ("cycle_mom_growth", "decay_mom_rate")):
@@ -232,22 +230,15 @@ def solve_batch_sizes(total: ValueAndSource, micro: ValueAndSource, accumulation
     if total is None:
         size, steps = (micro or (TrainConfig.batch_size, ""))[0], (accumulation or (1, ""))[0]
         return size * steps * dp_size, size
-    if micro is None:
-        return total[0], _divide_batch(total, "accumulation", accumulation, dp_size)
-    if accumulation is None:
-        _divide_batch(total, "micro_batch", micro, dp_size)
-        return total[0], micro[0]
+    if micro is None or accumulation is None:
+        name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation)
+        product = (given[0] if given else 1) * dp_size
+        named = f"{name} {given[0]} ({given[1]}) x " if given else ""
+        require(total[0] % product == 0, f"train_batch_size {total[0]} ({total[1]}) is not divisible by {named}"
+                f"data_parallel {dp_size}" + (f" = {product}" if given else ""))
+        return total[0], micro[0] if micro else total[0] // product
     product = micro[0] * accumulation[0] * dp_size
     sources = dict.fromkeys((total[1], micro[1], accumulation[1]))
     require(total[0] == product, f"train_batch_size {total[0]} != micro_batch {micro[0]} x accumulation "
             f"{accumulation[0]} x data_parallel {dp_size} = {product} ({', '.join(sources)})")
     return total[0], micro[0]
-
-
-def _divide_batch(total: tuple[int, str], name: str, given: ValueAndSource, dp_size: int) -> int:
-    """total / (given x dp_size); raises if it is not an integer."""
-    product = (given[0] if given else 1) * dp_size
-    named = f"{name} {given[0]} ({given[1]}) x " if given else ""
-    require(total[0] % product == 0, f"train_batch_size {total[0]} ({total[1]}) is not divisible by {named}"
-            f"data_parallel {dp_size}" + (f" = {product}" if given else ""))
-    return total[0] // product

@@ -33,9 +33,6 @@ from megatron.config.schema import JsonKey, JsonType, flag_name, json_text, requ
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
-# Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then.
-FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
-                      if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
 STEPS_PER_PRINT = "steps_per_print"  # a flag with another value wins, with a note; for other keys that is an error
 
 
@@ -57,8 +54,9 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     errors.add_errors(problems, ds_values.name)
     errors.add_errors(_flag_conflicts(in_effect, found, flags))
     values = {**{name: value for name, value, _ in found}, **flags}
-    if not values.get("fp16"):
-        values = {name: value for name, value in values.items() if name in flags or name not in FP16_ONLY}
+    if not values.get("fp16"):  # as in DeepSpeed, its other keys are ignored then
+        ignored = {name for name, _, path in found if path.startswith("fp16.") and path != "fp16.enabled"}
+        values = {name: value for name, value in values.items() if name in flags or name not in ignored}
     key_of = {name: path for name, _, path in found if name not in flags}
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
     keys_of_given = {flag_name(name): OPTIMIZER_PARAMS if name == "optimizer_params"
@@ -79,7 +77,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     config = replace(config, key_names=errors.key_names)
     # an engine's blocks are recomputed by calls, not by --checkpoint-activations
     read = {item.name for item in fields(config.recompute)} if in_engine else set[str]()
-    unread = (f" {ds_values.name}: {config.translate(line)}"
+    unread = (f" {ds_values.name}: {config.key_names.translate(line)}"
               for line in unused_settings(config, [name for name in key_of if name not in read], {*key_of, *flags}))
     return replace(config, notes=(*ds_notes(ds_values, config, dp, in_engine), *unread))
 
@@ -323,7 +321,8 @@ def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: 
             meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
             yield SettingError(f"{{{name}}} is {{given}}, but {{key}} is {{raw}}{{meant}}: give one of them, or the "
                                "same value", flags, {"given": value_text(flags[name]), "raw": json_text(raw),
-                                                     "key": ds_values.key_in_file(path), "meant": meant})
+                                                     "meant": meant,
+                                                     "key": f"{ds_values.name_as_written(path)} of {ds_values.name}"})
 
 
 def _fields_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -360,7 +359,7 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
     """Batch sizes of the file and the flags, with missing ones computed; {} if the file has none."""
     if not ds_values.invalid_keys.isdisjoint(BATCH_SIZE_KEYS):
         return {}
-    given = {key: (ds_values.keys[key], ds_values.key_in_file(key))
+    given = {key: (ds_values.keys[key], f"{ds_values.name_as_written(key)} of {ds_values.name}")
              for key in BATCH_SIZE_KEYS if key in ds_values.keys}
     if not given:
         return {}

@@ -12,13 +12,13 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from megatron.config.config_errors import ErrorList
 from megatron.config.optimizer_config import OPTIMIZERS, extra_param_type
 from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
-                                    NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey, JsonType, json_type_of,
+                                    JSON_TYPE_OF, NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey, JsonType,
                                     one_of, plain_type, setting_of)
 from megatron.config.tree import SECTIONS
 
@@ -62,9 +62,10 @@ def keys_of_fields() -> Iterator[JsonKey]:
         hints = typing.get_type_hints(section)
         for item in fields(section):
             hint, optional = plain_type(hints[item.name])
+            own_type = one_of(*typing.get_args(hint)) if typing.get_origin(hint) is Literal else JSON_TYPE_OF.get(hint)
             for key in setting_of(item).keys:
                 path = key.path + item.name if key.path.endswith(".") else key.path
-                yield replace(key, path=path, field=item.name, json_type=key.json_type or json_type_of(hint),
+                yield replace(key, path=path, field=item.name, json_type=key.json_type or own_type,
                               nullable=key.nullable or optional and key.json_type is None)
 
 
@@ -278,16 +279,9 @@ class DsKeyValues:
             value, path = value[key], path[len(key) + 1:]
         return value
 
-    def is_absent(self, path: str) -> bool:
-        """Whether the file does not contain the key, not even wrongly."""
-        return not self.is_given(path) and path not in self.invalid_keys
-
     def first_given(self, *paths: str) -> str:
         """The first of `paths` that is given."""
         return next(path for path in paths if path in self.keys)
 
     def name_as_written(self, path: str) -> str:
         return self.deprecated_names.get(path, path)
-
-    def key_in_file(self, path: str) -> str:
-        return f"{self.name_as_written(path)} of {self.name}"

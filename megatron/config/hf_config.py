@@ -26,10 +26,6 @@ def model_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    return read_json_object(folder / HF_CONFIG_FILE)
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError if it is none."""
     try:
@@ -72,4 +68,4 @@ def read_model_fields(folder: str) -> dict[str, Any]:
         what = "has no config.json" if Path(folder).is_dir() else "is not a folder"
         raise ConfigError(f"--load-hf {folder}: {what}; give a local folder that holds a Hugging Face GPT-2 "
                           "(config.json and model.safetensors or pytorch_model.bin): nothing is downloaded")
-    return model_fields_of(read_hf_config(Path(folder)))
+    return model_fields_of(read_json_object(Path(folder) / HF_CONFIG_FILE))

@@ -7,7 +7,7 @@ ones given as --optimizer-params NAME=VALUE; names and defaults are those of tor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,17 +106,6 @@ def extra_param_type(name: str, default: Any) -> JsonType:
     return NUMBER_FROM_0 if default is None else JSON_TYPE_OF[type(default)]
 
 
-def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
-    """Errors of extra parameters that contradict each other."""
-    for low, high in ORDERED_EXTRAS:
-        if low in own and own[low] > own[high]:
-            yield f"{low} {own[low]:g} is above {high} {own[high]:g}: it is the lower bound"
-    if "etas" in own and not own["etas"][0] < 1 < own["etas"][1]:
-        yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
-    if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
-        yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(ConfigSection):
     """The optimizer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms."""
@@ -157,9 +146,17 @@ class OptimConfig(ConfigSection):
             errors.require(optimizer != "muon", "{no adam_w_mode} and {optimizer=} exclude each other: its decay is "
                            "decoupled from the gradient, which is made orthogonal; leave it out")
             errors.raise_if_any()
-        own = self._parse_optimizer_params()
-        for sentence in ordering_errors({**OPTIMIZERS[optimizer].extra, **own}):
-            errors.require(False, "{optimizer_params} {sentence}", sentence=sentence)
+        own = {**OPTIMIZERS[optimizer].extra, **self._parse_optimizer_params()}
+        for low, high in ORDERED_EXTRAS:
+            errors.require(low not in own or own[low] <= own[high],
+                           "{optimizer_params} {low} {least:g} is above {high} {most:g}: it is the lower bound",
+                           low=low, high=high, least=own.get(low), most=own.get(high))
+        if optimizer == "rprop":
+            (shrink, grow), (smallest, largest) = own["etas"], own["step_sizes"]
+            errors.require(shrink < 1 < grow, "{optimizer_params} etas is [{shrink}, {grow}]: expected one below 1 and "
+                           "one above it", shrink=shrink, grow=grow)
+            errors.require(smallest <= largest, "{optimizer_params} step_sizes is [{smallest}, {largest}]: the first "
+                           "number is above the second one", smallest=smallest, largest=largest)
         errors.require(not own.get("amsgrad") or own.get("bias_correction", True),
                        "{optimizer_params} amsgrad=true needs bias_correction=true in {name}: leave one out",
                        name=optimizer)
@@ -292,9 +289,3 @@ class ScheduleConfig(ConfigSection):
                        "{lr_decay_style=} needs {lr_wsd_decay_iters}: the number of steps of its decay")
         errors.require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
                        "{override_lr_scheduler} and {use_checkpoint_lr_scheduler} exclude each other: give at most one")
-
-    @property
-    def cycled_momentum(self) -> tuple[float, float, float] | None:
-        """(lowest beta1, highest beta1, growth after the cycle) if the schedule changes beta1; else None."""
-        moves = self.cycle_momentum and self.lr_decay_style == "one-cycle"
-        return (self.cycle_min_mom, self.cycle_max_mom, self.cycle_mom_growth) if moves else None

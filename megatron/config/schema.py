@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from megatron.errors import ConfigError
 
@@ -63,14 +63,11 @@ def _pair(value: Any) -> tuple[float, float]:
     return _number(value[0]), _number(value[1])
 
 
-def _in_range(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
-        number = convert(value)
-        if not low <= number <= high:
-            raise ValueError
-        return number
-
-    return checked
+def _in_range(low: int, convert: Callable[[Any], Any], value: Any, high: float = math.inf) -> Any:
+    number = convert(value)
+    if not low <= number <= high:
+        raise ValueError
+    return number
 
 
 _BIT_NAMES = ("start_bits", "target_bits")
@@ -105,15 +102,15 @@ BOOLEAN = JsonType("true or false", _boolean)
 TEXT = JsonType("a text that is not empty", partial(_text, shortest=1))
 ANY_TEXT = JsonType("a text", _text)
 NUMBER = JsonType("a number", _number)
-NUMBER_FROM_0 = JsonType("a number of at least 0", _in_range(0, _number))
-FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
+NUMBER_FROM_0 = JsonType("a number of at least 0", partial(_in_range, 0, _number))
+FRACTION = JsonType("a number from 0 to 1", partial(_in_range, 0, _number, high=1))
 INTEGER = JsonType("an integer", _integer)
-COUNT = JsonType("an integer of at least 1", _in_range(1, _integer))
-COUNT_FROM_0 = JsonType("an integer of at least 0", _in_range(0, _integer))
+COUNT = JsonType("an integer of at least 1", partial(_in_range, 1, _integer))
+COUNT_FROM_0 = JsonType("an integer of at least 0", partial(_in_range, 0, _integer))
 COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0",
                                 lambda value: 0 if value is None else COUNT_FROM_0.convert(value))
 ANY = JsonType("anything", lambda value: value)
-EXPONENT = JsonType("an integer from 0 to 64", _in_range(0, _integer, 64))
+EXPONENT = JsonType("an integer from 0 to 64", partial(_in_range, 0, _integer, high=64))
 PAIR = JsonType("a list of two numbers", _pair)
 
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
@@ -214,19 +211,8 @@ def plain_type(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def json_type_of(hint: Any) -> JsonType:
-    """The JSON type of a field with this (plain) type."""
-    if typing.get_origin(hint) is Literal:
-        return one_of(*typing.get_args(hint))
-    return JSON_TYPE_OF[hint]
-
-
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
-
-
-def field_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def require(condition: bool, message: str) -> None:

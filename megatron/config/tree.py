@@ -173,10 +173,6 @@ class Config:
         """Micro-batches per optimizer step."""
         return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
 
-    def translate(self, message: str) -> str:
-        """The message with the JSON file's keys in place of flags."""
-        return self.key_names.translate(message)
-
     def settings(self) -> dict[str, Any]:
         """Field -> value, of all sections."""
         return {name: value for section in SECTIONS for name, value in vars(getattr(self, section)).items()}
@@ -220,12 +216,6 @@ def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = N
     return config
 
 
-OPTIMIZER_FIELDS: dict[str, list[str]] = {}  # field of `optim` -> the optimizers that read it
-for _optimizer, _takes in OPTIMIZERS.items():
-    for _name in " ".join(_takes.fields.values()).split():
-        OPTIMIZER_FIELDS.setdefault(_name, []).append(_optimizer)
-
-
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
     """A sentence for the fields of `candidates` that have no effect; `given` are all fields that were set explicitly.
     Files write out switches that are off, and DeepSpeed's guide the defaults of what a choice leaves unread."""
@@ -251,8 +241,8 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
     optimizer = config.optim.optimizer
     for name in on:
-        readers = OPTIMIZER_FIELDS.get(name, [optimizer])
-        if optimizer not in readers:
+        readers = [other for other, takes in OPTIMIZERS.items() if name in " ".join(takes.fields.values()).split()]
+        if readers and optimizer not in readers:
             yield f"{flag_name(name)} has no effect with --optimizer {optimizer}: {', '.join(readers)} read it"
     if "weight_decay" in on and not OPTIMIZERS[optimizer].has_weight_decay:
         yield f"--weight-decay has no effect with --optimizer {optimizer}: its weights do not decay"

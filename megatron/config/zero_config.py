@@ -208,10 +208,6 @@ class OffloadConfig(ConfigSection):
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
                                        json="aio.overlap_events", needs=_DRIVE)
 
-    @property
-    def uses_nvme(self) -> bool:
-        return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
-
     def check(self, errors: SettingErrors) -> None:
         errors.require(self.offload_optimizer_device != "nvme" or bool(self.offload_optimizer_nvme_path),
                        "{offload_optimizer_device=} needs {offload_optimizer_nvme_path}")

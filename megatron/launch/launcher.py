@@ -25,7 +25,6 @@ from megatron.launch.rendezvous import meet_nodes
 from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import Supervisor
 
-
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 600.0
 FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints the stack of each thread

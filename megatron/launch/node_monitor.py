@@ -84,7 +84,6 @@ def shorten_error_text(text: str) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters are left out here) ... {text[-half:]}"
 
 
-HEARTBEAT_MESSAGE: dict[str, Any] = {"heartbeat": True}
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0  # seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain
 SILENCE_WARNING_SECONDS = 10.0  # silence before the first warning; each further one comes after twice as long
@@ -104,8 +103,7 @@ class _Peer:
 
 def boot_clock() -> float:
     """Seconds on a clock that also runs while the machine is suspended."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-    return time.clock_gettime(clock)
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 FAILURE, LEFT_EARLY, SILENT_SECONDS_KEY = "failure", "left_early", "silent_seconds"  # keys of messages
@@ -168,8 +166,8 @@ class NodeMonitor:
         """`connections`: node 0 has one per other node, every other node has one to node 0."""
         self._print_line, self._last_check = print_line, boot_clock()
         self._paused_seconds, self._resumed_at = 0.0, 0.0  # the last pause of this launcher, and when it ended
-        # seconds that the other nodes missed this one before they ended the job; 0.0: they did not
-        self._given_up_after_seconds = 0.0
+        # seconds that the other nodes missed this one before they ended the job without it; 0.0: they did not
+        self.given_up_after_seconds = 0.0
         self._own, self._nodes = own, dict(other_nodes or {})
         self._peers = {node: _Peer(link, self._last_check) for node, link in (connections or {}).items()}
         self._exits: dict[int, NodeExit] = {}  # exits of other nodes in order of arrival
@@ -200,7 +198,7 @@ class NodeMonitor:
             if now - peer.last_sent >= (
                     SLOW_HEARTBEAT_SECONDS if silence >= SLOW_HEARTBEAT_SECONDS else HEARTBEAT_SECONDS):
                 peer.last_sent = now
-                peer.connection.send(HEARTBEAT_MESSAGE)
+                peer.connection.send({"heartbeat": True})
             if silence >= max(SILENCE_WARNING_SECONDS, 2 * peer.warned_at_seconds):
                 peer.warned_at_seconds = silence
                 self._print_line(
@@ -236,7 +234,7 @@ class NodeMonitor:
     def _process_message(self, message: Mapping[str, Any], source: int) -> None:
         node, silent = message.get("node"), message.get(SILENT_SECONDS_KEY)
         if node == self._own.node and isinstance(silent, float):
-            self._given_up_after_seconds = max(silent, self._recent_pause)
+            self.given_up_after_seconds = max(silent, self._recent_pause)
             self.others_failure = max(self.others_failure, Failure.VICTIM)
         if node not in self._nodes or node in self._exits:
             return
@@ -254,7 +252,7 @@ class NodeMonitor:
             if not end.error_line and not end.silent_seconds and end.failure \
                     and self._recent_pause >= SILENCE_WARNING_SECONDS:
                 # the other side closed the connection during the pause
-                self._given_up_after_seconds = self._recent_pause
+                self.given_up_after_seconds = self._recent_pause
             self.others_failure = max(self.others_failure, end.failure)
         for other, peer in self._peers.items():
             if other != source:
@@ -270,15 +268,10 @@ class NodeMonitor:
         """Failed nodes in order of arrival."""
         return [end for end in self._exits.values() if end.failure]
 
-    @property
-    def was_given_up(self) -> bool:
-        """Whether the job ended without this node."""
-        return self._given_up_after_seconds > 0
-
     def describe_absence(self, where: str) -> str:
         """The error line of a node that was paused while the others ended the job."""
         return (f"error: this node ({self._own.description.partition(' (')[0]}, {self._own.host}) was away for "
-                f"{self._given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or "
+                f"{self.given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or "
                 f"suspended, or it swaps; {RESTART_ADVICE}")
 
     def wait_for_culprit(self, seconds: float, where: str = "") -> NodeExit | None:

@@ -119,7 +119,8 @@ class RendezvousServer:
         except TrainerError as error:
             # also for nodes that connect within the next seconds and would otherwise wait in vain
             self._refusal = _refusal_message(error)
-            self._broadcast(self._refusal)
+            for link in self._connections.values():
+                link.send(self._refusal)
             self._refused_count += len(self._connections)
             until = min(until, time.monotonic() + LINGER_SECONDS)
             while self._refused_count < self._own.nodes - 1 and time.monotonic() < until:
@@ -129,7 +130,8 @@ class RendezvousServer:
             self._selector.close()
             for link in self._unidentified:
                 link.close()
-        self._broadcast({"begin": [asdict(self._nodes[node]) for node in sorted(self._nodes)]})
+        for link in self._connections.values():
+            link.send({"begin": [asdict(self._nodes[node]) for node in sorted(self._nodes)]})
         return NodeMonitor(self._own, self._connections, {node: self._nodes[node]
                                                           for node in self._connections}, self._print_line)
 
@@ -187,10 +189,6 @@ class RendezvousServer:
         self._unidentified.pop(connection, None)
         for node in [node for node, other in self._connections.items() if other is connection]:
             del self._connections[node], self._nodes[node]
-
-    def _broadcast(self, message: dict[str, Any]) -> None:
-        for link in self._connections.values():
-            link.send(message)
 
 
 def _refusal_message(error: TrainerError) -> dict[str, Any]:

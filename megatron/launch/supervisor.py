@@ -94,8 +94,7 @@ class RankExit:
             return (
                 f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_ADVICE}")
         if self.signal is None:
-            so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
-            also = so_did if others else ""
+            also = f" (so did rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
             return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
         if self.was_stopped:
@@ -331,14 +330,20 @@ class Supervisor:
         # ranks that failed, and not because of another rank
         own_failures = [end for end in self._exits if end.failed and not end.is_victim
                         or end.exited_early and self._state is not JobState.RUNNING]
-        if self.nodes.was_given_up and all(end.was_stopped for end in own_failures):
+        if self.nodes.given_up_after_seconds and all(end.was_stopped for end in own_failures):
             status = self.straggler_monitor.status_of(0)
             absence = self.nodes.describe_absence("" if status.state == UNKNOWN else f" at {status}")
             return self._finish_job(EXIT_PEER, f"{absence}\n".encode(), is_victim=True)
         failures = [end for end in self._exits if end.failed]
         culprit: RankExit | Straggler | None = next(iter(own_failures), None)
         if culprit is None and self.nodes.others_failure is not Failure.CULPRIT:
-            culprit = self._find_missing_rank()
+            # the local rank that the victims waited for: one that exited with code 0, or a straggler
+            ended = {end.rank for end in self._exits if not end.was_stopped}
+            missing: list[RankExit | Straggler] = [
+                *(end for end in self._unannounced_exits if end.status.state != UNKNOWN),
+                *(one for one in self._stragglers if self._ranks[one.local_rank].rank not in ended),
+                *self._unannounced_exits]
+            culprit = next(iter(missing), None)
         if isinstance(culprit, Straggler):
             rank = self._ranks[culprit.local_rank]
             return self._finish_job(EXIT_PEER,
@@ -361,13 +366,6 @@ class Supervisor:
         held = held_errors[culprit.rank]
         return self._finish_job(culprit.job_exit_code, held[0] if held else culprit.describe(silent).encode() + b"\n",
                                 is_victim=culprit.is_victim)
-
-    def _find_missing_rank(self) -> RankExit | Straggler | None:
-        """The local rank that the victims waited for: one that exited with code 0, or a straggler."""
-        ended = {end.rank for end in self._exits if not end.was_stopped}
-        missing: list[RankExit | Straggler] = [end for end in self._unannounced_exits if end.status.state != UNKNOWN]
-        missing += [one for one in self._stragglers if self._ranks[one.local_rank].rank not in ended]
-        return next(iter([*missing, *self._unannounced_exits]), None)
 
     def _finish_job(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
         """Print the job's final line and announce the exit to the other launchers."""

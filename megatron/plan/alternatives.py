@@ -67,7 +67,7 @@ def plan_rows(requested: PlannedRun) -> tuple[list[PlannedRun], list[tuple[int, 
                 rows.append(replace(requested, config=replace(
                     config, zero=replace(config.zero, zero_stage=stage), offload=placement.apply_to(config.offload))))
             except ConfigError as error:
-                why = config.translate(error_sentences(error)[0]).partition(": ")[0]
+                why = config.key_names.translate(error_sentences(error)[0]).partition(": ")[0]
                 left_out.append((stage, placement, why))
     if requested not in rows:
         rows = sorted([*rows, requested], key=lambda run: run.config.zero.zero_stage)

@@ -338,7 +338,7 @@ def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iter
     if not machine.tflops:
         yield "with --tflops X: the time of a step and of the run"
     yield from (f"problem: {sentence}" for sentence in find_problems(requested, machine, host, nvme))
-    yield from (requested.config.translate(f"note: {line}") for line in
+    yield from (requested.config.key_names.translate(f"note: {line}") for line in
                 unused_settings(requested.config, [item.name for item in fields(OffloadConfig)], ()))
     yield ""
 
@@ -361,7 +361,7 @@ def find_problems(requested: PlannedRun, machine: TargetMachine, host: int, nvme
             flags_of_folder.setdefault(path, []).append(flag_name(name))
     for folder, flags in flags_of_folder.items():
         if not Path(folder).is_dir():
-            named = requested.config.translate(f"{' and '.join(flags)} {folder}")
+            named = requested.config.key_names.translate(f"{' and '.join(flags)} {folder}")
             yield f"{named}: there is no such folder on this machine; the run needs it"
         path = Path(folder).absolute()
         free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free

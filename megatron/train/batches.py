@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -29,16 +30,6 @@ class Batch:
     loss_weight: Tensor | None = None
     positions: Tensor | None = None
     segments: Tensor | None = None
-
-    @property
-    def loss_token_count(self) -> float:
-        """Number of targets that count in the loss."""
-        return self.targets.numel() if self.loss_weight is None else float(self.loss_weight.sum())
-
-    def sum_over_loss_tokens(self, value_of_id: Tensor) -> float:
-        """Sum of value_of_id[target] over the targets that count in the loss."""
-        values = value_of_id[self.targets]
-        return float((values if self.loss_weight is None else values * self.loss_weight).sum())
 
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
@@ -108,24 +99,20 @@ class BatchStream:
         self._prefetched: deque[Future[list[Batch]]] = deque()
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        steps = self._steps()
         while True:
             with STATUS.in_activity(READING):
-                batches = next(steps, None)
+                batches = self._next_step()
             if batches is None:
                 return
             yield batches
 
-    def _steps(self) -> Iterator[list[Batch]]:
+    def _next_step(self) -> list[Batch] | None:
         if self._pool is None:
-            yield from (self._load_step(first) for first in self._first_ids)
-            return
-        for first in self._first_ids:
+            first = next(self._first_ids, None)
+            return None if first is None else self._load_step(first)
+        for first in islice(self._first_ids, 3 - len(self._prefetched)):
             self._prefetched.append(self._pool.submit(self._load_step, first))
-            if len(self._prefetched) > 2:
-                yield self._prefetched.popleft().result()
-        while self._prefetched:
-            yield self._prefetched.popleft().result()
+        return self._prefetched.popleft().result() if self._prefetched else None
 
     def _load_step(self, first: int) -> list[Batch]:
         return [self._sampler.load_batch(self._samples, ids) for ids in self._sampler.micro_batch_ids(first)]

@@ -126,17 +126,15 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
     """
     torch.set_float32_matmul_precision(matmul_precision(config, device))
     compile_model(model, config, groups.dp.size, device)
-    built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
+    param_groups: list[ParamGroup] = [  # no weight decay for biases and LayerNorms
+        {"params": [p for p in model.parameters() if len(full_shape(p)) >= 2],
+         "weight_decay": config.optim.weight_decay},
+        {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
+    built = initialize(model=model, model_parameters=param_groups,
                        lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
     built.block_until_params_gathered = False
     model.on_blocks_chosen = built.core.pass_coordinator.set_forward_modules
     return built
-
-
-def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
-    """Two groups: weight decay for matrices and embeddings, none for biases and LayerNorms."""
-    return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
 
 
 def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:

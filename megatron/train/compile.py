@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from megatron.config.tree import Config, require
 from megatron.model import GPT2
 
-Scope = Literal["nothing", "blocks", "model"]
-
 _MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
 """torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it."""
 
@@ -31,7 +29,7 @@ _MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
 class Compilation:
     """What is compiled, and why not more."""
 
-    scope: Scope
+    scope: Literal["nothing", "blocks", "model"]
     reason: str = ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,24 +25,19 @@ from mpu.collectives import all_reduce
 STOP_CHECK_SECONDS = 0.5
 """Approximate seconds between two stop checks."""
 
-StopCheck = Callable[[float], float]
-"""stop_check(seconds per round on this rank) -> seconds per round on the slowest rank, or inf to end the evaluation.
-Collective: all ranks call it after the same round."""
-
 
 class EvaluationLoss(NamedTuple):
-    loss: float
-    """Mean over micro-batches, in nats per token."""
-    bits_per_byte: float | None = None
-    """None if the byte length of tokens is unknown."""
+    loss: float  # mean over micro-batches, in nats per token
+    bits_per_byte: float | None = None  # None if the byte length of tokens is unknown
 
 
 @torch.no_grad()
 def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
              global_batches: int, device: torch.device, token_bytes: torch.Tensor | None = None,
-             stop_check: StopCheck = float) -> EvaluationLoss | None:
+             stop_check: Callable[[float], float] = float) -> EvaluationLoss | None:
     """Mean loss over `global_batches`, or over as many full rounds of all ranks as the dataset has samples for.
-    `token_bytes` [vocab_size] enables bits per byte. Returns None if `stop_check` ended it early. Collective."""
+    `token_bytes` [vocab_size] enables bits per byte. `stop_check`, which all ranks call after the same round, maps the
+    seconds per round on this rank to those on the slowest, or to inf: the evaluation ends, with None. Collective."""
     round_size = sampler.micro_batch * sampler.dp_size
     rounds = global_batches * sampler.accumulation
     if samples.distinct_samples is not None:
@@ -51,14 +46,23 @@ def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
     text, done = 0.0, 0  # bytes of text, rounds
     engine.train(False)
     try:
-        for index in _iterate_rounds(rounds, stop_check, total.item):
+        last_check, next_check, began = 0, 1, time.monotonic()
+        for index in range(rounds):
+            if index == next_check:
+                total.item()  # wait for the device, so that the rounds can be timed
+                seconds = stop_check((time.monotonic() - began) / (index - last_check))
+                if seconds == math.inf:
+                    break
+                last_check, next_check = index, index + max(1, int(STOP_CHECK_SECONDS / seconds))
+                began = time.monotonic()
             first = index * round_size + sampler.dp_rank * sampler.micro_batch
             batch = sampler.load_batch(samples, range(first, first + sampler.micro_batch))
             loss = forward_loss(engine, batch.to(device)).double()
             total += loss
             if token_bytes is not None:
-                nats += loss * batch.loss_token_count
-                text += batch.sum_over_loss_tokens(token_bytes)
+                weight = torch.ones_like(batch.targets) if batch.loss_weight is None else batch.loss_weight
+                nats += loss * float(weight.sum())
+                text += float((token_bytes[batch.targets] * weight).sum())
             done += 1
         engine.finish_step()  # finish pending communication: no rank has received the other ranks' blocks yet
     finally:
@@ -67,20 +71,6 @@ def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
         return None
     sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()
     return EvaluationLoss(sums[0] / (rounds * sampler.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
-
-
-def _iterate_rounds(rounds: int, stop_check: StopCheck, wait: Callable[[], object]) -> Iterator[int]:
-    """Round indices; fewer if `stop_check` ends the evaluation. `wait` synchronizes the device, so that rounds can be
-    timed."""
-    last_check, next_check, began = 0, 1, time.monotonic()
-    for index in range(rounds):
-        if index == next_check:
-            wait()
-            seconds = stop_check((time.monotonic() - began) / (index - last_check))
-            if seconds == math.inf:
-                return
-            last_check, next_check, began = index, index + max(1, int(STOP_CHECK_SECONDS / seconds)), time.monotonic()
-        yield index
 
 
 def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:

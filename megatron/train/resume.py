@@ -188,7 +188,9 @@ class RunCheckpoints:
         section, step = self.config.save, state.iteration
         folder = section.save
         assert folder is not None
-        client_state = loop_state(state, lr_scheduler_of(engine).schedule, self._data_fingerprint, self.tokenizer)
+        counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
+        client_state = {**counters, "schedule": asdict(lr_scheduler_of(engine).schedule),
+                        "data": self._data_fingerprint, "tokenizer": asdict(self.tokenizer)}
         engine.save_checkpoint(folder, client_state=client_state, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
@@ -292,12 +294,6 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
 
 # ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
 
-def loop_state(state: TrainState, schedule: LRSchedule, data_fingerprint: str, tokenizer: TokenizerFacts
-               ) -> dict[str, Any]:
-    counters = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
-    return {**counters, "schedule": asdict(schedule), "data": data_fingerprint, "tokenizer": asdict(tokenizer)}
-
-
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
     """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
     known = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
@@ -313,10 +309,6 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------
 
-METHOD_SWITCHES = {"layer_drop": "progressive_layer_drop", "quantize": "quantize_training"}
-"""Config section -> the field that enables the method."""
-
-
 def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
                         saved_rule: Mapping[str, Any]) -> list[str]:
     """One line on what a resumed run does differently: `saved` is the checkpoint's configuration, `saved_rule` its
@@ -325,7 +317,7 @@ def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
         return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
     present, changes = config.as_dict(), list[tuple[str, Any, Any]]()
-    for section, switch in METHOD_SWITCHES.items():
+    for section, switch in (("layer_drop", "progressive_layer_drop"), ("quantize", "quantize_training")):
         before, now = saved.get(section, {}), present[section]
         if bool(before.get(switch)) != now[switch]:
             changes.append((switch, bool(before.get(switch)), now[switch]))

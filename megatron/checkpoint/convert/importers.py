@@ -32,7 +32,7 @@ from megatron.checkpoint.convert.external_checkpoint import (ExternalCheckpoint,
                                                              parameter_partitions, parameter_shapes)
 from megatron.checkpoint.manifest import check_safe_name
 from megatron.checkpoint.tags import describe_format
-from megatron.config.hf_config import HF_CONFIG_FILE, model_fields_of, read_hf_config, read_json_object
+from megatron.config.hf_config import HF_CONFIG_FILE, model_fields_of, read_json_object
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
 from mpu.partition import join_local_slices
@@ -154,7 +154,7 @@ REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddi
 
 def open_huggingface(folder: Path) -> ExternalCheckpoint:
     """Open a Hugging Face folder; its tensors are views of mapped files."""
-    model = model_config_of(read_hf_config(folder), str(folder / HF_CONFIG_FILE))
+    model = model_config_of(read_json_object(folder / HF_CONFIG_FILE), str(folder / HF_CONFIG_FILE))
     return HUGGING_FACE.open_tensors(str(folder), model, _load_tensors(folder))
 
 

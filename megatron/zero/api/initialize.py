@@ -248,7 +248,7 @@ def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:
     config = engine.config
     lines = [*config.notes]
     for note in (*engine.notes, *(ineffective_on_gpu_notes(config.zero) if engine.device.type == "cuda" else ())):
-        in_keys = config.translate(note)  # keys in place of flags; the file's name tells whose they are
+        in_keys = config.key_names.translate(note)  # keys in place of flags; the file's name tells whose they are
         prefix = f"{ds_config.name}: " if note.startswith(" note: ") and in_keys != note else ""
         lines.append(prefix + in_keys.removeprefix(" note: "))
     ranks, threads = process_group.read_environment().local_world_size, torch.get_num_threads()

@@ -103,7 +103,9 @@ def _scheduled_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def build_lr_schedule(config: Config) -> LRSchedule:
     """The configured schedule, for the trainer and `zero.initialize` alike."""
     section = config.schedule
-    low, high, growth = section.cycled_momentum or (None, 0.0, 0.0)
+    moves_beta1 = section.cycle_momentum and section.lr_decay_style == "one-cycle"
+    low, high, growth = (section.cycle_min_mom, section.cycle_max_mom,
+                         section.cycle_mom_growth) if moves_beta1 else (None, 0.0, 0.0)
     return LRSchedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
                       section.warmup_type, section.cycle_decay, low, high, growth, section.lr_wsd_decay_style,
                       section.lr_wsd_decay_iters or 0)

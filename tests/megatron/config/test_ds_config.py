@@ -367,17 +367,17 @@ def test_an_auto_warm_up_is_the_share_that_the_flags_say():
 
 def test_messages_name_the_keys_that_were_given_and_no_flag_that_was_not():
     config = build_ds_config({"zero_optimization": {"round_robin_gradients": True}}, flags={"log_interval": 5})
-    assert config.translate("--round-robin-gradients, --log-interval") == (
+    assert config.key_names.translate("--round-robin-gradients, --log-interval") == (
         "zero_optimization.round_robin_gradients, --log-interval")
     engine = build_ds_config({}, in_engine=True)
     for path in ("gradient_clipping", "train_batch_size", "fp16.enabled", HOME + "nvme_path", "aio.block_size"):
-        assert engine.translate(f"{flag_name(DS_KEYS[path].field)} is 1") == f"{path} is 1"
-    assert engine.translate("--num-layers") == "--num-layers", "there is no such key"
+        assert engine.key_names.translate(f"{flag_name(DS_KEYS[path].field)} is 1") == f"{path} is 1"
+    assert engine.key_names.translate("--num-layers") == "--num-layers", "there is no such key"
     flag = "--offload-optimizer-nvme-path"
     for flags, said in (({}, HOME + "nvme_path"), ({"offload_optimizer_nvme_path": "/x"}, flag)):
         config = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
-        assert config.translate(f"--offload-optimizer-device needs {flag}") == f"{HOME}device needs {said}"
-        assert config.translate(flag) == flag, "of no key"
+        assert config.key_names.translate(f"--offload-optimizer-device needs {flag}") == f"{HOME}device needs {said}"
+        assert config.key_names.translate(flag) == flag, "of no key"
     said = f"^{HOME}device cpu: there is no room$"
     with pytest.raises(StorageError, match=said), config.key_names.translate_errors():
         raise StorageError("--offload-optimizer-device cpu: there is no room")

@@ -488,7 +488,7 @@ def test_all_launchers_that_were_away_together_blame_nobody(port: int, monkeypat
     assert both[0].wait_for_culprit(0.6) is None
     clock.run(5, both)
     assert both[0].wait_for_culprit(0.6) is None and both[1].wait_for_culprit(0.1) is None
-    assert [len(told) for told in said] == [1, 1] and not both[1].was_given_up
+    assert [len(told) for told in said] == [1, 1] and not both[1].given_up_after_seconds
     for one in both:
         one.close()
 

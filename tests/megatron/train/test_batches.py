@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,6 @@ def test_a_stream_gives_the_steps_in_order_and_then_ends(workers: int) -> None:
 
 
 def test_a_stream_that_is_left_early_ends_its_threads() -> None:
-    import threading
-
     stream = BatchStream(Counting(), rule(), first=0, steps=1000, workers=2)
     next(iter(stream))
     stream.close()
