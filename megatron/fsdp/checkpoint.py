@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
-from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
+from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import TensorPiece, save
@@ -69,7 +69,10 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "loop": {},
         "client_state": dict(client_state or {})}
     save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds),
-         tensors=_tensor_entries(optimizer, root, kinds), place=root.dp.rank, rank_state={"rng": capture_rng()},
+         tensors=(entry for bucket in root.buckets for entry in tensor_entries(bucket.layout, {
+             WEIGHT: bucket.master_state.dtype,
+             **{kind: _state_dtype(optimizer, bucket, kind) for kind in kinds if bucket.trainable}}, 1)),
+         place=root.dp.rank, rank_state={"rng": capture_rng()},
          shared_state=shared, config={"fsdp": True}, layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
          run_id=shared["run_id"], iteration=steps, keep=keep, lineage=root.lineage)
     return name
@@ -129,12 +132,6 @@ def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[
                 values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
                     len(weights), dtype=_state_dtype(optimizer, bucket, kind))
                 yield TensorPiece(slot.name, kind, local, offset, values)
-
-
-def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
-    for bucket in root.buckets:
-        dtypes = {kind: _state_dtype(optimizer, bucket, kind) for kind in (kinds if bucket.trainable else ())}
-        yield from tensor_entries(bucket.layout, {WEIGHT: bucket.master_state.dtype} | dtypes, 1)
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:

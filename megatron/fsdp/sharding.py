@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic_ns
-from typing import Any, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -227,13 +227,12 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
         member.root = state.root
     for change, dtype in ((map_module_inputs, settings.input_dtype), (map_module_outputs, settings.output_dtype)):
         if dtype is not None:
-            change(module, partial(_cast_floating_point, dtype=dtype))
+            change(module, partial(map_tensors, change=partial(_cast_if_floating_point, dtype=dtype)))
     return state
 
 
-def _cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating point tensors, also inside tuples, lists, dicts and dataclasses; other values are unchanged."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+def _cast_if_floating_point(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, group: Group, device: torch.device,

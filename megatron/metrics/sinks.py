@@ -221,9 +221,12 @@ class CsvSink(MetricsSink):
         """The file, whose header is written with the first row."""
         path, header = os.path.join(self._folder, f"{name}.csv"), _csv_row(columns)
         with storage_errors(self._flag, path):
-            if not self._by_scalar and os.path.exists(path) and not _has_header(header, path):
-                raise StorageError(f"{self._flag}: {path} is another table, whose first line is not {header.strip()}; "
-                                   "name another folder")
+            if not self._by_scalar and os.path.exists(path):
+                with open(path, encoding="utf-8", errors="replace", newline="") as file:
+                    found = file.readline(len(header))
+                if not header.startswith(found):  # after a kill the file may have a part of the header
+                    raise StorageError(f"{self._flag}: {path} is another table, whose first line is not "
+                                       f"{header.strip()}; name another folder")
         self._files[name] = AppendOnlyFile(self._flag, path, self._warn, header=header, drops_partial_line=True)
         return self._files[name]
 
@@ -249,13 +252,6 @@ def _csv_row(values: Iterable[Any]) -> str:
     text = io.StringIO()
     csv.writer(text).writerow(values)
     return text.getvalue()
-
-
-def _has_header(header: str, path: str) -> bool:
-    """Whether the file starts with the header or, after a kill, a part of it."""
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        first_line = file.readline(len(header))
-    return header.startswith(first_line)
 
 
 class TensorboardSink(MetricsSink):

@@ -42,11 +42,6 @@ def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return int(a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
 
 
-def _pairwise_distances(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A product of both matrices, extended by two columns: ones and the squared norms of the rows."""
-    return int(result.numel() * (args[0].shape[-1] + 2))
-
-
 def _convolution_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """One product for the gradient of the image and one for the weight's, each like the forward. Torch's formula
     ignores groups."""
@@ -78,18 +73,15 @@ def _argument_positions(func: Any) -> dict[str, tuple[int, Any]]:
     return {item.name: (index, item.default_value if item.has_default_value() else None) for index, item in arguments}
 
 
-def _registered_formula(formula: Callable[..., int], result: Any, args: Sequence[Any],
-                        kwargs: Mapping[str, Any]) -> int:
-    return int(formula(*args, **kwargs, out_val=result)) // 2
-
-
 _FIRST_FACTOR_INDEX = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1,
                        "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1}
 """Products -> the argument index of the first factor."""
 
 _FORMULAS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FIRST_FACTOR_INDEX.items()},
-    "convolution_backward": _convolution_backward, "_euclidean_dist": _pairwise_distances}
+    "convolution_backward": _convolution_backward,
+    # a product of both matrices, extended by two columns: ones and the squared norms of the rows
+    "_euclidean_dist": lambda result, args, kwargs: int(result.numel() * (args[0].shape[-1] + 2))}
 """Operations that torch's registry lacks, or counts differently."""
 _SDPA_PREFIX = "_scaled_dot_product_"
 _MULTIPLYING_NAMES = re.compile(
@@ -110,7 +102,8 @@ def flop_formula(func: Any) -> Formula | None:
         return _FORMULAS[name.removesuffix("_")]
     if space == "aten" and name.startswith(_SDPA_PREFIX) and name != _SDPA_PREFIX + "attention_math":
         return partial(_attention, func, name.endswith("_backward"))
-    return partial(_registered_formula, flop_registry[packet]) if packet in flop_registry else None
+    formula = flop_registry.get(packet)
+    return formula and (lambda result, args, kwargs: int(formula(*args, **kwargs, out_val=result)) // 2)
 
 
 @cache

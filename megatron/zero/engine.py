@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,12 @@ from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog, assert_collective_call
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
+from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange
-from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes, loss_scale_rule
+from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
@@ -56,7 +57,8 @@ class ZeroEngine:
         """Samples per micro-batch, if the caller sets it; only compared between ranks."""
         self._policy = stage_policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the current one
-        self._is_boundary: bool | None = None
+        self.forced_boundary: bool | None = None
+        """Whether the next backward and step end an optimizer step; None: by the number of micro-batches."""
         self._in_no_sync = self.is_detached = False
         self._failed_backward: str | None = None  # error class of the last backward, if it failed
         self.last_report: StepReport | None = None
@@ -75,7 +77,9 @@ class ZeroEngine:
             self._policy, comm, dtypes, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool))
         attach_main_grad_writers(self.units)
-        scaling = loss_scale_rule(precision)
+        scaling = LossScaleRule() if not precision.fp16 else LossScaleRule(
+            precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis,
+            precision.min_scale, dynamic=precision.loss_scale is None, is_enabled=True)
         self.state = EngineState(self.units, rule, scaling.initial_state(), groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
@@ -254,23 +258,20 @@ class ZeroEngine:
     @property
     def is_at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
-        return self._micro_batches + 1 >= self.accumulation_steps if self._is_boundary is None else self._is_boundary
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        return self._micro_batches + 1 >= self.accumulation_steps
 
     def set_accumulation_steps(self, micro_batches: int) -> None:
         """Set the number of micro-batches per optimizer step, from the next step on."""
         self.accumulation_steps = micro_batches
         self.log.accumulation_setting = f"gradient_accumulation_steps {micro_batches}"
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the next backward and step end an optimizer step; None: count micro-batches again. Ranks must
-        pass the same value: if they differ, the step raises or the collective check ends the run."""
-        self._is_boundary = is_boundary
-
     @contextmanager
     def backwards_without_step(self) -> Iterator[Callable[[], None]]:
         """Between two steps: each backward inside reduces its gradients over the ranks. The yielded function discards
         the gradients and restores the module buffers; so does the end of the block."""
-        before, self._is_boundary = self._is_boundary, True
+        before, self.forced_boundary = self.forced_boundary, True
         restore_buffers = snapshot_module_buffers(self.module)
 
         def reset() -> None:
@@ -282,7 +283,7 @@ class ZeroEngine:
             with self._optimizer_step.paused():
                 yield reset
         finally:
-            self._is_boundary = before
+            self.forced_boundary = before
             reset()
             self.pass_coordinator.take_run_digest()
 
@@ -292,12 +293,12 @@ class ZeroEngine:
         only; call `step` outside."""
         if self._policy.grads_are_sharded:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
-        before = self._is_boundary, self._in_no_sync
-        self._is_boundary, self._in_no_sync = False, True
+        before = self.forced_boundary, self._in_no_sync
+        self.forced_boundary, self._in_no_sync = False, True
         try:
             yield
         finally:
-            self._is_boundary, self._in_no_sync = before
+            self.forced_boundary, self._in_no_sync = before
 
     def wait_for_param_gathers(self) -> None:
         """Wait for the running all-gathers of parameters, so that this rank may exit."""
@@ -347,12 +348,8 @@ class ZeroEngine:
         return self.state.counters.scaler.scale / self.accumulation_steps
 
     @property
-    def global_steps(self) -> int:
-        return self.state.counters.global_steps
-
-    @property
     def counters(self) -> StepCounters:
-        """With the last step counted: waits for the device. (`global_steps` does not.)"""
+        """With the last step counted: waits for the device. (`state.counters` does not.)"""
         self._optimizer_step.read_step_result()
         return self.state.counters
 
@@ -361,10 +358,6 @@ class ZeroEngine:
     def assert_collective_call(self, where: str) -> None:
         """Raise an error if a rank makes another call than `where` (collective_log.py). Collective."""
         assert_collective_call(self.log, self.groups.world, where)
-
-    def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """If an error ends the block, steps and saves are refused until a load."""
-        return self.state.guard_state_change(what)
 
     def increment_weight_version(self) -> None:
         """The weights have changed: refuse the backward of any forward that ran before this call."""
@@ -391,7 +384,8 @@ class ZeroEngine:
         rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
         self.param_coordinator.release_all()
-        self._param_guard.begin_load()
+        self._param_guard.check_before_load()
+        self._param_guard.steps = 0
         self.zero_grad()
         self._micro_batches = 0
         all_succeed_or_raise(lambda: self.state.load_segments(names, read))

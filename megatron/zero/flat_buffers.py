@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.distributed.collective_log import CollectiveLog
-from megatron.optim.loss_scale import LossScaleRule
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent
 from megatron.zero.offload.storage import EngineStorage
@@ -55,14 +54,6 @@ def bucket_dtypes(policy: StagePolicy, precision: PrecisionConfig, accumulation:
     sent = None if precision.communication is None else DTYPES[precision.communication]
     grads, sums = (DTYPES[name] for name in gradient_precisions(policy, precision, accumulation))
     return BucketDtypes(DTYPES[precision.name], grads, sums, sent, masters_are_separate=masters_are_separate)
-
-
-def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
-    if not precision.fp16:
-        return LossScaleRule()
-    return LossScaleRule(precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window,
-                         precision.hysteresis, precision.min_scale, dynamic=precision.loss_scale is None,
-                         is_enabled=True)
 
 
 @dataclass(frozen=True)

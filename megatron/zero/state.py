@@ -248,7 +248,8 @@ class EngineState:
 
     @contextmanager
     def guard_state_change(self, what: str) -> Iterator[None]:
-        """Marks the state as incomplete if the block raises. An earlier interrupted change stays marked."""
+        """If the block raises, the state stays marked as incomplete: steps and saves are refused until a load. An
+        earlier mark stays too."""
         before, self.unfinished_change = self.unfinished_change, self.unfinished_change or what
         yield
         self.unfinished_change = before

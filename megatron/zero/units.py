@@ -118,7 +118,7 @@ class ModelParamGuard:
         self._trained_names = {id(p): slot.name for bucket in buckets
                                for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}
         self._param_ids = _collect_param_ids(model)
-        self._steps = 0  # since the weights were loaded
+        self.steps = 0  # since the weights were loaded
 
     def check_before_step(self) -> None:
         """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes
@@ -141,18 +141,14 @@ class ModelParamGuard:
             for bucket in self._buckets:
                 bucket.check_not_gathered_by_user("engine.step()")
                 bucket.check_params_unchanged()
-        self._steps += 1
-        self.check_user_writes(compare_values=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
+        self.steps += 1
+        self.check_user_writes(compare_values=self.steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
 
     def check_user_writes(self, *, compare_values: bool) -> None:
         """Raise ConfigError for in-place writes that the next step would undo."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check_user_writes(compare_values=compare_values)
-
-    def begin_load(self) -> None:
-        self.check_before_load()
-        self._steps = 0
 
     def check_before_load(self) -> None:
         """Raise ConfigError if loaded weights would not reach a parameter of the model."""

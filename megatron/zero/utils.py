@@ -176,7 +176,8 @@ def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool =
         if engine is not None:
             engine.finish_delayed_update()
         bucket.wait_for_param_gather()  # a running all-gather may still read the shard
-    with nullcontext() if engine is None or kind == _GRADIENT else engine.guard_state_change(f"setting of a {kind}"):
+    with nullcontext() if engine is None or kind == _GRADIENT else \
+            engine.state.guard_state_change(f"setting of a {kind}"):
         if kind == _GRADIENT:
             _gradient_of(bucket, segment).copy_(part / bucket.grad_mean_factor())
         else:

@@ -134,7 +134,7 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
         "client_state": dict(client_state)}
     return PendingSave(root, tag, pieces=pieces, tensors=entries, place=dp.rank * tp.size + tp.rank,
                        rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
-                       world=engine.groups.world, run_id=run_id, iteration=engine.global_steps, **options)
+                       world=engine.groups.world, run_id=run_id, iteration=engine.counters.global_steps, **options)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -333,7 +333,7 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
     all_succeed_or_raise(check, engine.groups.world)
     named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
-    with engine.guard_state_change("load of weights"):
+    with engine.state.guard_state_change("load of weights"):
         for bucket in buckets:
             with GatheredParameters(bucket.parameters, modifier_rank=0):
                 for parameter in bucket.parameters:

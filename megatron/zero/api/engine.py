@@ -230,7 +230,7 @@ class Engine:
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step` ends an optimizer step; None returns to counting micro-batches. Ranks must pass
         the same value: if they differ, the step raises or the collective check ends the run."""
-        self.core.set_gradient_accumulation_boundary(is_boundary)
+        self.core.forced_boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Skip gradient reduction in backward; stages 0 and 1 only. Call `step` outside."""

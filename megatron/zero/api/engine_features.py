@@ -309,13 +309,13 @@ class ProfiledStep:
         """Context of forward, backward or step. The optimizer step is timed but its FLOPs are not counted."""
         if not self._is_due or not self._core.module.training:
             return nullcontext()
-        ahead = self._config.flops_profiler_step - self._core.global_steps - 1
+        ahead = self._config.flops_profiler_step - self._core.state.counters.global_steps - 1
         if ahead < 0:
             self._is_due = False
             if self.profiler is not None:
                 print(self._key_names.translate(
                     f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
-                    f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+                    f"is over, the run goes on at step {self._core.state.counters.global_steps + 1}"), flush=True)
         if self.profiler is None and ahead == 0:
             from megatron.profiler.flop_recorder import run_uncompiled
             return run_uncompiled()
@@ -325,7 +325,7 @@ class ProfiledStep:
 
     def step_done(self) -> None:
         """After an optimizer step; writes the report of the profiled one."""
-        step, config = self._core.global_steps, self._config
+        step, config = self._core.state.counters.global_steps, self._config
         if self._is_due and self.profiler is not None and step == config.flops_profiler_step - 1:
             self._previous_step_seconds = sum(self.profiler.profile().phase_seconds.values())
             self.profiler.reset_profile()

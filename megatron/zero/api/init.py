@@ -130,7 +130,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
         return
     with ExitStack() as changes:
         for owner in owners:
-            changes.enter_context(owner.guard_state_change("edit"))
+            changes.enter_context(owner.state.guard_state_change("edit"))
         all_succeed_or_raise(lambda: _reshard_all(holders, modifier_rank), dp)
 
 

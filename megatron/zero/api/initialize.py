@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -149,7 +149,12 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                                   "the ranks give zero.initialize different schedules")
         engine = Engine(core, config, wrapped, scheduler, _monitor_config(config, ds_config), mpu)
         on_failure.callback(engine.monitor.close)
-        engine.notes = [*offload_lines, *_engine_notes(config, core, None if ds_config else config.train.train_iters)]
+        train_iters = None if ds_config else config.train.train_iters  # None: a script has the loop
+        params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
+        engine.notes = [
+            *offload_lines, *offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded),
+            *config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters),
+            *([muon_split_note(core.param_groups)] if isinstance(core.rule, Muon) else ())]
         if groups.world.rank == 0:
             if ds_config is not None:
                 _print_notes(ds_config, engine)
@@ -231,15 +236,6 @@ def _monitor_config(config: Config, ds_config: DsKeyValues | None) -> MonitorCon
         keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False), keys.get("memory_breakdown", False),
         log.tensorboard_dir, log.csv_dir,
         None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
-
-
-def _engine_notes(config: Config, core: ZeroEngine, train_iters: int | None) -> Iterator[str]:
-    """`train_iters` is None if a script has the loop."""
-    params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
-    yield from (*offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded),
-                *config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters))
-    if isinstance(core.rule, Muon):
-        yield muon_split_note(core.param_groups)
 
 
 def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:

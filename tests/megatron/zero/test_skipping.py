@@ -122,7 +122,7 @@ def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: d
     with pytest.raises(NumericsError, match=why):
         step(engine, torch.inf)
         engine.finish_step()
-    assert engine.core.global_steps == good + skips + 1
+    assert engine.core.state.counters.global_steps == good + skips + 1
 
 
 QUESTIONS: dict[str, Callable[[Engine], object]] = {
