@@ -22,8 +22,7 @@ from data.storage import DataError
 
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
-INPUT_BYTES = 1 << 16
-"""Bytes of a file that are decompressed at a time."""
+INPUT_BYTES = 1 << 16  # bytes of a file that are decompressed at a time
 OUTPUT_BYTES = 1 << 18
 
 ZSTD: Any = None

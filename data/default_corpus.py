@@ -37,11 +37,9 @@ DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache
 
 PACKAGES = ("python", "numpy", "torch")
 VOCAB_SIZE = 8192
-REVISION = 1
-"""Increment it when the same packages would give other documents."""
+REVISION = 1  # increment it when the same packages would give other documents
 
-MIN_CHARACTERS = 80
-"""Minimum length in characters; shorter docstrings mostly repeat the name."""
+MIN_CHARACTERS = 80  # minimum length in characters; shorter docstrings mostly repeat the name
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

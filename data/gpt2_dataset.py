@@ -28,14 +28,12 @@ from data.storage import (DataError, content_digest, crc32, make_folder, prefix_
                           staged_file, wait_for_lock)
 
 BLOCK_DOCUMENTS = 1 << 20
-MIN_STORED_SAMPLES = 1 << 16
-"""Smaller epochs are not stored: computing them is faster than opening their files."""
+MIN_STORED_SAMPLES = 1 << 16  # smaller epochs are not stored: computing them is faster than opening their files
 
 MAX_CACHED_EPOCHS = 2
 """An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times."""
 
-SAMPLES_BEFORE_EVICTION = 4096
-"""Samples read from one epoch after which its neighbour is evicted."""
+SAMPLES_BEFORE_EVICTION = 4096  # samples read from one epoch after which its neighbour is evicted
 
 ROW_FILE_VERSION = 2
 ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
@@ -117,8 +115,7 @@ class RowFile:
 
 @dataclass(frozen=True)
 class EpochIndex:
-    documents: NDArray[np.integer] | RowFile
-    """Document numbers in shuffled order."""
+    documents: NDArray[np.integer] | RowFile  # document numbers in shuffled order
     starts: NDArray[np.integer] | RowFile
     """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
 
@@ -183,8 +180,7 @@ class Dataset(ABC):
     name: str
     seq_length: int
     fingerprint: str
-    distinct_samples: int | None
-    """Number of samples from index 0 on before text repeats; None if unlimited."""
+    distinct_samples: int | None  # number of samples from index 0 on before text repeats; None if unlimited
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:

@@ -41,8 +41,7 @@ class TokenFile:
     """A token file, by its size and header."""
 
     path: str
-    tokens_offset: int
-    """Offset of the first token: after llm.c's header, or 0 without one."""
+    tokens_offset: int  # offset of the first token: after llm.c's header, or 0 without one
     num_tokens: int
     first_token: int
     last_token: int

@@ -64,13 +64,10 @@ class CorpusFacts:
 
     documents: int
     tokens: int
-    crc32: str
-    """CRC-32 of the whole .bin, 8 hexadecimal digits."""
+    crc32: str  # CRC-32 of the whole .bin, 8 hexadecimal digits
     max_token: int
-    tokenizer: TokenizerFacts | None
-    """None: unknown."""
-    identity: str
-    """Identity of .idx and .bin (`corpus_identity`)."""
+    tokenizer: TokenizerFacts | None  # None: unknown
+    identity: str  # identity of .idx and .bin (`corpus_identity`)
 
 
 def read_corpus_facts(path: str) -> CorpusFacts | None:
@@ -137,8 +134,7 @@ def parse_index_header(start: bytes, file_size: int, name: str) -> tuple[np.dtyp
     return dtype, sequences, boundaries
 
 
-MAX_READ_BYTES = 1 << 30
-"""Bytes per read call; the kernel's limit is 2 GiB."""
+MAX_READ_BYTES = 1 << 30  # bytes per read call; the kernel's limit is 2 GiB
 
 
 @final
@@ -186,8 +182,7 @@ class StableFile:
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
 
-BLOCK_ENTRIES = 1 << 20
-"""Entries processed at a time in a full scan, to bound memory."""
+BLOCK_ENTRIES = 1 << 20  # entries processed at a time in a full scan, to bound memory
 
 SCAN_LIMIT_TOKENS = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""

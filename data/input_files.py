@@ -23,8 +23,7 @@ from data.storage import DataError, escape_to_one_line
 
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
-WORK_FOLDER = ".work"
-"""Exists in a stage's folder until the stage is complete."""
+WORK_FOLDER = ".work"  # exists in a stage's folder until the stage is complete
 SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
 """Path of a shard relative to its stage's folder."""
 
@@ -111,11 +110,9 @@ def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
-FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")
-"""Without .json: settings and corpus facts use that suffix."""
+FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")  # without .json: settings and corpus facts use that suffix
 
-CACHE_SUFFIX = ".cache"
-"""Suffix of the folder beside a source that caches its corpus (sources.py)."""
+CACHE_SUFFIX = ".cache"  # suffix of the folder beside a source that caches its corpus (sources.py)
 
 OWN_CACHE_PATTERN = re.compile(
     r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
@@ -131,15 +128,11 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 @dataclass
 class InputFiles:
     files: list[str] = field(default_factory=list)
-    hidden: int = 0
-    """Names that begin with a dot; the content of such folders is not counted."""
+    hidden: int = 0  # names that begin with a dot; the content of such folders is not counted
     unknown: list[str] = field(default_factory=list)
-    pipes: list[str] = field(default_factory=list)
-    """Also sockets and devices."""
-    link_loops: list[str] = field(default_factory=list)
-    """Symbolic links to a folder that contains them."""
-    not_of_stage: list[str] = field(default_factory=list)
-    """Files in a stage's folder that do not belong to it."""
+    pipes: list[str] = field(default_factory=list)  # also sockets and devices
+    link_loops: list[str] = field(default_factory=list)  # symbolic links to a folder that contains them
+    not_of_stage: list[str] = field(default_factory=list)  # files in a stage's folder that do not belong to it
 
     @property
     def left_out(self) -> str:

@@ -24,8 +24,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 WorkerResult = tuple[Any, Exception | None]
 
-MAX_PENDING_PER_WORKER = 4
-"""Items per worker that are in progress or wait for their turn."""
+MAX_PENDING_PER_WORKER = 4  # items per worker that are in progress or wait for their turn
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:

@@ -30,26 +30,21 @@ from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
-RESUME_POINT_BYTES = 1 << 28
-"""Bytes of text between two resume points: about half a minute of work."""
+RESUME_POINT_BYTES = 1 << 28  # bytes of text between two resume points: about half a minute of work
 
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
-REVISION = 2
-"""Increment it when the same text would give other chunks or tokens."""
+REVISION = 2  # increment it when the same text would give other chunks or tokens
 
 
 @dataclass(frozen=True)
 class TextReadOptions:
     """How files become documents (command line flags)."""
 
-    json_key: str = "text"
-    """Key of the text in a JSON object."""
-    separator: Separator | None = None
-    """Separator of documents in a plain text file."""
+    json_key: str = "text"  # key of the text in a JSON object
+    separator: Separator | None = None  # separator of documents in a plain text file
     append_eod: bool = True
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Longest line, or text without a place to cut."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES  # longest line, or text without a place to cut
 
     @property
     def digest_parts(self) -> tuple[str, ...]:
@@ -66,10 +61,8 @@ class EncodedChunk:
     chunk: Chunk
     lines: int
     malformed: list[MalformedDocument]
-    first_is_malformed: bool
-    """The continued part at its start is malformed, and so the whole document."""
-    last_is_malformed: bool
-    """The unfinished part at its end is malformed."""
+    first_is_malformed: bool  # the continued part at its start is malformed, and so the whole document
+    last_is_malformed: bool  # the unfinished part at its end is malformed
 
 
 def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -> EncodedChunk:
@@ -151,23 +144,17 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
 class PreprocessPosition:
     """How far a corpus is: the state for a process that resumes it."""
 
-    chunks: int = 0
-    """Chunks of all files done; files are always cut alike."""
+    chunks: int = 0  # chunks of all files done; files are always cut alike
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
-    lines: int = 0
-    """Lines of the current file before the next chunk."""
-    of_file: int = 0
-    """Documents kept of the current file."""
-    begun: int = 0
-    """Tokens so far of a document that continues in the next chunk."""
-    before: tuple[int, ...] = ()
-    """Savepoint of the corpus at the start of that document."""
+    lines: int = 0  # lines of the current file before the next chunk
+    of_file: int = 0  # documents kept of the current file
+    begun: int = 0  # tokens so far of a document that continues in the next chunk
+    before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
     is_refused: bool = False
     """A part of that document was malformed: its other parts are dropped, and it is already counted."""
-    damaged: list[str] = field(default_factory=list)
-    """Messages for the end: files whose rest was skipped."""
+    damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
 
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:
         """Write the documents of a chunk, or its part of one, without malformed ones; returns how many end in it."""

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from data.storage import UsageError
 
-PARTS = ("train", "valid", "test")
-"""The parts of a split, in order."""
+PARTS = ("train", "valid", "test")  # the parts of a split, in order
 
 MAX_BLEND_PERIOD = 1 << 16
 """Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD."""

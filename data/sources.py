@@ -99,8 +99,7 @@ def named_corpus(name: str) -> str:
 
 TOKENS_SUFFIX = ".bin"
 CHECKSUMS_FILE = ".sums.json"
-ANNOUNCED_BYTES = 1 << 26
-"""Bytes of a source from which a line announces the build."""
+ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the build
 
 MTIME_SETTLED_NS = 2_000_000_000
 """A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
@@ -172,8 +171,7 @@ class Datasets:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
-    notes: tuple[str, ...] = ()
-    """Notes for the user: what text files were converted to, why a split is empty."""
+    notes: tuple[str, ...] = ()  # notes for the user: what text files were converted to, why a split is empty
 
     @property
     def fingerprint(self) -> str:

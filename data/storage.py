@@ -31,8 +31,7 @@ except ImportError:
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE}
 """Errnos of failed writes; other OSErrors inside a `staged_file` block do not concern its file."""
 
-READ_BYTES = 1 << 20
-"""Bytes per read, which fit the CPU cache for the checksum."""
+READ_BYTES = 1 << 20  # bytes per read, which fit the CPU cache for the checksum
 
 
 class DataError(Exception):
@@ -292,8 +291,7 @@ class LockResult(Enum):
 
     ACQUIRED = auto()
     HELD_BY_OTHER = auto()
-    UNSUPPORTED = auto()
-    """The file system has no locks; each caller decides what that means for its files."""
+    UNSUPPORTED = auto()  # the file system has no locks; each caller decides what that means for its files
 
 
 def try_lock(file: IO[Any] | int) -> LockResult:

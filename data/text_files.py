@@ -28,15 +28,13 @@ MAX_DOCUMENT_BYTES = 1 << 26
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
-BOM = b"\xef\xbb\xbf"
-"""The UTF-8 byte order mark; not part of the text at the start of a file."""
+BOM = b"\xef\xbb\xbf"  # the UTF-8 byte order mark; not part of the text at the start of a file
 
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
 """Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
 
-TAIL_BYTES = 1 << 12
-"""Bytes at the end of a buffer that are searched first for a place to cut."""
+TAIL_BYTES = 1 << 12  # bytes at the end of a buffer that are searched first for a place to cut
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class MalformedDocument:
     """A document that cannot be used: the line and the reason."""
 
     path: str
-    lines_before: int
-    """Lines before it in its chunk."""
+    lines_before: int  # lines before it in its chunk
     offset: int
     reason: str
 
@@ -77,17 +74,13 @@ class Chunk:
     """A range of bytes of a file; the bytes themselves only if the file cannot be read at an offset."""
 
     path: str
-    offset: int
-    """Offset in the (decompressed) file."""
+    offset: int  # offset in the (decompressed) file
     size: int
-    data: bytes | None = None
-    """The bytes, if the file is compressed or a pipe."""
+    data: bytes | None = None  # the bytes, if the file is compressed or a pipe
     starts_inside_document: bool = False
     ends_inside_document: bool = False
-    skipped_bytes: int = 0
-    """Following bytes of its last line, too many to hold."""
-    damage: DamagedRest | None = None
-    """Damage after all that."""
+    skipped_bytes: int = 0  # following bytes of its last line, too many to hold
+    damage: DamagedRest | None = None  # damage after all that
 
     @property
     def end(self) -> int:
@@ -173,10 +166,8 @@ class Separator:
     """What ends a document within a file. `parse` reads the command line value."""
 
     pattern: re.Pattern[bytes]
-    final_pattern: re.Pattern[bytes]
-    """The same, without matches that more text could extend."""
-    max_match_bytes: int
-    """Longest match in bytes that a cut before white space could split."""
+    final_pattern: re.Pattern[bytes]  # the same, without matches that more text could extend
+    max_match_bytes: int  # longest match in bytes that a cut before white space could split
 
     @staticmethod
     def parse(word: str | None) -> Separator | None:

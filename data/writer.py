@@ -29,11 +29,9 @@ from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, 
 
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
 """In the order in which they are renamed: the index completes the corpus."""
-DRAFT_SUFFIXES = (".bin", ".idx")
-"""The files that grow, and can be resumed."""
+DRAFT_SUFFIXES = (".bin", ".idx")  # the files that grow, and can be resumed
 
-MAX_DOCUMENT_TOKENS = 2**31 - 1
-"""Longest document: its length is an int32 in the index."""
+MAX_DOCUMENT_TOKENS = 2**31 - 1  # longest document: its length is an int32 in the index
 
 
 def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
@@ -69,8 +67,7 @@ class CorpusWriter:
         self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
         self.documents = self.tokens = 0
         self._max_token, self._tokens_of_documents = -1, 0
-        self.resumed_state: Any = None
-        """The caller's state at the resume point that this continues."""
+        self.resumed_state: Any = None  # the caller's state at the resume point that this continues
         self._targets = {suffix: Path(os.path.realpath(self.prefix + suffix)) for suffix in CORPUS_SUFFIXES}
         self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 MIN_UNIFORM_BITS = 3
 """From this number of bits on, the levels of a group are evenly spaced; 2 bits are ternary, 1 is binary."""
-UNREACHABLE_COUNTER = 10**14
-"""A counter that no run reaches."""
+UNREACHABLE_COUNTER = 10**14  # a counter that no run reaches
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class BitState:
 
     bits: int
     period: int
-    last_drop_at: int = 0
-    """The counter at the last drop."""
+    last_drop_at: int = 0  # the counter at the last drop
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-FILESYSTEM_ROOT = Path("/")
-"""Root of proc and sys; tests replace it."""
+FILESYSTEM_ROOT = Path("/")  # root of proc and sys; tests replace it
 
 
 def available_bytes() -> int | None:
@@ -69,10 +68,8 @@ class _CgroupVersion:
     mount_point: str
     limit_file: str
     usage_file: str
-    reclaimable: tuple[str, ...]
-    """File pages and caches, which the kernel frees before it kills a process."""
-    hierarchical_limit: str | None
-    """The lowest limit of the groups around, which a container may not see."""
+    reclaimable: tuple[str, ...]  # file pages and caches, which the kernel frees before it kills a process
+    hierarchical_limit: str | None  # the lowest limit of the groups around, which a container may not see
 
 
 CGROUP_V1 = _CgroupVersion("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",

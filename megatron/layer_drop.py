@@ -14,8 +14,7 @@ import math
 from dataclasses import dataclass
 from hashlib import blake2b
 
-DRAW_BITS = 53
-"""Bits of a draw: those of a float in [0, 1)."""
+DRAW_BITS = 53  # bits of a draw: those of a float in [0, 1)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 
-DISTRIBUTION = "megatron-gpt2-trainer"
-"""As pip knows it."""
+DISTRIBUTION = "megatron-gpt2-trainer"  # as pip knows it
 __version__ = "0.1.0"
 
 MARKER_MODULES = {"data": "storage", "mpu": "groups"}

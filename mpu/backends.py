@@ -111,8 +111,7 @@ def start_all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGro
     return cast(dist.Work, gather(full, shard, group=process_group, async_op=True))
 
 
-SUM_BLOCK = 1 << 17
-"""Elements summed at a time: the fp32 accumulator stays in the cache."""
+SUM_BLOCK = 1 << 17  # elements summed at a time: the fp32 accumulator stays in the cache
 
 
 class GlooBackend(CollectiveBackend):

@@ -50,8 +50,7 @@ class CompressedAllReduce:
         self._included_counts = self._segment_rows * NORM_ROW
         """[chunks, segments]: elements of each segment that are not excluded."""
         self._tile = ACCELERATOR_TILE if on_accelerator(device) else CPU_TILE
-        self._included_bits: Tensor | None = None
-        """One bit per element: 0 if excluded."""
+        self._included_bits: Tensor | None = None  # one bit per element: 0 if excluded
         self._tile_has_excluded: dict[int, bool] = {}
         """Start of a tile -> whether it contains excluded elements."""
         self.worker_error = torch.zeros(group.size * self.chunk_numel, device=device)
@@ -59,8 +58,7 @@ class CompressedAllReduce:
         self.server_error = torch.zeros(self.chunk_numel, device=device)
         """Compression error of this rank as the server of its chunk."""
         self._result_message = self._new_message(group.size)
-        self._uncompressed_result = self.worker_error.new_empty(0)
-        """The result on a group of one."""
+        self._uncompressed_result = self.worker_error.new_empty(0)  # the result on a group of one
         self._received_messages: Tensor | None = None
         self._work = CollectiveWork()
         self._value_buffer, self._mask_buffer = (torch.empty(0 if on_accelerator(device) else CPU_TILE)

@@ -35,11 +35,9 @@ CPU_CHUNK_BYTES = 104 << 20
 ACCELERATOR_CHUNK_BYTES = 1 << 30
 """As much on an accelerator, 10,624 bf16 rows of GPT-2's vocabulary: fast products, few weight gradient sums."""
 
-_TILE_ROWS = 128
-"""An accelerator's chunks are multiples of this, the tile size of the products."""
+_TILE_ROWS = 128  # an accelerator's chunks are multiples of this, the tile size of the products
 
-CPU_BLOCK_ROWS, ACCELERATOR_BLOCK_ROWS = 64, 1024
-"""Rows that torch operators hold in fp32 at a time."""
+CPU_BLOCK_ROWS, ACCELERATOR_BLOCK_ROWS = 64, 1024  # rows that torch operators hold in fp32 at a time
 
 SLAB_COLUMNS = 8192
 """Columns whose 16-bit weight gradient is computed on a CPU, and added to the fp32 total, while in the cache."""

@@ -17,8 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-FORCE_ACCELERATOR_PATH = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"
-"""For tests."""
+FORCE_ACCELERATOR_PATH = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"  # for tests
 
 
 def on_accelerator(where: Tensor | torch.device) -> bool:

@@ -26,8 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK = 1024
 _WARPS = 4
-_NORM_ROWS = 16
-"""Rows of a program of norms: 16 elements per thread."""
+_NORM_ROWS = 16  # rows of a program of norms: 16 elements per thread
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 """Initial maximum. Not -inf, since -inf - -inf is nan."""
 

@@ -79,16 +79,14 @@ class RngTracker:
             rng.set_rng_state(before)
 
 
-_TRACKER = RngTracker()
-"""The tracker of this process, one like the device generator."""
+_TRACKER = RngTracker()  # the tracker of this process, one like the device generator
 
 
 def get_rng_tracker() -> RngTracker:
     return _TRACKER
 
 
-get_cuda_rng_tracker = get_rng_tracker
-"""Megatron's name; without CUDA the tracker uses the CPU generator."""
+get_cuda_rng_tracker = get_rng_tracker  # megatron's name; without CUDA the tracker uses the CPU generator
 
 
 def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, vary_over_dp: bool = False) -> None:

@@ -23,11 +23,9 @@ from torch import Tensor
 from mpu.device import on_accelerator
 from mpu.split import Partition
 
-ELEMENTS_PER_GROUP = 8
-"""Elements drawn from four counters."""
+ELEMENTS_PER_GROUP = 8  # elements drawn from four counters
 _SPLITMIX_INCREMENT, _SPLITMIX_ROUNDS = -7046029254386353131, ((30, -4658895280553007687), (27, -7723592293110705685))
-CPU_BLOCK = 1 << 16
-"""Elements drawn at a time on CPU: temporaries stay in the cache."""
+CPU_BLOCK = 1 << 16  # elements drawn at a time on CPU: temporaries stay in the cache
 ACCELERATOR_BLOCK = 1 << 25
 
 

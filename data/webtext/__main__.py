@@ -33,8 +33,7 @@ from data.writer import corpus_files
 
 Stage = MapStage | GlobalStage
 
-Flags = Mapping[str, Mapping[str, Any]]
-"""Flag -> keyword arguments of `add_argument`."""
+Flags = Mapping[str, Mapping[str, Any]]  # flag -> keyword arguments of `add_argument`
 
 
 @dataclass(frozen=True)

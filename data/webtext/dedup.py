@@ -32,10 +32,8 @@ from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArr
                                   write_signature_file)
 
 MAX_PAIRS_PER_BAND = 32
-PAIRS_PER_BATCH = 64
-"""Pairs per worker task."""
-SIMILARITY_SCALE = 1_000_000
-"""Similarities in rows are in millionths."""
+PAIRS_PER_BATCH = 64  # pairs per worker task
+SIMILARITY_SCALE = 1_000_000  # similarities in rows are in millionths
 
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1

@@ -20,8 +20,7 @@ from typing import Any
 from data import strict_json
 from data.storage import DataError, staged_file
 
-MAX_JSON_DEPTH = 100
-"""Deeper JSON is refused, since stages recurse into it."""
+MAX_JSON_DEPTH = 100  # deeper JSON is refused, since stages recurse into it
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -52,8 +51,7 @@ class DroppedDocument:
     reason: str
 
 
-DocumentFunction = Callable[[Document], Document | DroppedDocument]
-"""The function of a map stage."""
+DocumentFunction = Callable[[Document], Document | DroppedDocument]  # the function of a map stage
 
 
 class DocumentError(Exception):
@@ -177,8 +175,7 @@ class DocumentCounts:
     bytes_in: int = 0
     documents_kept: int = 0
     bytes_kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Documents by reason."""
+    dropped: Counter[str] = field(default_factory=Counter)  # documents by reason
     dropped_bytes: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
     """Documents repaired while reading, by fault; whether kept or dropped later."""

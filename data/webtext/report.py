@@ -17,8 +17,7 @@ from data.webtext.runner import StageRecord
 
 REPORTS = ("report.txt", "report.json", "report.html")
 
-LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 320, 360, 18
-"""Sizes of a plot in pixels."""
+LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 320, 360, 18  # sizes of a plot in pixels
 KEPT_COLOUR, DROPPED_COLOUR = "#2a7", "#c54"
 STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
          "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"

@@ -36,12 +36,9 @@ from data.webtext.readers import (UNREADABLE, ReadResult, SourceFile, WebReadOpt
                                   plan_units, read_unit, shards_of_stage, unit_bytes)
 
 SINGLE_MACHINE = (0, 1)
-REVISION = 3
-"""Increment it when the same inputs and parameters would give another output."""
-DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"
-"""A file that is not a shard, and the stage that writes it."""
-CLEARED_RECORD = "cleared.json"
-"""In `.work`: the record of a stage whose removal is in progress."""
+REVISION = 3  # increment it when the same inputs and parameters would give another output
+DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"  # a file that is not a shard, and the stage that writes it
+CLEARED_RECORD = "cleared.json"  # in `.work`: the record of a stage whose removal is in progress
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class StageRecord:
     key: Mapping[str, Any]
     counts: DocumentCounts
     outputs: tuple[OutputShard, ...]
-    notes: tuple[str, ...] = ()
-    """What was left out, and files that could not be read to the end."""
+    notes: tuple[str, ...] = ()  # what was left out, and files that could not be read to the end
 
     @property
     def stage(self) -> str:
@@ -257,10 +253,8 @@ class MapStage:
     name: str
     make_function: Callable[[Any], DocumentFunction]
     """A module-level function; each worker calls it once with the options."""
-    options: Any
-    """A frozen dataclass of plain values."""
-    files: tuple[str, ...] = ()
-    """Other files that the result depends on."""
+    options: Any  # a frozen dataclass of plain values
+    files: tuple[str, ...] = ()  # other files that the result depends on
     second_pass: GlobalStage | None = None
     """A second pass over all kept documents; not run if this machine has only a share."""
 
@@ -270,8 +264,7 @@ class StageRunOptions:
     """How a stage is run. Only `shard_bytes` and `shard` affect the output."""
 
     workers: int = 1
-    shard: tuple[int, int] = SINGLE_MACHINE
-    """(number of this machine from 0, number of machines)."""
+    shard: tuple[int, int] = SINGLE_MACHINE  # (number of this machine from 0, number of machines)
     shard_bytes: int = SHARD_BYTES
 
 

@@ -30,8 +30,7 @@ from data.webtext.documents import DocumentCounts, machine_share, parse_shard_li
 from data.webtext.minhash import splitmix64
 
 SPLIT_METHODS = ("hash", "count")
-BUCKET_RECORD = struct.Struct("<QQ")
-"""Before each line in a bucket: its key and its size."""
+BUCKET_RECORD = struct.Struct("<QQ")  # before each line in a bucket: its key and its size
 
 
 class LineBuckets:
@@ -76,8 +75,7 @@ class LineBuckets:
 @dataclass(frozen=True)
 class ShuffleOptions:
     seed: int = 0
-    shards: int | None = None
-    """Number of shards to write; default: as many as in the input."""
+    shards: int | None = None  # number of shards to write; default: as many as in the input
     memory: int = 1 << 30
 
 

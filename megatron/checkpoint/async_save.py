@@ -30,8 +30,7 @@ from megatron.distributed import exit_codes
 from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu.groups import Group
 
-COPY_ALIGNMENT = 64
-"""Alignment in bytes of each tensor in the copy: one cache line."""
+COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in the copy: one cache line
 
 
 class HostSnapshot:
@@ -166,8 +165,7 @@ class AsyncSaver:
                                        f"{failure.text}", failure.code)
 
 
-_PENDING_SAVES: list[AsyncSaver] = []
-"""Pending saves of this process."""
+_PENDING_SAVES: list[AsyncSaver] = []  # pending saves of this process
 
 
 def pending_saves_in(root: Path) -> list[str]:

@@ -36,8 +36,7 @@ from megatron.distributed.process_group import after_shutdown, is_stop_requested
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import CheckpointError, ConfigError, StorageError
 
-LOCK_SECONDS = 300.0
-"""Seconds to wait for a commit of another process."""
+LOCK_SECONDS = 300.0  # seconds to wait for a commit of another process
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -157,8 +156,7 @@ DELETER = BackgroundDeleter()
 class Keep:
     """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
 
-    last: int | None = None
-    """None keeps all."""
+    last: int | None = None  # None keeps all
     every: int | None = None
 
 

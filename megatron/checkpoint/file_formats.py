@@ -22,8 +22,7 @@ from megatron.errors import CheckpointError, ConfigError
 T = TypeVar("T")
 
 CHECKSUM_FIELD = b',"crc32":"'
-MAX_COUNT = 10**15
-"""Upper bound of steps, samples, elements and bytes."""
+MAX_COUNT = 10**15  # upper bound of steps, samples, elements and bytes
 
 
 @contextmanager
@@ -155,8 +154,7 @@ class TensorLocation:
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte in the file."""
+    start: int  # offset of its first byte in the file
 
     @property
     def nbytes(self) -> int:

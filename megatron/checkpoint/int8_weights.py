@@ -16,13 +16,11 @@ from torch import Tensor
 
 from megatron.errors import CheckpointError
 
-INT8_KIND, SCALE_KIND = "int8", "scale"
-"""Tensor kinds of a quantised matrix; the tensor's name is the matrix's."""
+INT8_KIND, SCALE_KIND = "int8", "scale"  # tensor kinds of a quantised matrix; the tensor's name is the matrix's
 
 MAX_LEVEL = 127
 
-BLOCK_ELEMENTS = 1 << 18
-"""Elements in memory at a time, at least one row."""
+BLOCK_ELEMENTS = 1 << 18  # elements in memory at a time, at least one row
 
 ReadRange = Callable[[int, Tensor], None]
 """read(start, out): fill the 1-D `out` with elements of the flattened matrix from `start` on."""

@@ -26,8 +26,7 @@ from megatron.errors import CheckpointError
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, bytes)}
 """Supported factories of a defaultdict."""
 
-ReadTensor = Callable[[str], Tensor]
-"""Path -> tensor."""
+ReadTensor = Callable[[str], Tensor]  # path -> tensor
 
 
 def encode_state(value: Any, path: str, items: list[FileTensor]) -> Any:

@@ -48,8 +48,7 @@ class CommitRecord:
     iteration: int
     run_id: str
     branch: str = ""
-    commit: int = 0
-    """Commit number."""
+    commit: int = 0  # commit number
     history: History = ()
 
     @property
@@ -103,8 +102,7 @@ FORMAT = 5
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _END_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18},"crc32":"([0-9a-f]{8})"}\n\Z')
-_END_BYTES = 250
-"""Bytes read from the end of a manifest."""
+_END_BYTES = 250  # bytes read from the end of a manifest
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
 
@@ -135,8 +133,7 @@ class FileEntry:
     """Size and checksum that a file of the tag must have."""
 
     size: int
-    crc32: str
-    """8 hexadecimal digits, as data.storage.crc32_file writes them."""
+    crc32: str  # 8 hexadecimal digits, as data.storage.crc32_file writes them
 
 
 @dataclass(frozen=True)
@@ -171,12 +168,9 @@ class Manifest(CommitRecord):
     layout: Mapping[str, Any]
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
-    saved_at: int = 0
-    """Time of the commit in microseconds since 1970, for display only."""
-    save_id: str = ""
-    """Written into each file of this save."""
-    nbytes: int = 0
-    """Size of all other files of the tag."""
+    saved_at: int = 0  # time of the commit in microseconds since 1970, for display only
+    save_id: str = ""  # written into each file of this save
+    nbytes: int = 0  # size of all other files of the tag
 
     @property
     def tp_dp_sizes(self) -> tuple[int, int]:
@@ -289,8 +283,7 @@ def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
 
 CONFIG_FILE = "config.json"
 SHARED_STATE_FILE = "shared.json"
-RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)
-"""Files that rank 0 writes in addition to its own."""
+RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)  # files that rank 0 writes in addition to its own
 
 
 def provenance_of(manifest: Manifest, rank: int) -> dict[str, str | int]:
@@ -318,10 +311,8 @@ class RankManifest:
     """The files and state that one rank wrote."""
 
     provenance: Mapping[str, str | int]
-    files: Mapping[str, FileEntry]
-    """Without this file, which ends with its own checksum."""
-    state: Any
-    """The rank's own state, encoded (json_state.py)."""
+    files: Mapping[str, FileEntry]  # without this file, which ends with its own checksum
+    state: Any  # the rank's own state, encoded (json_state.py)
     lineage: Mapping[str, Any] | None = None
     """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
 

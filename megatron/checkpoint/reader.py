@@ -189,8 +189,7 @@ class Checkpoint:
         return state
 
 
-DIGEST_BLOCK = 1 << 22
-"""Elements in memory at a time while digesting."""
+DIGEST_BLOCK = 1 << 22  # elements in memory at a time while digesting
 
 
 def digest_lines(checkpoint: Checkpoint) -> Iterator[str]:
@@ -238,8 +237,7 @@ def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
 @dataclass(frozen=True)
 class RecordedModel:
     shape: ModelConfig
-    precision: str
-    """Precision of the weights in training: fp32, fp16 or bf16."""
+    precision: str  # precision of the weights in training: fp32, fp16 or bf16
     data: Mapping[str, Any]
     """The configuration's `data` section; tokenizer_type is filled in from the recorded tokenizer."""
     tokenizer: TokenizerFacts | None

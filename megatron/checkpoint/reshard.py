@@ -38,11 +38,9 @@ class TPSharding:
     """
 
     local_shape: tuple[int, ...]
-    dim: int | None
-    """None: replicated on every rank (stride is 1, size None, tp_size 1)."""
+    dim: int | None  # None: replicated on every rank (stride is 1, size None, tp_size 1)
     stride: int
-    size: int | None
-    """Unpadded logical length along `dim`; None without padding."""
+    size: int | None  # unpadded logical length along `dim`; None without padding
     tp_size: int
 
     @property
@@ -104,8 +102,7 @@ def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size:
 class TPSlice:
     """What one tensor-parallel rank holds of a tensor; by default the whole of it."""
 
-    shape: tuple[int, ...]
-    """Local (tensor-parallel) shape."""
+    shape: tuple[int, ...]  # local (tensor-parallel) shape
     partition: Partition | None = None
     tp_rank: int = 0
     tp_size: int = 1

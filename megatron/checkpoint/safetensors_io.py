@@ -34,8 +34,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_FILE_BYTES = 4 << 30
 """Largest file, unless one tensor is larger: damaged files stay small, and interrupted copies can continue."""
 
-READ_BYTES = 16 << 20
-"""Bytes per read, and size of the buffer for tensors of another dtype or device."""
+READ_BYTES = 16 << 20  # bytes per read, and size of the buffer for tensors of another dtype or device
 
 WRITE_BLOCK_BYTES = 8 << 20
 """Bytes per write: large enough for full disk speed, and a multiple of every sector size."""

@@ -29,8 +29,7 @@ from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manife
                                           rank_of_file, read_manifest_end)
 from megatron.errors import CheckpointError
 
-MAX_NAMES = 3
-"""File names in a message; of further ones it gives the number."""
+MAX_NAMES = 3  # file names in a message; of further ones it gives the number
 ASIDE_PREFIX = ".aside-"
 """Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
 PENDING_LATEST = ".latest-pending"
@@ -237,16 +236,11 @@ def latest_tag(root: Path) -> str | None:
 class TagChoice:
     """Which tag a load uses. Any may be damaged."""
 
-    first: str
-    """The tag that was asked for, or that of `latest`, or the newest."""
-    fallbacks: list[str]
-    """Its ancestors, newest commit first, which may replace it."""
-    no_fallback_reason: str
-    """Why no other tag may."""
-    assumption: str
-    """A note if its ancestry is unknown and was assumed; otherwise ""."""
-    warning: str | None
-    """Why a tag is taken by default that `latest` does not name."""
+    first: str  # the tag that was asked for, or that of `latest`, or the newest
+    fallbacks: list[str]  # its ancestors, newest commit first, which may replace it
+    no_fallback_reason: str  # why no other tag may
+    assumption: str  # a note if its ancestry is unknown and was assumed; otherwise ""
+    warning: str | None  # why a tag is taken by default that `latest` does not name
 
 
 def choose_tag(root: Path, requested: str | None = None) -> TagChoice:

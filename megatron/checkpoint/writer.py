@@ -61,8 +61,7 @@ class TensorPiece:
     kind: str
     local: TPSlice
     offset: int
-    data: torch.Tensor | LazyData
-    """1-D, on any device."""
+    data: torch.Tensor | LazyData  # 1-D, on any device
 
     @property
     def count(self) -> int:
@@ -106,8 +105,7 @@ class RankFiles:
 
     rank_manifest: RankManifest
     tensors: list[FileTensor]
-    texts: Mapping[str, bytes]
-    """Other files: name -> content."""
+    texts: Mapping[str, bytes]  # other files: name -> content
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +149,7 @@ class PendingSave:
     """A save on which all ranks have agreed. Every rank runs its part of a phase (`run_phase`, in any thread), then
     calls `finish_phase`, until that returns False; `finish` does both."""
 
-    report: SaveReport
-    """Of the complete save."""
+    report: SaveReport  # of the complete save
 
     def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
@@ -169,8 +166,7 @@ class PendingSave:
         With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
         self._begin, self.root, self.world = time.perf_counter(), Path(root), world
         self._written = 0
-        self.is_committing = False
-        """The next or current phase is the last one."""
+        self.is_committing = False  # the next or current phase is the last one
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         self._explain_out_of_memory = partial(explain_out_of_memory, world=world, doing=f"saving {tag}")
         # ---- agree on what is saved ----

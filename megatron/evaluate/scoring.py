@@ -57,10 +57,8 @@ class EvalModelInfo:
 @dataclass(frozen=True, eq=False)
 class ScoringRequest:
     tokens: TokenIds
-    first_target: int
-    """Tokens from here on are targets; the model reads all tokens but the last."""
-    is_truncated: bool = False
-    """The beginning of the context does not fit and is not read."""
+    first_target: int  # tokens from here on are targets; the model reads all tokens but the last
+    is_truncated: bool = False  # the beginning of the context does not fit and is not read
 
     @property
     def num_targets(self) -> int:
@@ -69,10 +67,8 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class TargetScore:
-    logprob: float
-    """Sum over the targets."""
-    is_greedy: bool
-    """Every target is the argmax."""
+    logprob: float  # sum over the targets
+    is_greedy: bool  # every target is the argmax
 
 
 def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
@@ -129,8 +125,7 @@ def combine_target_stats(stats: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
     return (at_target.amax(0) - total.logsumexp(0)).double(), greedy.gather(0, first)[0].bool()
 
 
-CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
-"""fp32 logits of a chunk, this rank's columns."""
+CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20  # fp32 logits of a chunk, this rank's columns
 
 
 @final

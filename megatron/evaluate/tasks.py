@@ -37,12 +37,9 @@ class EvalTask:
 
     requests: Sequence[ScoringRequest]
     rules: Protocol
-    words: int
-    """Of the original text, before any preparation."""
-    bytes: int
-    """Of the original text in UTF-8."""
-    stride: int | None = None
-    """Tokens between the starts of windows; None: the task has no overlapping windows."""
+    words: int  # of the original text, before any preparation
+    bytes: int  # of the original text in UTF-8
+    stride: int | None = None  # tokens between the starts of windows; None: the task has no overlapping windows
     examples: int | None = None
 
     @property

@@ -25,8 +25,7 @@ from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
-ReachedParams = Sequence[frozenset[int]]
-"""For each bucket, the indices of its parameters that backward reached."""
+ReachedParams = Sequence[frozenset[int]]  # for each bucket, the indices of its parameters that backward reached
 
 
 class BackwardConsistency:

@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 
 
 class SegmentLocation(NamedTuple):
-    full_size: torch.Size
-    """Of the parameter."""
+    full_size: torch.Size  # of the parameter
     param_name: str
-    offset: int
-    """Of the segment in the flattened parameter."""
+    offset: int  # of the segment in the flattened parameter
 
 
 class LocalParam(NamedTuple):
@@ -53,10 +51,8 @@ class LocalParam(NamedTuple):
 
     parameter: nn.Parameter
     slot: Slot
-    range: slice
-    """Of this rank's shard; empty if it has no element of the parameter."""
-    offset: int
-    """Of the first one, in the flattened parameter."""
+    range: slice  # of this rank's shard; empty if it has no element of the parameter
+    offset: int  # of the first one, in the flattened parameter
 
     @property
     def location(self) -> SegmentLocation:
@@ -92,8 +88,7 @@ def store_masters(bucket: FlatBucket, full_values: Iterable[Tensor]) -> None:
         own.copy_(value.detach().flatten()[one.offset : one.offset + len(own)])
 
 
-TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a part of a tensor."""
+TensorBox = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) of a part of a tensor
 
 
 def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[TensorBox]:

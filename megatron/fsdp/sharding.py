@@ -43,8 +43,7 @@ from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
 
-CHECKSUM_CHUNK = 1 << 22
-"""Bytes that are summed at a time."""
+CHECKSUM_CHUNK = 1 << 22  # bytes that are summed at a time
 _STATE_ATTRIBUTE = "_fsdp_member"
 
 register_shutdown_at_exit()  # at import, before torch.distributed is initialized
@@ -65,8 +64,7 @@ class ShardingSettings:
     offload_to_host: bool = False
     pin_memory: bool = True
     grad_predivide_factor: float = 1.0
-    sync_module_states: bool = False
-    """All ranks start from rank 0's values."""
+    sync_module_states: bool = False  # all ranks start from rank 0's values
 
     @property
     def is_kept_for_backward(self) -> bool:
@@ -112,8 +110,7 @@ def sharded_modules(module: nn.Module) -> dict[str, FSDPState]:
     return {path: member for path, child in module.named_modules() if (member := fsdp_state_of(child)) is not None}
 
 
-WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
-"""The attribute of a wrapper that holds the wrapped module."""
+WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"  # the attribute of a wrapper that holds the wrapped module
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -28,8 +28,7 @@ from megatron.inference.request import GenerationConfig, Sampling
 
 MODULE = "python -m megatron.generate"
 
-MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt"}
-"""Suffixes in a Hugging Face folder."""
+MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt"}  # suffixes in a Hugging Face folder
 
 EXAMPLES = """examples:
   python -m megatron.generate --load runs/gpt2 "The meaning of life is"

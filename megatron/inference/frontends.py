@@ -27,11 +27,9 @@ from megatron.inference.request import GenerationConfig, Request
 from mpu.collectives import broadcast_json
 from mpu.groups import Group, Groups, set_timeout
 
-ANSWER_SEPARATOR = "-" * 15 + "\n"
-"""Between answers, which may have any number of lines."""
+ANSWER_SEPARATOR = "-" * 15 + "\n"  # between answers, which may have any number of lines
 
-INPUT_TIMEOUT = timedelta(days=365)
-"""While ranks wait for rank 0 to read a prompt."""
+INPUT_TIMEOUT = timedelta(days=365)  # while ranks wait for rank 0 to read a prompt
 
 NOT_FINITE_MESSAGE = "the model produced non-finite logits: ask for --dtype fp32 or bf16"
 
@@ -92,8 +90,7 @@ class AnswerWriter:
 
     def __init__(self, out: IO[str], jsonl: bool) -> None:
         self._out, self._jsonl = out, jsonl
-        self.prompts = deque[str]()
-        """Of the answers that are not complete, in order."""
+        self.prompts = deque[str]()  # of the answers that are not complete, in order
         self._ready: dict[int, GeneratedSequence] = {}
         self._current, self._has_begun = 0, False
 

@@ -89,8 +89,7 @@ def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[
 
 DecodeFn = Callable[[Iterable[int]], str]
 
-DECODE_WINDOW = 16
-"""Tokens that are decoded again with those that follow them."""
+DECODE_WINDOW = 16  # tokens that are decoded again with those that follow them
 UNSTABLE_CHARACTERS = 4
 """Characters at the beginning of a window that may differ from the full text: it may begin within a character of up to
 4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
@@ -137,17 +136,13 @@ class TokenScores(NamedTuple):
 @dataclass(eq=False)
 class GeneratedSequence:
     request: Request
-    detokenizer: Detokenizer | None = None
-    """None: without text."""
-    tokens: list[int] = field(default_factory=list)
-    """New tokens, without the end-of-document token."""
+    detokenizer: Detokenizer | None = None  # None: without text
+    tokens: list[int] = field(default_factory=list)  # new tokens, without the end-of-document token
     logprobs: list[float] = field(default_factory=list)
     """Of each new token, under the model without sampling settings."""
     finish_reason: FinishReason | None = None
-    scores: TokenScores | None = None
-    """Once the text has ended, if the request has `top_logprobs`."""
-    num_shown: int = 0
-    """Characters that `new_text` has returned."""
+    scores: TokenScores | None = None  # once the text has ended, if the request has `top_logprobs`
+    num_shown: int = 0  # characters that `new_text` has returned
 
     @cached_property
     def rng(self) -> Random:
@@ -183,10 +178,8 @@ class GeneratedSequence:
 
 # ---- continuous batching -----------------------------------------------------------------------------------------
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens of one prefill."""
-LOGITS_CHUNK_BYTES = 64 << 20
-"""Logits of a chunk of positions that are scored."""
+PREFILL_TOKENS = 8192  # prompt tokens of one prefill
+LOGITS_CHUNK_BYTES = 64 << 20  # logits of a chunk of positions that are scored
 
 
 @final

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_map
 from megatron.errors import ConfigError
 from mpu.device import on_accelerator
 
-CACHE_LINE = 64
-"""Alignment of a matrix in bytes."""
+CACHE_LINE = 64  # alignment of a matrix in bytes
 
 
 def allocate_levels(shapes: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
@@ -48,8 +47,7 @@ def allocate_levels(shapes: Mapping[str, Sequence[int]], device: torch.device) -
             for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True)}
 
 
-PACKED_KERNEL_MAX_ROWS = 12
-"""Rows up to which the packed kernel is faster (benchmarks/int8_decode.py)."""
+PACKED_KERNEL_MAX_ROWS = 12  # rows up to which the packed kernel is faster (benchmarks/int8_decode.py)
 
 SIMD_WIDTH = 16
 """Elements per load of the packed kernel, which checks neither the end of a row nor its alignment."""
@@ -73,10 +71,8 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 
 @final
 class Int8(Tensor):
-    levels: Tensor
-    """[rows, columns] int8, contiguous, aligned to SIMD_WIDTH bytes."""
-    scale: Tensor
-    """[rows], in the dtype of the activations, which is also this tensor's `dtype`."""
+    levels: Tensor  # [rows, columns] int8, contiguous, aligned to SIMD_WIDTH bytes
+    scale: Tensor  # [rows], in the dtype of the activations, which is also this tensor's `dtype`
 
     @staticmethod
     def __new__(cls, levels: Tensor, scale: Tensor) -> Int8:

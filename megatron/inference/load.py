@@ -72,8 +72,7 @@ class MoQWeights:
         self._checkpoint, self._config, self._schedule, self._dtype = checkpoint, config, config.schedule, dtype
         self._seed = checkpoint.config["train"]["seed"]
         self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
-        self._names: list[str] = saved["rounded"]
-        """Of the quantized matrices."""
+        self._names: list[str] = saved["rounded"]  # of the quantized matrices
         self._rounding = cache(self._compute_rounding)
 
     def has_int8_levels(self, name: str) -> bool:
@@ -123,11 +122,9 @@ class MoQWeights:
                               noise_key(self._seed, self._counter, name) if draws else None)
 
 
-READ_ELEMENTS = 1 << 18
-"""Elements read at a time."""
+READ_ELEMENTS = 1 << 18  # elements read at a time
 
-BROADCAST_ELEMENTS = 1 << 24
-"""Elements broadcast at a time."""
+BROADCAST_ELEMENTS = 1 << 24  # elements broadcast at a time
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
@@ -139,13 +136,10 @@ class OpenedModel:
     read_slice: Callable[[str, str, TPSlice, int, Tensor], None]
     """`Checkpoint.read_slice`, or another with its arguments."""
     shape: ModelConfig
-    data: Mapping[str, Any]
-    """The section of its configuration with the tokenizer."""
-    precision: str
-    """A key of DTYPES."""
+    data: Mapping[str, Any]  # the section of its configuration with the tokenizer
+    precision: str  # a key of DTYPES
     name: str
-    trained_tokenizer: TokenizerFacts | None = None
-    """None: unknown."""
+    trained_tokenizer: TokenizerFacts | None = None  # None: unknown
     has_int8_levels: Callable[[str], bool] = lambda name: False
     """Whether the int8 levels of a matrix can be read: stored, or of quantized training."""
 

@@ -25,18 +25,15 @@ TOKENIZER_FLAGS = {
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
 """Name -> (metavar, help)."""
 
-PATH_FLAGS = {*TOKENIZER_FLAGS} - {"tokenizer_type"}
-"""Flags of files, whose paths may differ between nodes."""
+PATH_FLAGS = {*TOKENIZER_FLAGS} - {"tokenizer_type"}  # flags of files, whose paths may differ between nodes
 
 
 @dataclass(frozen=True)
 class ModelSource:
     load: str | None
     load_hf: str | None
-    step: int | None = None
-    """Iteration of the checkpoint in `load`."""
-    dtype: str | None = None
-    """None: as it was trained."""
+    step: int | None = None  # iteration of the checkpoint in `load`
+    dtype: str | None = None  # None: as it was trained
     model_parallel_size: int = 1
     tokenizer: dict[str, str] = field(default_factory=dict)
     """Flags that override the tokenizer of the model's folder."""

@@ -25,21 +25,18 @@ from data.storage import DataError, escape_to_one_line
 from data.strict_json import parse_text
 from megatron.distributed.signals import own_interrupts
 
-IDLE_SECONDS = 0.05
-"""After this time without another line, a stream hands out the prompts that it has."""
+IDLE_SECONDS = 0.05  # after this time without another line, a stream hands out the prompts that it has
 
 
 class Prompt(NamedTuple):
     text: str
-    location: str
-    """File and line, for messages."""
+    location: str  # file and line, for messages
 
 
 class PromptSource:
     """Prompts that are known before the first is answered."""
 
-    is_stream = False
-    """The next prompt may take hours."""
+    is_stream = False  # the next prompt may take hours
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self.known_prompts = list(prompts)

@@ -10,13 +10,11 @@ from megatron.config.config_errors import ConfigErrors
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     temperature: float = 1.0
-    top_k: int = 0
-    """0: all."""
+    top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    greedy: bool = False
-    """Always the likeliest token, after the repetition penalty."""
+    greedy: bool = False  # always the likeliest token, after the repetition penalty
 
     def __post_init__(self) -> None:
         problems = [f"--{name} is {value:g}: expected {expected}" for name, value, is_good, expected in (
@@ -35,17 +33,12 @@ class Sampling:
 class Request:
     number: int
     prompt: tuple[int, ...]
-    max_new_tokens: int
-    """At least 1; with `top_logprobs` also 0."""
+    max_new_tokens: int  # at least 1; with `top_logprobs` also 0
     sampling: Sampling = Sampling()
-    random_stream: str = ""
-    """Seed of its random numbers."""
-    stops: tuple[str, ...] = ()
-    """Stop strings, which are not part of the answer."""
-    end_tokens: tuple[int, ...] = ()
-    """The text ends after one of these, which is part of it."""
-    min_new_tokens: int = 0
-    """Before, no end token is sampled."""
+    random_stream: str = ""  # seed of its random numbers
+    stops: tuple[str, ...] = ()  # stop strings, which are not part of the answer
+    end_tokens: tuple[int, ...] = ()  # the text ends after one of these, which is part of it
+    min_new_tokens: int = 0  # before, no end token is sampled
     top_logprobs: int | None = None
     """For a server: once the text has ended all its tokens are scored, with this many likeliest at each position."""
 
@@ -54,14 +47,11 @@ class Request:
 class GenerationConfig:
     max_new_tokens: int
     sampling: Sampling
-    num_samples: int = 1
-    """Answers to each prompt."""
+    num_samples: int = 1  # answers to each prompt
     seed: int = 1234
     stops: tuple[str, ...] = ()
-    sliding_window: bool = False
-    """At the end of the position table, continue from the last tokens."""
-    max_length: int | None = None
-    """Tokens of a prompt and its answer together."""
+    sliding_window: bool = False  # at the end of the position table, continue from the last tokens
+    max_length: int | None = None  # tokens of a prompt and its answer together
 
     def make_requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
         """One request for each answer to a prompt, numbered from `first` on."""

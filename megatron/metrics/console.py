@@ -17,11 +17,9 @@ from megatron.distributed.exit_codes import discard_stdout
 from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
-MIN_LINES = 10
-"""Minimum number of lines if --log-interval is not given (or one for each step of a shorter run)."""
+MIN_LINES = 10  # minimum number of lines if --log-interval is not given (or one for each step of a shorter run)
 ERASE_LINE = "\r\x1b[K"
-ECHO_COLUMNS = 8
-"""Free columns right of the bar, so that the terminal's ^C does not start a new line."""
+ECHO_COLUMNS = 8  # free columns right of the bar, so that the terminal's ^C does not start a new line
 
 
 def default_interval(steps: int) -> int:

@@ -12,8 +12,7 @@ from data.storage import DataError
 
 Record = dict[str, Any]
 
-RECORD_KEYS = ("config", "iteration", "save")
-"""Every record of a trainer has one of these keys."""
+RECORD_KEYS = ("config", "iteration", "save")  # every record of a trainer has one of these keys
 MAX_LINE_BYTES = 1 << 20  # the configuration of a run has about 5,000
 PROBED_LINES = 5  # a metrics file has a record within these lines
 
@@ -25,8 +24,7 @@ class MetricsFileReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.num_records = 0
-        self.num_damaged_lines = 0
-        """Lines that are not exactly one record."""
+        self.num_damaged_lines = 0  # lines that are not exactly one record
         self.last_line_is_incomplete = False
         """The last line is being written, or the run was killed while writing it."""
 

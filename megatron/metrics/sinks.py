@@ -34,8 +34,7 @@ from megatron.config.run_config import check_wandb
 from megatron.errors import ConfigError, StorageError, explain_os_error
 
 Warn = Callable[[str], object]
-TAIL_BYTES = 1 << 20
-"""Where the end of the last whole line is looked for."""
+TAIL_BYTES = 1 << 20  # where the end of the last whole line is looked for
 
 
 class RunConfigRecord(NamedTuple):
@@ -44,20 +43,16 @@ class RunConfigRecord(NamedTuple):
     start: int
     sections: Mapping[str, Mapping[str, Any]]
     run_header: Mapping[str, Any]
-    text: str
-    """The run header for people."""
+    text: str  # the run header for people
 
 
 @dataclass(frozen=True)
 class MetricsRecord:
     """A step, an evaluation, a save, or scalars of the engine."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """For JSON and tables."""
-    table: str | None = None
-    """The CSV table that has it."""
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    """For dashboards, by their names there."""
+    values: Mapping[str, Any] = field(default_factory=dict)  # for JSON and tables
+    table: str | None = None  # the CSV table that has it
+    scalars: Mapping[str, float] = field(default_factory=dict)  # for dashboards, by their names there
     axes: Mapping[str, int] = field(default_factory=dict)
     """The x of the scalars: iteration and tokens, or samples. The first is the main one."""
 

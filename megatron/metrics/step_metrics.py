@@ -20,10 +20,8 @@ STEP_SCALARS = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "step_ms"
 class NvmeStats:
     """Totals since the engine was created, or the difference of two totals."""
 
-    wait_seconds: float = 0.0
-    """The training thread was blocked on reads and writes."""
-    read_bytes: int = 0
-    """Requested, as are written_bytes: a write may finish in the next step."""
+    wait_seconds: float = 0.0  # the training thread was blocked on reads and writes
+    read_bytes: int = 0  # requested, as are written_bytes: a write may finish in the next step
     written_bytes: int = 0
 
     def format_per_step(self, steps: int) -> str:
@@ -42,10 +40,8 @@ class NvmeStats:
 
 class LayerDropMetrics(NamedTuple):
     theta: float
-    blocks: int
-    """Blocks that ran."""
-    arithmetic_fraction: float
-    """Of the arithmetic of a step that runs all blocks."""
+    blocks: int  # blocks that ran
+    arithmetic_fraction: float  # of the arithmetic of a step that runs all blocks
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,8 @@ class StepMetrics:
     tflops: float
     mfu: float | None
     max_memory_bytes: int
-    drive: NvmeStats | None = None
-    """Of rank 0; None if no state is on NVMe."""
-    dropping: LayerDropMetrics | None = None
-    """None without progressive layer drop."""
+    drive: NvmeStats | None = None  # of rank 0; None if no state is on NVMe
+    dropping: LayerDropMetrics | None = None  # None without progressive layer drop
 
     def to_json(self) -> dict[str, Any]:
         own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}

@@ -23,8 +23,7 @@ from mpu.collectives import all_reduce_scalar
 from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
 
-MAX_TILE_NUMEL = 2**24
-"""Elements cast to fp32 at a time: 64 MB, large enough to keep a device busy."""
+MAX_TILE_NUMEL = 2**24  # elements cast to fp32 at a time: 64 MB, large enough to keep a device busy
 
 CACHE_TILE_NUMEL = 2**17
 """Elements of a CPU thread's tile. The fp32 gradient and the new masters, which are read again, take 1 MB; a multiple
@@ -38,12 +37,9 @@ KernelBatch = tuple[list[Tensor], ...]
 class AdamW(UpdateRule):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
-    tile: int = MAX_TILE_NUMEL
-    """Elements cast to fp32 at a time."""
-    bias_correction: bool = True
-    """Divide the moments by 1 - beta^t, since they start from 0."""
-    decoupled: bool = True
-    """False: weight decay is added to the gradient."""
+    tile: int = MAX_TILE_NUMEL  # elements cast to fp32 at a time
+    bias_correction: bool = True  # divide the moments by 1 - beta^t, since they start from 0
+    decoupled: bool = True  # False: weight decay is added to the gradient
     _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False,
                                                                   compare=False)
     """(hyper-parameter group, parameter names of the bucket) -> the Triton kernel's table of segments."""
@@ -147,8 +143,7 @@ class Lion(UpdateRule):
         w <- (1 - lr x decay) w - lr sign(beta1 m + (1 - beta1) g);   m <- beta2 m + (1 - beta2) g
     """
 
-    tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: the size of temporaries."""
+    tile: int = MAX_TILE_NUMEL  # elements updated at a time: the size of temporaries
 
     name = "Lion"
     states = ("exp_avg",)

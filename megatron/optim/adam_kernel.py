@@ -27,8 +27,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 _BLOCK = 2048
 _WARPS = 8
-_ALIGNED = 16
-"""Addresses and lengths of segments must be multiples of this."""
+_ALIGNED = 16  # addresses and lengths of segments must be multiples of this
 
 _LENGTH, _FIRST, _ROW = 5, 6, 7
 """Columns of a row after its five addresses: the segment's length, its first block; then the number of columns."""

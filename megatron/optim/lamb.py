@@ -25,8 +25,7 @@ from mpu.grads import sum_of_squares
 
 @dataclass
 class Lamb(UpdateRule):
-    tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: the size of temporaries."""
+    tile: int = MAX_TILE_NUMEL  # elements updated at a time: the size of temporaries
 
     name = "Lamb"
     states = ("exp_avg", "exp_avg_sq")

@@ -34,8 +34,7 @@ NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @final
 @dataclass
 class Muon(UpdateRule):
-    tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: the size of temporaries."""
+    tile: int = MAX_TILE_NUMEL  # elements updated at a time: the size of temporaries
     _adam: AdamW = field(init=False)
     _device_precision: str = field(init=False, default="bfloat16")
     _precision: str = field(init=False, default="bfloat16")  # the device's, or that of a checkpoint

@@ -24,8 +24,7 @@ from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule, UpdateSegme
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
 
-STABLE_VARIANCE_RATIO = 0.96
-"""Minimum ratio of the smaller to the larger of two successive sums of v."""
+STABLE_VARIANCE_RATIO = 0.96  # minimum ratio of the smaller to the larger of two successive sums of v
 
 
 @dataclass
@@ -33,8 +32,7 @@ class OneBitRule(UpdateRule):
     """Base of rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first. Both are
     on the device. Nothing is sent for elements whose `exp_avg_sq` is 0, since they never had a gradient."""
 
-    freeze_step: int | None = None
-    """Steps of the warm-up; None: until v is stable."""
+    freeze_step: int | None = None  # steps of the warm-up; None: until v is stable
     frozen_at: int | None = field(default=None, init=False)
     """Steps before v was frozen; None during the warm-up."""
     _variance_sum: float = field(default=0.0, init=False)

@@ -20,16 +20,14 @@ from torch import Tensor
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS
 
-TERNARY_THRESHOLD = 0.7
-"""Threshold of the ternary quantizer, in units of mean|w|."""
+TERNARY_THRESHOLD = 0.7  # threshold of the ternary quantizer, in units of mean|w|
 
 
 @dataclass(frozen=True)
 class UniformQuantizer:
     """Level k of a group is the value k * scale."""
 
-    scale: Tensor
-    """[groups], as are low and high."""
+    scale: Tensor  # [groups], as are low and high
     low: Tensor
     high: Tensor
 
@@ -87,8 +85,7 @@ class MagnitudeUnit:
     """The unit in which each group's magnitudes are counted: a power of two, so small relative to the largest magnitude
     that the sum over all members just fits int64."""
 
-    size: Tensor
-    """[groups] in fp64."""
+    size: Tensor  # [groups] in fp64
 
     @staticmethod
     def for_groups(largest: Tensor, members: Tensor) -> MagnitudeUnit:

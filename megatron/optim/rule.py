@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mpu.groups import Group
 
-ParamGroup = dict[str, Any]
-"""As in torch.optim: "params" and the hyper-parameters they share, such as "lr"."""
+ParamGroup = dict[str, Any]  # as in torch.optim: "params" and the hyper-parameters they share, such as "lr"
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,12 @@ class FullParam:
     """The gathered values of one parameter, of which the segment holds `local_range`."""
 
     name: str
-    local_range: slice
-    """In the segment; never empty."""
+    local_range: slice  # in the segment; never empty
     values: Tensor
     """In the parameter's logical shape, without tensor parallel partitioning or padding. May be changed in place."""
-    num_fused: int
-    """Number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection."""
+    num_fused: int  # number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection
     dim: int
-    local_values: Callable[[], Tensor]
-    """The segment's part of the current values, on the segment's device."""
+    local_values: Callable[[], Tensor]  # the segment's part of the current values, on the segment's device
 
 
 def _no_full_params(values: Tensor) -> Iterator[FullParam]:
@@ -57,22 +53,19 @@ def _no_full_params(values: Tensor) -> Iterator[FullParam]:
 class UpdateSegment:
     """The unit of work of a rule: 1-dimensional tensors of equal length, updated in place."""
 
-    group: int
-    """Index of the hyper-parameter group."""
+    group: int  # index of the hyper-parameter group
     master: Tensor
     grad: Tensor
     states: Mapping[str, Tensor]
     slot_ranges: Sequence[SlotRange]
-    num_slots: int
-    """Parameters of the bucket: the length of the argument of `sum_over_shards`."""
+    num_slots: int  # parameters of the bucket: the length of the argument of `sum_over_shards`
     sum_over_shards: Callable[[Tensor], Tensor]
     """[slots] sums over this rank's elements -> sums over full parameters. Collective."""
     lp_out: Tensor | None = None
     """16-bit output for the new weights, if it is on the same device. A rule need not write it."""
     max_over_shards: Callable[[Tensor], Tensor] = lambda maxima: maxima
     """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
-    param_names: Sequence[str] = ()
-    """Of the bucket's parameters, for rules that need full ones."""
+    param_names: Sequence[str] = ()  # of the bucket's parameters, for rules that need full ones
     gather_full_params: Callable[[Tensor], Iterator[FullParam]] = _no_full_params
     """Values for the segment's elements -> the full values of each parameter with elements in the segment, one
     parameter after the other. Collective by the call itself, so a rank with an empty segment must call it too. Values
@@ -85,14 +78,10 @@ class StepScalars:
     """The scalars of one step: 0-dimensional fp32 tensors on the segments' device, and host numbers if the step is
     certainly taken."""
 
-    count: Tensor
-    """Steps taken, including this one."""
-    divisor: Tensor | None = None
-    """1 / factor; None if the factor is 1."""
-    skip: Tensor | None = None
-    """1 to change nothing, 0 otherwise; None if the step is certainly taken."""
-    on_host: tuple[float, int] | None = None
-    """(factor, steps taken without this one)."""
+    count: Tensor  # steps taken, including this one
+    divisor: Tensor | None = None  # 1 / factor; None if the factor is 1
+    skip: Tensor | None = None  # 1 to change nothing, 0 otherwise; None if the step is certainly taken
+    on_host: tuple[float, int] | None = None  # (factor, steps taken without this one)
 
     @staticmethod
     def for_applied_step(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
@@ -108,12 +97,9 @@ class UpdateRule:
 
     name: str
     """Kind of optimizer. States are not interchangeable between kinds."""
-    states: tuple[str, ...]
-    """Names of the tensors stored for each weight."""
-    elementwise: bool
-    """Segments may be split anywhere, and empty ones skipped."""
-    needs_host_scalars = True
-    """The rule needs `StepScalars.on_host`."""
+    states: tuple[str, ...]  # names of the tensors stored for each weight
+    elementwise: bool  # segments may be split anywhere, and empty ones skipped
+    needs_host_scalars = True  # the rule needs `StepScalars.on_host`
 
     @property
     def is_compressed(self) -> bool:

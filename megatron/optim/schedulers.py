@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 
 from megatron.errors import ConfigError
 
-CYCLE_BETA2 = 0.99
-"""beta2 while momentum is cycled, as in DeepSpeed, which has no key for it."""
+CYCLE_BETA2 = 0.99  # beta2 while momentum is cycled, as in DeepSpeed, which has no key for it
 
-MAX_MOMENTUM = 0.9999999
-"""Upper limit of momentum that grows after the cycle: Adam is undefined at 1."""
+MAX_MOMENTUM = 0.9999999  # upper limit of momentum that grows after the cycle: Adam is undefined at 1
 
 EXPONENTIAL_FLOOR_RATIO = 0.01
 """Final rate of exponential decay relative to the peak if --min-lr is 0, as an exponential never reaches 0."""
@@ -38,15 +36,12 @@ class LRSchedule:
     warmup_steps: int
     decay_steps: int
     warmup_type: str = "linear"
-    tail: float = 0.0
-    """one-cycle: decay per step after the cycle; range-test: growth per `decay_steps` steps."""
-    momentum_low: float | None = None
-    """one-cycle: beta1 at the highest rate; None leaves momentum alone."""
+    tail: float = 0.0  # one-cycle: decay per step after the cycle; range-test: growth per `decay_steps` steps
+    momentum_low: float | None = None  # one-cycle: beta1 at the highest rate; None leaves momentum alone
     momentum_high: float = 0.0
     momentum_tail: float = 0.0
     wsd_style: str = "exponential"
-    wsd_steps: int = 0
-    """WSD: the shape of the decay, and its length before `decay_steps`."""
+    wsd_steps: int = 0  # WSD: the shape of the decay, and its length before `decay_steps`
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps and self.style not in STYLES_WITHOUT_WARMUP:
@@ -124,12 +119,10 @@ STYLES_WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
 """Styles that define the rate of every step themselves."""
 
 
-LRValues = float | Sequence[float]
-"""One for all param groups, or one for each."""
+LRValues = float | Sequence[float]  # one for all param groups, or one for each
 
 
-Curve = Callable[[int], float]
-"""`last_batch_iteration` -> the rate of one group."""
+Curve = Callable[[int], float]  # `last_batch_iteration` -> the rate of one group
 
 
 class DeepSpeedScheduler:

@@ -30,8 +30,7 @@ from megatron.optim.muon import Muon
 from megatron.optim.one_bit import OneBitAdam, OneBitLamb
 from megatron.optim.rule import UpdateRule, UpdateSegment
 
-FUSED_CLASSES = ("Adam", "AdamW", "SGD")
-"""torch.optim classes with a fused kernel on each kind of device."""
+FUSED_CLASSES = ("Adam", "AdamW", "SGD")  # torch.optim classes with a fused kernel on each kind of device
 
 
 def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any]]:
@@ -99,8 +98,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         return super().step(closure)
 
 
-ParamState = dict[str, Any]
-"""What torch.optim stores for one parameter, or the scalars among it."""
+ParamState = dict[str, Any]  # what torch.optim stores for one parameter, or the scalars among it
 
 
 def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
@@ -240,8 +238,7 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], ParamState]:
 # ---- the trial ---------------------------------------------------------------------------------------------------
 
 TRIAL_SHAPE = (16, 16)
-TRIAL_STEPS = 8
-"""Enough for every branch on the number of steps (RAdam's is after the fifth)."""
+TRIAL_STEPS = 8  # enough for every branch on the number of steps (RAdam's is after the fifth)
 
 
 def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:

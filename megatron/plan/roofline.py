@@ -63,8 +63,7 @@ BLOCK_OPERATIONS, RECOMPUTE_OPERATIONS = 56, 110
 PASS_OPERATIONS, UNIT_OPERATIONS, STEP_OPERATIONS = 140, 12, 60
 """Operations of a micro-batch outside the blocks, of a unit's reduction and update, of a step."""
 UPDATE_BYTES = 28  # bytes of memory traffic of an Adam update by parameter: gradient, and three fp32 states in and out
-HOST_MEMORY, PCIE = 20e9, 20e9
-"""Bytes per second of an update on the host of GPUs, and of copies between both."""
+HOST_MEMORY, PCIE = 20e9, 20e9  # bytes per second of an update on the host of GPUs, and of copies between both
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,7 @@ def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
 # ---- the rates -----------------------------------------------------------------------------------------------------
 
 KNOWN_GPUS = {name: peaks[2:] for name, peaks in GPUS.items() if peaks[2:]}
-PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75
-"""Shares of the peaks that training reaches."""
+PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75  # shares of the peaks that training reaches
 GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 3e-5
 
 

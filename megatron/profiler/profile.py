@@ -58,8 +58,7 @@ class ModuleRow:
     macs: Macs
     macs_on_rank: Macs
     calls: int
-    seconds: float
-    """Of its forwards; of a module without a forward (a ModuleList), the sum of its children's."""
+    seconds: float  # of its forwards; of a module without a forward (a ModuleList), the sum of its children's
     children: tuple[ModuleRow, ...] = ()
 
     @property
@@ -82,22 +81,18 @@ class ProfiledJob:
     zero_stage: int | None = None
     micro_batch: int | None = None
     global_batch: int | None = None
-    parameters_kept: int | None = None
-    """Elements that this rank keeps between steps, with padding."""
+    parameters_kept: int | None = None  # elements that this rank keeps between steps, with padding
 
 
 @dataclass(frozen=True)
 class ModelProfile:
     root: ModuleRow
     outside_modules: Macs
-    phase_seconds: Mapping[str, float]
-    """By part of a step."""
+    phase_seconds: Mapping[str, float]  # by part of a step
     layout: ProfiledJob = ProfiledJob()
     step: int | None = None
-    backward_in_forwards: float = 2.0
-    """The estimate of a missing backward."""
-    step_before: float | None = None
-    """Seconds of the step before the profiled one."""
+    backward_in_forwards: float = 2.0  # the estimate of a missing backward
+    step_before: float | None = None  # seconds of the step before the profiled one
     uncounted_ops: Mapping[str, int] = field(default_factory=dict)
     backward_is_estimated: bool = False
 

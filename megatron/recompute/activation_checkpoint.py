@@ -347,8 +347,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 get_cuda_rng_tracker = random.get_cuda_rng_tracker
 
-non_reentrant_checkpoint = checkpoint
-"""`checkpoint` is non-reentrant too."""
+non_reentrant_checkpoint = checkpoint  # `checkpoint` is non-reentrant too
 
 
 def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callable[..., Tensor]:

@@ -13,8 +13,7 @@ from megatron.inference.generation import Detokenizer, GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field
 
-MAX_QUOTED_CHARACTERS = 60
-"""Of an unknown key in an error message."""
+MAX_QUOTED_CHARACTERS = 60  # of an unknown key in an error message
 
 
 class NumberKey(NamedTuple):
@@ -124,8 +123,7 @@ class ApiRequest:
     model: ServedModel
     _: KW_ONLY
     prompts: tuple[tuple[int, ...], ...]
-    shown_prompts: tuple[str, ...]
-    """Texts that the answers to each prompt begin with."""
+    shown_prompts: tuple[str, ...]  # texts that the answers to each prompt begin with
     max_new_tokens: int
     sampling: Sampling
     seed: int
@@ -146,8 +144,7 @@ class ApiRequest:
         """Texts that have not ended, or that are not scored although they should be."""
         self.changed = asyncio.Event()
         """Set when all texts have ended or `error` is set, and of a stream for each token."""
-        self.error: Exception | None = None
-        """ConnectionResetError: cancelled."""
+        self.error: Exception | None = None  # ConnectionResetError: cancelled
 
     def count_tokens(self) -> tuple[int, int]:
         """(of the prompts, new)"""

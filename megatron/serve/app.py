@@ -254,12 +254,9 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-START_SECONDS = 10.0
-"""For uvicorn to listen."""
-DRAIN_SECONDS = 5.0
-"""For clients to read their responses, once the model has stopped."""
-FAILURE_DRAIN_SECONDS = 1.0
-"""Shorter than a launcher waits before it ends all ranks."""
+START_SECONDS = 10.0  # for uvicorn to listen
+DRAIN_SECONDS = 5.0  # for clients to read their responses, once the model has stopped
+FAILURE_DRAIN_SECONDS = 1.0  # shorter than a launcher waits before it ends all ranks
 
 
 @final

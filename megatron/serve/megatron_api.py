@@ -12,8 +12,7 @@ from megatron.serve.api_request import (ApiRequest, NeutralKey, NumberKey, Serve
 
 MAX_PROMPTS = 128
 DEFAULT_TOKENS = 64
-GPT2_EOD = 50256
-"""Old clients send it with any tokenizer."""
+GPT2_EOD = 50256  # old clients send it with any tokenizer
 
 
 @final

@@ -15,8 +15,7 @@ from megatron.serve.api_request import (ApiRequest, NeutralKey, NumberKey, Serve
 
 MAX_LOGPROBS = 5
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100.0
-"""Beyond, logits overflow."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100.0  # beyond, logits overflow
 FINISH_REASONS: dict[FinishReason, str] = {"eod": "stop", "stop": "stop", "length": "length", "positions": "length",
                                            "dropped": "length", "not finite": "error"}
 
@@ -35,8 +34,7 @@ class StreamedText:
 class OpenAICompletion(ApiRequest):
     echo: bool
     with_logprobs: bool
-    with_usage: bool
-    """The stream ends with a chunk that has token counts."""
+    with_usage: bool  # the stream ends with a chunk that has token counts
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,18 +85,15 @@ class TokenEvent(NamedTuple):
     """A text got a token, ended, or was scored."""
 
     number: int
-    num_tokens: int
-    """Of the text now."""
+    num_tokens: int  # of the text now
     token: int
     logprob: float
     finish_reason: FinishReason | None
     scores: TokenScores | None
 
 
-POLL_SECONDS = 0.2
-"""While idle, the time until a stop request is noticed."""
-HEARTBEAT_SECONDS = 5.0
-"""Between empty plans to idle ranks."""
+POLL_SECONDS = 0.2  # while idle, the time until a stop request is noticed
+HEARTBEAT_SECONDS = 5.0  # between empty plans to idle ranks
 
 
 def run_leader(generator: Generator, world: Group, queue: RequestQueue,
@@ -146,13 +143,11 @@ class RequestQueue:
         self._rows, self._max_waiting, self._metrics = rows, max_waiting, metrics
         self._active: dict[int, tuple[ApiRequest, GeneratedSequence]] = {}
         self._number = 0
-        self._condition = threading.Condition()
-        """Guards the attributes below, which both threads use."""
+        self._condition = threading.Condition()  # guards the attributes below, which both threads use
         self._to_start: deque[Request] = deque()
         self._to_cancel: set[int] = set()
         self.is_closed = False
-        self.frontend_error: BaseException | None = None
-        """What ended the clients' thread."""
+        self.frontend_error: BaseException | None = None  # what ended the clients' thread
 
     def next_plan(self, free_slots: int, is_idle: bool) -> StepPlan:
         """Takes the work of the next step; an idle model waits up to POLL_SECONDS for it. The last plan comes once the

@@ -34,8 +34,7 @@ from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
-CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-"""Setting it makes cuBLAS deterministic."""
+CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # setting it makes cuBLAS deterministic
 
 
 def tokenizer(config: Config) -> Tokenizer:

@@ -22,8 +22,7 @@ from megatron.train.batches import Batch, MicroBatchSampler
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
 
-STOP_CHECK_SECONDS = 0.5
-"""Approximate seconds between two stop checks."""
+STOP_CHECK_SECONDS = 0.5  # approximate seconds between two stop checks
 
 
 class EvaluationLoss(NamedTuple):
@@ -83,8 +82,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 20.0))  # nan stays nan
 
 
-SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)
-"""The defaults of `megatron.generate`."""
+SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)  # the defaults of `megatron.generate`
 
 
 def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:

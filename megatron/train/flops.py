@@ -15,8 +15,7 @@ GPUS: dict[str, tuple[float, ...]] = {
 bits, and in fp32 without tensor cores; for `python -m megatron.plan --time`, GB/s of memory, and of the links to other
 GPUs in one direction."""
 
-DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")
-"""All other devices run TF32 at half the 16-bit peak."""
+DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")  # all other devices run TF32 at half the 16-bit peak
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, blocks: float | None = None) -> float:

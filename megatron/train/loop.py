@@ -73,14 +73,11 @@ class RunProgress:
 
     state: TrainState
     valid: Dataset | None
-    first_iteration: int
-    """Iterations before this run."""
-    saved_at: int
-    """The iteration of the last save."""
+    first_iteration: int  # iterations before this run
+    saved_at: int  # the iteration of the last save
     pending_logs: list[CompletedStep] = field(default_factory=list)
     requests: LoopRequests = LoopRequests()
-    stop_reason: str = ""
-    """Why the run stops after this step; empty: it goes on."""
+    stop_reason: str = ""  # why the run stops after this step; empty: it goes on
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
-MAX_MAPPED_BLOCKS = 65536
-"""glibc's default number of blocks allocated with mmap."""
+MAX_MAPPED_BLOCKS = 65536  # glibc's default number of blocks allocated with mmap
 
-LARGE_BLOCK_BYTES = 4 << 20
-"""Smallest block allocated with mmap, in bytes."""
+LARGE_BLOCK_BYTES = 4 << 20  # smallest block allocated with mmap, in bytes
 
-PREALLOCATED_BLOCKS = 100_000
-"""Number of small blocks, more than a training step uses: 8 MB with separators."""
-LEFTOVER_BYTES, SEPARATOR_BYTES = 40, 16
-"""Requested bytes that make glibc allocate chunks of 48 and 32."""
+PREALLOCATED_BLOCKS = 100_000  # number of small blocks, more than a training step uses: 8 MB with separators
+LEFTOVER_BYTES, SEPARATOR_BYTES = 40, 16  # requested bytes that make glibc allocate chunks of 48 and 32
 
 
 def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:

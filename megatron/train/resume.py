@@ -48,8 +48,7 @@ class RunCheckpoints:
     config: Config
     groups: Groups
     tokenizer: TokenizerFacts
-    notes: list[str] = field(default_factory=list)
-    """Log lines: what was loaded, and what could not carry over."""
+    notes: list[str] = field(default_factory=list)  # log lines: what was loaded, and what could not carry over
 
     def __post_init__(self) -> None:
         with ExitStack() as lock:

@@ -215,8 +215,7 @@ class TrialRecords:
 
     def __init__(self, path: Path, key: Mapping[str, Any], *, overwrite: bool) -> None:
         self.folder, self._path, self._key = path.parent, path, dict(key)
-        self.trials: dict[TuningChoice, TrialResult] = {}
-        """In order of the first measurement."""
+        self.trials: dict[TuningChoice, TrialResult] = {}  # in order of the first measurement
         if not overwrite and self._path.exists():
             self._read()
         self._write()

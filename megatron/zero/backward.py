@@ -39,8 +39,7 @@ class RunningBackward:
     """Calls whose input gradients are computed."""
     ready_buckets: set[FlatBucket] = field(default_factory=set)
     """Buckets whose gradients have all arrived, or cannot arrive any more."""
-    started_reductions: int = 0
-    """Of the fixed order."""
+    started_reductions: int = 0  # of the fixed order
 
 
 class PassCoordinator:
@@ -67,8 +66,7 @@ class PassCoordinator:
         self.unused_param_error: str | None = None
         """Why this rank refuses the step that its last backward ended."""
         self._failed_backwards = 0
-        self._call_counts = Counter[Unit]()
-        """Per unit: forward calls whose backward may still come."""
+        self._call_counts = Counter[Unit]()  # per unit: forward calls whose backward may still come
         self._digest_before = 0  # the gather digest at the start of the running forward
         self.before_evaluation: Callable[[], None] | None = None
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
@@ -76,8 +74,7 @@ class PassCoordinator:
         """Units that ran, and units that `set_forward_modules` left out."""
         self._forwards_version = 0  # the weight version that these three count forwards of
         self._running_units: list[Unit] = []
-        self._enclosing_units: dict[Unit, set[Unit]] = {}
-        """Unit -> the units whose forward called it."""
+        self._enclosing_units: dict[Unit, set[Unit]] = {}  # unit -> the units whose forward called it
 
     @property
     def in_backward(self) -> bool:

@@ -105,8 +105,7 @@ class FlatBucket(ParamOwner):
                                    self.replica_group, offloader)
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
-        self.user_session: GatheredParamsSession | None = None
-        """An open zero.GatheredParameters block."""
+        self.user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
         self._versions_are_shifted = self.params_are_placeholders = False  # true while the parameters are sharded
         self.offloaded_states: set[str] = set()
         """Names of the states that engine.offload_states() has moved to the host."""

@@ -176,8 +176,7 @@ def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources
 # ---- sharded by zero.Init --------------------------------------------------------------------------------------------
 
 
-IO_BYTES = 1 << 20
-"""Bytes per read or write; there are three buffers of this size on the host."""
+IO_BYTES = 1 << 20  # bytes per read or write; there are three buffers of this size on the host
 
 FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 """Bytes of the first and of the largest file. A larger parameter gets a larger file."""

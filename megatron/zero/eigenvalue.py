@@ -29,8 +29,7 @@ TARGET_GRADIENT_CHANGE = {torch.float32: 1e-3, torch.float16: 1.5e-2, torch.bflo
 """Target for the relative change of gradients from w- to w+: large against their rounding error."""
 MIN_STEP, FIRST_STEP, MAX_STEP = 1e-4, 1e-3, 1e-2
 """s, relative to the norm of the weights. Small, because a direction may concentrate on few weights."""
-MAX_DIRECTIONS = 4
-"""Directions that are kept at a time."""
+MAX_DIRECTIONS = 4  # directions that are kept at a time
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ class ZeroEngine:
                  quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
         """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
-        self.micro_batch = 0
-        """Samples per micro-batch, if the caller sets it; only compared between ranks."""
+        self.micro_batch = 0  # samples per micro-batch, if the caller sets it; only compared between ranks
         self._policy = stage_policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the current one
         self.forced_boundary: bool | None = None

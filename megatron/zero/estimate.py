@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-BUFFER_FACTOR = 1.5
-"""Safety factor for host memory."""
+BUFFER_FACTOR = 1.5  # safety factor for host memory
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class ModelStatesEstimate:
     host: int
     gpu: int
     offload_optimizer: bool
-    offload_param: bool | None = None
-    """None at stage 2, which does not have the option."""
+    offload_param: bool | None = None  # None at stage 2, which does not have the option
     zero_init: bool | None = None
 
 

@@ -29,16 +29,13 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class BucketDtypes:
     params: torch.dtype = torch.float32
-    grads: torch.dtype = torch.float32
-    """Of the full gradient buffer that backward fills."""
+    grads: torch.dtype = torch.float32  # of the full gradient buffer that backward fills
     grad_shard: torch.dtype = torch.float32
-    communication: torch.dtype | None = None
-    """Gradients are sent in this dtype; None: in `grads`."""
+    communication: torch.dtype | None = None  # gradients are sent in this dtype; None: in `grads`
     master: torch.dtype = torch.float32
     masters_are_separate: bool = False
     """Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py)."""
-    frozen_have_masters: bool = False
-    """Store frozen parameters in the dtype of the masters too."""
+    frozen_have_masters: bool = False  # store frozen parameters in the dtype of the masters too
 
     @property
     def reduction(self) -> torch.dtype:
@@ -67,8 +64,7 @@ class BucketingConfig:
     dp: Group
     device: torch.device
     persistence_threshold: int
-    param_group_of: Callable[[nn.Parameter], int]
-    """Parameter -> index of its param group."""
+    param_group_of: Callable[[nn.Parameter], int]  # parameter -> index of its param group
     log: CollectiveLog
     engine_storage: EngineStorage
     buffer_pool: BufferPool
@@ -81,8 +77,7 @@ class BucketingConfig:
 @dataclass(frozen=True, eq=False)
 class FlatBuffer:
     flat: Tensor
-    views: list[Tensor]
-    """One for each slot, in its shape."""
+    views: list[Tensor]  # one for each slot, in its shape
 
     @staticmethod
     def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:

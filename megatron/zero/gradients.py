@@ -73,8 +73,7 @@ class FlatGradients:
         self._reservations: dict[int, ReferenceType[WgradReservation]] = {}  # slots that a forward has written to
         self._pending_reduction: CollectiveWork | None = None
         self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]
-        self.grad_hooks: list[RemovableHandle] = []
-        """The hooks, one per parameter, that call `accept_grad`."""
+        self.grad_hooks: list[RemovableHandle] = []  # the hooks, one per parameter, that call `accept_grad`
         self._full_buffer: FlatBuffer | None = None
         self._full_dtype = dtypes.grads  # of the full buffer
         self._shard: Tensor | None = None

@@ -66,8 +66,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
 """Part of autograd's message when a saved tensor has another version."""
 
-_SEARCHED_KEY = "zero_searched"
-"""Marks the graph nodes of a unit's outputs; a later search stops at them."""
+_SEARCHED_KEY = "zero_searched"  # marks the graph nodes of a unit's outputs; a later search stops at them
 
 
 class SavedParamView(NamedTuple):
@@ -77,8 +76,7 @@ class SavedParamView(NamedTuple):
     parameter: Tensor
     version: int
     dtype: torch.dtype
-    offset: int
-    """Into the storage of the gathered buffer, in elements of `dtype`."""
+    offset: int  # into the storage of the gathered buffer, in elements of `dtype`
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -302,8 +300,7 @@ def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any
 class UnitCall:
     """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
-    weight_version = 0
-    """Of the weights in this forward; the backward must run with the same."""
+    weight_version = 0  # of the weights in this forward; the backward must run with the same
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}

@@ -33,8 +33,7 @@ from mpu.groups import Group, Groups
 from mpu.layers import VocabParallelEmbedding
 from mpu.weight_init import StridedSegments, fill_uniform, rng_key, strided_segments_of
 
-MAX_FP32_NUMEL = 1 << 22
-"""Elements that are in memory in fp32 at a time."""
+MAX_FP32_NUMEL = 1 << 22  # elements that are in memory in fp32 at a time
 
 RowIterator = Callable[[Mapping[str, "QuantizedMatrix"]], Iterator[tuple[Tensor, Tensor, "QuantizedMatrix"]]]
 """Yields (values [rows, columns] in fp32, group of each row, matrix) for the given matrices. Groups are numbered over
@@ -47,12 +46,9 @@ class QuantizedMatrix:
 
     slot: Slot
     columns: int
-    groups: slice
-    """Of the groups of the bucket; the last one is for padding rows."""
-    group_numel: list[int]
-    """Elements of each group in the logical tensor."""
-    group_of_row: Tensor
-    """[rows], from 0; padding rows have the index len(group_numel)."""
+    groups: slice  # of the groups of the bucket; the last one is for padding rows
+    group_numel: list[int]  # elements of each group in the logical tensor
+    group_of_row: Tensor  # [rows], from 0; padding rows have the index len(group_numel)
     blocks: StridedSegments
     is_tp_sharded: bool
 
@@ -91,8 +87,7 @@ class QuantRowBlock:
     column: int
     rows: int
     width: int
-    start: int
-    """In the chunk."""
+    start: int  # in the chunk
 
     def view_in(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
@@ -116,8 +111,7 @@ class QuantGroupStats:
     iter_rows: RowIterator
     all_reduce: Callable[[Tensor, Op], Tensor]
     device: torch.device
-    counts_replicated: bool = True
-    """This rank counts matrices that are replicated over tensor parallel ranks."""
+    counts_replicated: bool = True  # this rank counts matrices that are replicated over tensor parallel ranks
 
     @property
     def group_count(self) -> int:
@@ -177,10 +171,8 @@ class MatrixRounding:
     """How a matrix is rounded."""
 
     grid: Quantizer
-    blend: float
-    """Share of the unrounded value in the result."""
-    key: int | None
-    """Of the random noise; None: round to nearest."""
+    blend: float  # share of the unrounded value in the result
+    key: int | None  # of the random noise; None: round to nearest
 
     def round_values(self, x: Tensor, row_block: QuantRowBlock) -> Tensor:
         rounded = quantize_to_levels(self.grid, x, row_block.group, row_block.noise(self.key, x.device))
@@ -212,14 +204,12 @@ class MoQState:
         self.config, self.schedule, self.seed = config, schedule, seed
         self.blocks = ["", *(_eigenvalue_blocks(config, module) if config.quantize_eigenvalue else ())]
         """Name prefixes of blocks; the first is for parameters outside of blocks."""
-        self.period_factors = [1] * len(self.blocks)
-        """Factors for the periods of the blocks when bits fall."""
+        self.period_factors = [1] * len(self.blocks)  # factors for the periods of the blocks when bits fall
         self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
                                     if is_matrix(slot.shape))
         self.counter, self.progress = 0, [schedule.initial_state() for _ in self.blocks]
         self.is_rounding = config.quantize_offset == 0
-        self.messages: list[str] = []
-        """Messages about bits that fell, with `quantize_verbose`."""
+        self.messages: list[str] = []  # messages about bits that fell, with `quantize_verbose`
         tables = frozenset(f"{path}.weight" for path, part in module.named_modules()
                            if isinstance(part, nn.Embedding | VocabParallelEmbedding))
         for bucket in buckets:

@@ -53,8 +53,7 @@ class ParamCoordinator:
         self.gathered_numel = self.gather_digest = 0
         """`gather_digest`: of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
         self._kept_for_backward, self._root = kept_for_backward, units[0]
-        self._skipped_units: Set[Unit] = frozenset()
-        """Units that the last `set_forward_order` left out."""
+        self._skipped_units: Set[Unit] = frozenset()  # units that the last `set_forward_order` left out
         self._last_forward_unit: Unit | None = None
         """The last unit of the last `set_forward_order`: the backward begins there."""
         pairs = list(zip(units[1:], units[2:]))

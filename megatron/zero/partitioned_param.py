@@ -38,17 +38,13 @@ if TYPE_CHECKING:
 class ParamOwner(ABC):
     """Keeps parameters sharded, and gathers them for a user."""
 
-    dp: Group
-    """The ranks that hold the shards."""
-    is_engine_owned = False
-    """An engine owns the parameters: dtype and device are final."""
+    dp: Group  # the ranks that hold the shards
+    is_engine_owned = False  # an engine owns the parameters: dtype and device are final
     engine: Callable[[], ZeroEngine | None] = staticmethod(lambda: None)
     """A weak reference to the engine of `zero.initialize` that trains the parameters."""
-    is_offloaded = False
-    """engine.offload_states() has moved the elements to the host."""
+    is_offloaded = False  # engine.offload_states() has moved the elements to the host
 
-    params_are_sharded = True
-    """The parameters are gathered only while they are used (stage 3)."""
+    params_are_sharded = True  # the parameters are gathered only while they are used (stage 3)
 
     @property
     def allows_in_place_writes(self) -> bool:
@@ -82,8 +78,7 @@ class ParamOwner(ABC):
         """Reshard, and undo all edits. Not collective."""
 
 
-_PARAM_OWNERS = WeakTensorKeyDictionary()
-"""Parameter -> a function that returns its owner, or None."""
+_PARAM_OWNERS = WeakTensorKeyDictionary()  # parameter -> a function that returns its owner, or None
 
 
 def set_param_owner(parameter: nn.Parameter, owner: ParamOwner, *, keeps_owner_alive: bool = True) -> None:
@@ -106,8 +101,7 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return parameter.shape if owner is None else owner.full_shape(parameter)
 
 
-EXTERNAL_ATTRIBUTE = "zero_external_parameters"
-"""The attribute of a module that lists its external parameters."""
+EXTERNAL_ATTRIBUTE = "zero_external_parameters"  # the attribute of a module that lists its external parameters
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -170,8 +164,7 @@ _ASSIGNMENT_OPS = frozenset((_SET_DATA, *_methods(
 class Placeholder(nn.Parameter):
     """A sharded parameter, without elements. Instances have a subclass made by `_placeholder_class`."""
 
-    own_class: type[nn.Parameter]
-    """The class of the gathered parameter."""
+    own_class: type[nn.Parameter]  # the class of the gathered parameter
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -310,8 +303,7 @@ def op_name(func: Callable[..., Any]) -> str:
 MasterRounding = Callable[[slice, Tensor], Tensor]
 """(chunk, masters) -> the parameter values of the chunk; the caller casts."""
 
-ELEMENTS_PER_COMPARISON = 1 << 24
-"""Elements that are compared at a time."""
+ELEMENTS_PER_COMPARISON = 1 << 24  # elements that are compared at a time
 
 
 class InPlaceWriteGuard:

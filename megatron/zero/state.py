@@ -208,12 +208,10 @@ def _byte_view(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 @dataclass
 class StepCounters:
     scaler: LossScaleState
-    global_steps: int = 0
-    """Optimizer steps, skipped ones included."""
+    global_steps: int = 0  # optimizer steps, skipped ones included
     skipped_steps: int = 0
     micro_steps: int = 0
-    optimizer_steps: int = 0
-    """Steps since the optimizer states were reset: the bias corrections use this count."""
+    optimizer_steps: int = 0  # steps since the optimizer states were reset: the bias corrections use this count
 
     @property
     def applied_steps(self) -> int:
@@ -234,8 +232,7 @@ class EngineState:
         for bucket in self.buckets:
             bucket.master_state.add_kinds(rule.states)
         self.counters = StepCounters(scaler)
-        self.moq: MoQState | None = None
-        """Quantization in training, if configured."""
+        self.moq: MoQState | None = None  # quantization in training, if configured
         self.unfinished_change: str | None = None
         """The operation that is writing to the tensors. If it stays set, it was interrupted (Ctrl-C, damaged file)."""
         self._rule, self._world, self._loads_masters = rule, world, loads_masters

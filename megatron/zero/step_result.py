@@ -45,23 +45,17 @@ class StepReport:
     """[4 + scalars], fp64, on the device: the squared norm, the digest, its square and the veto, then the extra scalars
     and the engine's, each summed over the world."""
     ranks: int
-    mean_factor: float
-    """Turns the sum of gradients into their mean."""
-    max_norm: float
-    """The norm is clipped to it; 0: no clipping."""
+    mean_factor: float  # turns the sum of gradients into their mean
+    max_norm: float  # the norm is clipped to it; 0: no clipping
     veto_error: str | None
     number: int
     loss_scale: float
-    lr: float
-    """Of the first param group."""
-    settings: Mapping[str, str] | None
-    """The settings of this rank for the step; None on a single rank."""
+    lr: float  # of the first param group
+    settings: Mapping[str, str] | None  # the settings of this rank for the step; None on a single rank
     losses: Sequence[Tensor]
     """Of this rank's micro-batches. Read only if a gradient is not finite."""
-    note: str | None
-    """What changes from this step on."""
-    given_scalar_count: int
-    """How many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding."""
+    note: str | None  # what changes from this step on
+    given_scalar_count: int  # how many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding
     skip_warning: str | None = None
     """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
@@ -156,10 +150,8 @@ class HostScalars:
         return values
 
 
-FLOAT64_INTEGER_BITS = 53
-"""float64 represents integers of this many bits exactly."""
-NOT_COMPARED = frozenset({"params", "param_names"})
-"""Keys of a param group that are not hyper-parameters."""
+FLOAT64_INTEGER_BITS = 53  # float64 represents integers of this many bits exactly
+NOT_COMPARED = frozenset({"params", "param_names"})  # keys of a param group that are not hyper-parameters
 
 
 def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,

@@ -30,8 +30,7 @@ from megatron.zero.tiling import TiledLinearBase
 from mpu.layers import VocabParallelEmbedding
 
 ROOT = "root"
-LEAF_ATTRIBUTE = "_z3_leaf"
-"""The attribute that `set_z3_leaf_modules` sets on a module."""
+LEAF_ATTRIBUTE = "_z3_leaf"  # the attribute that `set_z3_leaf_modules` sets on a module
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
 

@@ -172,8 +172,7 @@ class MasterToParamCopier:
 class OptimizerUpdate:
     """Applies the update rule to all shards."""
 
-    running: Future[None] | None = None
-    """A delayed update that is running; set or None on all ranks alike."""
+    running: Future[None] | None = None  # a delayed update that is running; set or None on all ranks alike
 
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
@@ -183,8 +182,7 @@ class OptimizerUpdate:
         storages = sorted({bucket.storage for bucket in state.buckets},
                           key=lambda storage: storage.location is not Location.DEVICE)
         self._tiles_by_storage: dict[StorageBackend, list[list[tuple[FlatBucket, slice]]]] = {}
-        self.is_batched = True
-        """The device updates all shards with a few launches, and the host never waits."""
+        self.is_batched = True  # the device updates all shards with a few launches, and the host never waits
         for storage in storages:
             buckets = [bucket for bucket in state.buckets if bucket.storage is storage]
             chunks = [(bucket, chunk) for bucket in buckets for chunk in bucket.master_state.chunks]
@@ -274,8 +272,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         self._new_params = {bucket: page_aligned_zeros(bucket.master_state.numel, bucket.param_shard.dtype,
                                                        pinned=engine_storage.pin_memory) for bucket in state.buckets}
         """New parameters on the host, [shard_numel], until the old ones are no longer used."""
-        self._pending_copies: list[CopyEvent] = []
-        """Running copies of `_new_params` to the device."""
+        self._pending_copies: list[CopyEvent] = []  # running copies of `_new_params` to the device
 
     def __call__(self, step: StepScalars | float) -> None:
         assert self.running is None, "an update is under way"

@@ -31,8 +31,7 @@ from mpu.collectives import all_reduce
 
 _GRADIENT = "gradient"
 
-logger = logging.getLogger("megatron.zero")
-"""Logs to stdout from level INFO on."""
+logger = logging.getLogger("megatron.zero")  # logs to stdout from level INFO on
 if not logger.handlers:  # keep handlers that a script has installed
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.handlers[0].setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))

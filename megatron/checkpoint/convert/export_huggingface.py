@@ -89,8 +89,7 @@ SPACE = "\u2581"
 class TokenizerFiles:
     files: Mapping[str, bytes] = field(default_factory=dict)
     eod: int | None = None
-    note: str | None = None
-    """Why AutoTokenizer cannot load the files."""
+    note: str | None = None  # why AutoTokenizer cannot load the files
 
 
 def build_tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None

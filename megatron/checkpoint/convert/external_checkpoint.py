@@ -36,8 +36,7 @@ from mpu.split import Partition
 
 LoadTensor = Callable[[], Tensor]
 
-SAMPLES_PER_TENSOR = 32
-"""Elements of each tensor that ranks compare; each reads one page of a mapped file."""
+SAMPLES_PER_TENSOR = 32  # elements of each tensor that ranks compare; each reads one page of a mapped file
 
 
 @lru_cache(1)

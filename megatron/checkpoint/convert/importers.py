@@ -63,17 +63,12 @@ class NameTable:
     """Parameter names of one program. If several of its names map to one of ours, the first is used for writing."""
 
     title: str
-    prefixes: tuple[str, ...]
-    """Prefixes added by releases and wrappers, in any order and number."""
+    prefixes: tuple[str, ...]  # prefixes added by releases and wrappers, in any order and number
     layers: str
-    modules: Mapping[str, str]
-    """Module names inside a layer: theirs -> ours."""
-    top_level: Mapping[str, str]
-    """Module names outside layers: theirs -> ours."""
-    skipped: str
-    """Pattern of names to skip: masks, and output layers tied to the token table."""
-    transposes_matrices: bool = False
-    """Matrices in layers are stored [in, out]."""
+    modules: Mapping[str, str]  # module names inside a layer: theirs -> ours
+    top_level: Mapping[str, str]  # module names outside layers: theirs -> ours
+    skipped: str  # pattern of names to skip: masks, and output layers tied to the token table
+    transposes_matrices: bool = False  # matrices in layers are stored [in, out]
 
     def to_their_name(self, ours: str, prefix: str) -> str:
         module, _, kind = ours.rpartition(".")

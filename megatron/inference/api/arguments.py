@@ -31,12 +31,10 @@ class InferenceArguments:
     tp_size: int | None = None
     mpu: Any = None
     tp_group: Any = None
-    dtype: torch.dtype | None = None
-    """None: that of the model."""
+    dtype: torch.dtype | None = None  # None: that of the model
     checkpoint: str | Mapping[str, Any] | None = None
     base_dir: str = ""
-    replace_with_kernel_inject: bool = False
-    """Generate with our decoder, where it supports the model."""
+    replace_with_kernel_inject: bool = False  # generate with our decoder, where it supports the model
     injection_policy: Mapping[Any, Any] | None = None
     example_inputs: Any = None
     max_out_tokens: int | None = None

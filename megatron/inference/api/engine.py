@@ -29,8 +29,7 @@ from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
 
-MAX_ROWS = 32
-"""Texts decoded at a time."""
+MAX_ROWS = 32  # texts decoded at a time
 
 
 @final
@@ -63,8 +62,7 @@ class DecoderCache:
         self._cached = cached
 
 
-DEFAULT_NEW_TOKENS = 20
-"""transformers' default."""
+DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 _OFF, _NONE = (None, False), (None,)
 NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
@@ -82,8 +80,7 @@ NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 HF_PIPELINE_NEW_TOKENS = 256
 """What a pipeline of transformers passes as max_new_tokens by default, indistinguishable from a caller's value."""
 
-UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})
-"""For encoder-decoder models."""
+UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})  # for encoder-decoder models
 
 ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"),
@@ -115,8 +112,7 @@ class GenerateArguments:
     num_return_sequences: int = 1
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
-    seed: int | None = None
-    """Not in transformers; None: drawn from torch's generator."""
+    seed: int | None = None  # not in transformers; None: drawn from torch's generator
     length_is_explicit: bool = False
     """The caller gave the length; a default length is reduced to the room that there is."""
 

@@ -27,8 +27,7 @@ class Cut:
     row: Sequence[str] = ()
     fused: Mapping[str, int] = field(default_factory=dict)
     """Column layers with several concatenated outputs, and their number: {"c_attn": 3} for q, k and v."""
-    divide: Sequence[str] = ()
-    """Attributes to divide by the number of ranks: "attention.num_heads"."""
+    divide: Sequence[str] = ()  # attributes to divide by the number of ranks: "attention.num_heads"
 
 
 GPT2_POLICY = Cut(column=("mlp.c_fc",), fused={"attn.c_attn": 3}, row=("attn.c_proj", "mlp.c_proj"),
@@ -55,8 +54,7 @@ WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_siz
 @dataclass(frozen=True)
 class TPLayer:
     path: str
-    side: str
-    """column or row"""
+    side: str  # column or row
     num_fused: int = 1
 
 
@@ -65,8 +63,7 @@ class TPLayer:
 class TPPlan:
     tp_layers: tuple[TPLayer, ...]
     divided_attributes: tuple[str, ...]
-    class_names: tuple[str, ...]
-    """Of the policy."""
+    class_names: tuple[str, ...]  # of the policy
 
 
 def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
@@ -126,8 +123,7 @@ def _match_layer(layer: nn.Module, cut: Cut, infers_columns: bool, class_name: s
             if type(vars(modules[owner]).get(name)) is int:
                 attributes.append(_join_path(owner, name))
                 used.add(number)
-    widths = dict[str, set[int]]()
-    """Owner of column layers -> their output widths."""
+    widths = dict[str, set[int]]()  # owner of column layers -> their output widths
     for path, module in modules.items() if infers_columns else ():
         owner = path.rpartition(".")[0]
         # a table with one element per head is one too: the relative position bias of T5

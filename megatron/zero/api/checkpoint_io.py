@@ -54,8 +54,7 @@ RESERVED_CLIENT_KEYS = frozenset({"module", "optimizer", "lr_scheduler", "buffer
                                   "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes"})
 """Keys that `client_state` must not use: the engine's own, or DeepSpeed's names for them."""
 
-LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")
-"""Specific to one precision."""
+LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")  # specific to one precision
 
 SEED_STRIDE = 1_000_003
 

@@ -67,8 +67,7 @@ class Engine:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self.module, self.groups, self.device = core.module, core.groups, core.state.device
         self.mpu, self.local_rank = mpu, read_environment().local_rank
-        self.working_dtype = DTYPES[config.precision.name]
-        """Of weights and activations."""
+        self.working_dtype = DTYPES[config.precision.name]  # of weights and activations
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
         """As stored in checkpoints."""
         core.micro_batch = config.train.batch_size
@@ -100,8 +99,7 @@ class Engine:
         self._unreported_step: StepReport | None = None
         self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostSnapshot(self.device)
-        self.notes: list[str] = []
-        """For the user, printed once by `zero.initialize`."""
+        self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         self.rng_note: str | None = None
         """Why random streams could not continue from the loaded checkpoint, or None."""
         if monitor_config.writes_scalars:

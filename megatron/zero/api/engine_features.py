@@ -43,12 +43,10 @@ if TYPE_CHECKING:
     from megatron.profiler import FlopsProfiler
     from megatron.zero.api.engine import Engine
 
-DEFAULT_STEPS_PER_PRINT = 10
-"""If a breakdown is on and `steps_per_print` is not set."""
+DEFAULT_STEPS_PER_PRINT = 10  # if a breakdown is on and `steps_per_print` is not set
 TAG_PREFIX = "Train/Samples/"
 
-ScalarEvent = tuple[str, float, int]
-"""(name, value, samples seen)."""
+ScalarEvent = tuple[str, float, int]  # (name, value, samples seen)
 
 
 @dataclass(frozen=True)
@@ -294,8 +292,7 @@ class ProfiledStep:
     def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
         self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
-        self.profiler: FlopsProfiler | None = None
-        """On rank 0, if a profile is configured."""
+        self.profiler: FlopsProfiler | None = None  # on rank 0, if a profile is configured
         path = self._config.flops_profiler_output_file
         if self._config.flops_profiler and path:
             from megatron.profiler.profile import check_output_path

@@ -38,8 +38,7 @@ from mpu.groups import Groups
 from mpu.parallel_state import current_groups
 from mpu.weight_init import initializer_of
 
-TRIM_AFTER_BYTES = 16 << 20
-"""Bytes of full parameters to free before malloc_trim is called."""
+TRIM_AFTER_BYTES = 16 << 20  # bytes of full parameters to free before malloc_trim is called
 
 
 @contextmanager

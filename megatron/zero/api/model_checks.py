@@ -65,8 +65,7 @@ def describe_tensor(tensor: Tensor, shape: torch.Size) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
 
 
-_FAILED_PARAMS = WeakTensorKeyDictionary()
-"""Parameter -> the error of the engine that failed to build."""
+_FAILED_PARAMS = WeakTensorKeyDictionary()  # parameter -> the error of the engine that failed to build
 
 
 def check_argument(name: str, value: object, kind: Any, expected: str) -> None:

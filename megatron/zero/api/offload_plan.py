@@ -40,10 +40,8 @@ from mpu.groups import Group, Groups
 
 UpdateSide = Literal["host", "device"]
 
-TRIAL_CHUNKS = 4
-"""Chunks of the shard that is timed."""
-TRIAL_SECONDS = 0.4
-"""Duration of the trial for each side."""
+TRIAL_CHUNKS = 4  # chunks of the shard that is timed
+TRIAL_SECONDS = 0.4  # duration of the trial for each side
 DEVICE_MEMORY_DIVISOR = 4
 """The buffers of a device update may use at most this fraction (1/4) of free device memory."""
 

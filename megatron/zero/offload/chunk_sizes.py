@@ -13,8 +13,7 @@ CHUNK_ALIGNMENT = 2048
 HOST_CHUNK_NUMEL = 2**22
 """Elements of a chunk of host state: large enough to saturate the bus, small enough for the device buffers."""
 
-STEP_BUFFER_SETS = 3
-"""Buffer sets of a step: one chunk is read, one updated, one written."""
+STEP_BUFFER_SETS = 3  # buffer sets of a step: one chunk is read, one updated, one written
 
 
 class OffloadRatio:

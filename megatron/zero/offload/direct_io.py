@@ -38,8 +38,7 @@ class DirectIoFile:
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.close = weakref.finalize(self, _close_all, {self.descriptor, self._direct})
-        """Idempotent."""
+        self.close = weakref.finalize(self, _close_all, {self.descriptor, self._direct})  # idempotent
 
     def write(self, data: memoryview, offset: int) -> None:
         whole = len(data) // PAGE_SIZE * PAGE_SIZE
@@ -106,8 +105,7 @@ else."""
 
 os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
 
-_CUDA_HOST_REGISTER_PORTABLE = 1
-"""cudaHostRegister flag: page-locked for every device of the process."""
+_CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegister flag: page-locked for every device of the process
 
 
 def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
@@ -135,8 +133,7 @@ def page_aligned_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tenso
 
 
 class _HostMapping(mmap.mmap):
-    _registered_address = 0
-    """Nonzero if registered with CUDA."""
+    _registered_address = 0  # nonzero if registered with CUDA
 
     def pin(self) -> None:
         all_bytes = torch.frombuffer(self, dtype=torch.uint8)

@@ -31,18 +31,14 @@ from megatron.zero.offload.swap_drive import AsyncSwapFile, SwapDrive, SwapReque
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSettings:
-    chunk_numel: int
-    """Elements of a chunk, at most; 0 for the whole shard."""
+    chunk_numel: int  # elements of a chunk, at most; 0 for the whole shard
     write_chunk_numel: int | None = None
     """Elements of a chunk that a step writes at a time; chunks do not cross its boundaries."""
-    buffer_sets: int
-    """Staging buffer sets on the host, at most; at least one more than a step uses at a time."""
+    buffer_sets: int  # staging buffer sets on the host, at most; at least one more than a step uses at a time
     dtype: torch.dtype = torch.float32
-    host_numel: int = 0
-    """Elements that stay in host memory: the shards that are allocated first."""
+    host_numel: int = 0  # elements that stay in host memory: the shards that are allocated first
     pinned: bool = False
-    device_is_separate: bool = False
-    """The device is an accelerator, not the host."""
+    device_is_separate: bool = False  # the device is an accelerator, not the host
     pipeline_read: bool = True
     pipeline_write: bool = True
 
@@ -55,8 +51,7 @@ class _StagingBuffers:
     valid_kinds: set[str] = field(default_factory=set)
     """Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done."""
     pending_io: list[SwapRequest] = field(default_factory=list)
-    pending_copy: CopyEvent | None = None
-    """Copy from the buffers to the device."""
+    pending_copy: CopyEvent | None = None  # copy from the buffers to the device
 
     def wait_for_copy(self) -> None:
         """Wait until no copy to the device reads from the buffers."""

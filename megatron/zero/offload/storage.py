@@ -32,8 +32,7 @@ from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS, OffloadRatio, sp
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
 from megatron.zero.offload.direct_io import page_aligned_zeros
 
-StateTensors = Mapping[str, Tensor]
-"""Kind ("weight", "exp_avg", ...) -> the elements of one chunk."""
+StateTensors = Mapping[str, Tensor]  # kind ("weight", "exp_avg", ...) -> the elements of one chunk
 
 WEIGHT = "weight"
 
@@ -161,12 +160,9 @@ class EngineStorage:
     """The storage backends of one engine."""
 
     optimizer: StorageBackend
-    params: StorageBackend
-    """Of sharded parameters (stage 3)."""
-    copy_streams: CopyStreams | None = None
-    """None if the device is the host."""
-    pin_memory: bool = False
-    """Host buffers of device copies are page-locked."""
+    params: StorageBackend  # of sharded parameters (stage 3)
+    copy_streams: CopyStreams | None = None  # None if the device is the host
+    pin_memory: bool = False  # host buffers of device copies are page-locked
     delays_update: bool = False
     """The host update overlaps the next forward and backward (`delayed_param_update`)."""
     device_optimizer: StorageBackend | None = None

@@ -38,8 +38,7 @@ IoKind = Literal["read", "write"]
 
 PROBE_BLOCK_BYTES = 8 << 20
 """Bytes of one system call, the default of `AioSettings`; less if the probe is smaller."""
-PROBE_SECONDS = 0.4
-"""Of writing, and of reading."""
+PROBE_SECONDS = 0.4  # of writing, and of reading
 MAX_PROBE_BYTES = 256 << 20
 """Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
 space takes as long as writing it."""
@@ -50,12 +49,9 @@ class AioSettings:
     """DeepSpeed's `aio` section. One positioned system call transfers what DeepSpeed's queue would hold."""
 
     block_size: int = 1 << 20
-    queue_depth: int = 8
-    """Blocks in one system call; the disk works on all of them at once."""
-    intra_op_parallelism: int = 1
-    """Concurrent system calls, for reads and for writes each."""
-    single_submit: bool = False
-    """One block per system call; `queue_depth` is ignored."""
+    queue_depth: int = 8  # blocks in one system call; the disk works on all of them at once
+    intra_op_parallelism: int = 1  # concurrent system calls, for reads and for writes each
+    single_submit: bool = False  # one block per system call; `queue_depth` is ignored
     overlap_events: bool = True
     """One more thread, so that a block is checksummed while the disk works on another."""
 
@@ -138,8 +134,7 @@ def _explain_create_error(error: OSError, folder: Path) -> str:
 class SwapRequest:
     """A pending or finished read or write of one tile."""
 
-    blocks: list[Future[int]] = field(default_factory=list)
-    """Their results are checksums."""
+    blocks: list[Future[int]] = field(default_factory=list)  # their results are checksums
 
     def is_done(self) -> bool:
         """`wait` would return or raise at once."""
@@ -161,8 +156,7 @@ class _SwapTile:
     number: int
     offset: int
     size: int
-    last_write: SwapRequest | None = None
-    """Pending or finished."""
+    last_write: SwapRequest | None = None  # pending or finished
     reads: list[SwapRequest] = field(default_factory=list)
     """Since the last write; finished ones are dropped by the next request."""
 
@@ -172,8 +166,7 @@ class AsyncSwapFile:
     def __init__(self, drive: SwapDrive, name: str, sizes: Sequence[int]) -> None:
         """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
         self.description = f"swap file {name} in {drive.path}"
-        self.read_bytes = self.written_bytes = 0
-        """Requested so far, without padding."""
+        self.read_bytes = self.written_bytes = 0  # requested so far, without padding
         self._drive, self._block_bytes = drive, drive.aio.bytes_per_call
         offsets = [0, *accumulate(map(round_up_to_page, sizes))]
         self._tiles = [_SwapTile(number, offset, size) for number, (offset, size) in enumerate(zip(offsets, sizes))]
