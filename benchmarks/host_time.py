@@ -74,7 +74,7 @@ def fully_sharded(model: GPT2) -> None:
 def engine(layers: int, stage: int, rounds: int) -> float:
     config, grid = config_of(layers, stage), groups.build()
     core = build.engine(config, build.model(config, grid), grid, torch.device("cpu")).core
-    core.set_gradient_accumulation_boundary(False)  # a step would find that the simulated ranks did nothing
+    core.forced_boundary = False  # a step would find that the simulated ranks did nothing
     tokens = torch.zeros(1, 8, dtype=torch.int64)
 
     def micro_batch() -> None:

@@ -216,7 +216,7 @@ def schedule(size: int) -> tuple[int, float]:
     try:
         with accelerator_side():
             engine = gpt2_engine(configure_gpt2(zero_stage=3), groups.build())
-            engine.set_gradient_accumulation_boundary(False)  # a step would find that the others did nothing
+            engine.forced_boundary = False  # a step would find that the others did nothing
             for _ in range(3):
                 counted, seconds = _micro_batch(engine)
         return counted, seconds

@@ -65,7 +65,8 @@ def stances(rank: int, world: int) -> list[int]:
     before = ProfiledStep.phase
 
     def part(step: ProfiledStep, name: str) -> AbstractContextManager[None]:
-        with patch("torch.compiler.set_stance", lambda stance: nullcontext(found.append(step._core.state.counters.global_steps))), \
+        steps = step._core.state.counters.global_steps
+        with patch("torch.compiler.set_stance", lambda stance: nullcontext(found.append(steps))), \
                 patch.dict(sys.modules, {"torch._dynamo": torch}):
             return enter_now(before(step, name))
 
