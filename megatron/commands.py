@@ -1,7 +1,7 @@
 """The commands of the program: what `python -m megatron.plan` and the scripts of an installation (`setup.cfg`) start.
 
-Each returns its exit code and also knows `--version`. The module of a command is imported when stop signals already
-end the program with one line, and no other package hides one of ours.
+Each returns its exit code and also knows `--version`. All imports come after the first handler of stop signals, which
+ends the program with one line. The launcher runs where another package hides one of ours: its ranks check themselves.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Callable
 from importlib import import_module
 
 from megatron.distributed.signals import exit_on_stop_signal
-from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
 
-def _command(start: Callable[[], int], before: str = "it began") -> Callable[[], int]:
+def _command(start: Callable[[], int], before: str = "it began", *, needs_packages: bool = True) -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
     def command() -> int:
         exit_on_stop_signal(before)  # until the command listens by itself: the imports take a while
         from megatron.distributed.exit_codes import prepare_streams, run, write_error
+        from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
         prepare_streams()
         if sys.argv[1:] == ["--version"]:
             return run(lambda: print(f"{DISTRIBUTION} {__version__}"))
         try:
-            check_package_shadowing()
+            if needs_packages:
+                check_package_shadowing()
         except ShadowedPackageError as hidden:
             write_error(str(hidden))
             return hidden.code
@@ -45,7 +46,8 @@ def _data_command(module: str) -> Callable[[], int]:
 
 
 train = _command(lambda: import_module("pretrain_gpt2").program())
-launch = _command(lambda: import_module("megatron.launch.launcher").main(sys.argv[1:]), "a rank was started")
+launch = _command(lambda: import_module("megatron.launch.launcher").main(sys.argv[1:]), "a rank was started",
+                  needs_packages=False)
 checkpoint = _command_of("megatron.checkpoint.cli")
 plan = _command_of("megatron.plan.cli")
 generate = _command_of("megatron.inference.cli")

@@ -18,6 +18,8 @@ of the target). On a CPU, and without Triton, torch operators work on blocks of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -66,7 +68,8 @@ class VocabShard:
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | None = None,
                                  vocab_size: int | None = None) -> Tensor:
-    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
+    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]. Collective over tp, in backward
+    too."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
     shard = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
     # No rank gathers logits: only three numbers per row cross ranks (losses_of_chunk).
@@ -228,8 +231,7 @@ def accelerator_rows_per_chunk(rows: int, columns: int, element_size: int) -> in
 def losses_of_chunk(logits: Tensor, target: Tensor, shard: VocabShard, row_scale: Tensor | None) -> Tensor:
     """Losses [n] of logits [n, V / tp]; with `row_scale` [n], `logits` is overwritten with the gradient of
     sum(row_scale * losses), otherwise its padding columns are."""
-    kernel = load_kernels("mpu.kernels", logits.device, "no fused kernel for the loss, which moves seven times the "
-                          "bytes without it") if on_accelerator(logits) else None
+    kernel = _kernels_of_all_ranks(logits.device, shard.tp) if on_accelerator(logits) else None
     if kernel is None or not kernel.serves(logits):
         return _losses_by_blocks(logits, target, shard, row_scale)
     first, columns = shard.first_id, shard.num_columns
@@ -239,6 +241,15 @@ def losses_of_chunk(logits: Tensor, target: Tensor, shard: VocabShard, row_scale
     if row_scale is not None:
         kernel.write_gradients(logits, target, first, columns, top, total, row_scale)
     return cast(Tensor, total.log() + (top - at_target))
+
+
+@cache
+def _kernels_of_all_ranks(device: torch.device, tp: Group) -> ModuleType | None:
+    """The kernels if they work on every rank of the group, since the other path sends other messages. Collective."""
+    kernels = load_kernels("mpu.kernels", device, "no fused kernel for the loss, which moves seven times the bytes "
+                           "without it")
+    works = all_reduce(torch.tensor(float(kernels is not None), device=device), tp, "min")
+    return kernels if works.item() else None
 
 
 def _combine_summaries(shard: VocabShard, local: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class AsyncSaver:
         self.world, self.owner, self._before_collective, self._pid = world, owner, before_collective, os.getpid()
         self._save: tuple[PendingSave, Callable[[SaveReport], None]] | None = None
         self._job: Future[int] = Future()
-        self._name = ""  # of the last save, for messages
+        self._name = ""  # name of the last save, for messages
         self._deferred_error: TrainerError | None = None
 
     @property

@@ -311,7 +311,7 @@ class RankManifest:
     """The files and state that one rank wrote."""
 
     provenance: Mapping[str, str | int]
-    files: Mapping[str, FileEntry]  # without this file, which ends with its own checksum
+    files: Mapping[str, FileEntry]  # all files but this one, which ends with its own checksum
     state: Any  # the rank's own state, encoded (json_state.py)
     lineage: Mapping[str, Any] | None = None
     """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""

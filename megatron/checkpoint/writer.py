@@ -149,7 +149,7 @@ class PendingSave:
     """A save on which all ranks have agreed. Every rank runs its part of a phase (`run_phase`, in any thread), then
     calls `finish_phase`, until that returns False; `finish` does both."""
 
-    report: SaveReport  # of the complete save
+    report: SaveReport  # report of the complete save
 
     def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
@@ -189,7 +189,7 @@ class PendingSave:
         self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)
         # All ranks write into one file system, so the sum must fit.
         needed = sum_over_ranks(self._files.nbytes, world)
-        self._staging_lock = ExitStack()  # of rank 0
+        self._staging_lock = ExitStack()  # the lock of rank 0
         self._staging = Path(on_rank_0(lambda: self._explain_out_of_memory(lambda: str(
             self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))), world))
 

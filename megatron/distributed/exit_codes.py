@@ -33,7 +33,7 @@ from megatron.distributed.signals import StopRequested, ignore_stop_signals_at_e
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, to_error_lines)
 
-LINGER_SECONDS = 2.0  # for which the reporter of an error stays, so that other ranks see that it was reported
+LINGER_SECONDS = 2.0  # seconds that the reporter of an error stays, so that other ranks see that it was reported
 # equal in all processes of one job, different between jobs
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
                  "SLURM_STEP_ID", "PMIX_NAMESPACE")

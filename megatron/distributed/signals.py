@@ -91,7 +91,7 @@ def _install_handler(handler: SignalHandler, numbers: Iterable[signal.Signals]) 
 SIGNAL_INTERRUPTS_OWNED_BY_RANK0 = signal.SIGURG
 STOPPING_LINE = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
 BEFORE_FIRST_STEP = "before the first step, so that nothing was lost: start the same command again"
-MAIN_THREAD_SECONDS = 1.0  # for the main thread to run the handler during start-up, unless native code blocks it
+MAIN_THREAD_SECONDS = 1.0  # seconds for the main thread to run the handler in start-up, unless native code blocks it
 CLEANUP_SECONDS = 2.5  # seconds for the main thread to clean up after its handler ran
 ERASE_LINE = b"\r\x1b[K"
 

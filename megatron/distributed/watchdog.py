@@ -38,9 +38,9 @@ CHECKS_BEFORE_WAIT_NOTE = 60  # checks without a new collective after which one 
 POLL_SECONDS = 0.2
 EXIT_GRACE_SECONDS = 1.5  # seconds after success for the other ranks to finish as well
 MAX_FAILED_CHECKS = 5  # failed checks in a row after which a rank disables its watchdog
-REPORTER_POLLS = 25  # of the reporter for the other ranks' logs
-REPORTER_TIMEOUT_POLLS = 40  # of another rank for the error, after which it composes one of what is known
-ROOT_CAUSE_POLLS = 6  # of a rank that searches the root cause of a lost peer
+REPORTER_POLLS = 25  # polls for the logs of the other ranks, by the rank that reports the error
+REPORTER_TIMEOUT_POLLS = 40  # polls for the error by another rank, which then reports what it knows
+ROOT_CAUSE_POLLS = 6  # polls for the root cause of a lost peer
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "

@@ -9,7 +9,6 @@ log-sum-exp, largest logit, whether the target is the argmax, target logit.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,8 +150,8 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
         mine = [order[at : at + size] for at in range(0, len(order), size)][dp.rank :: dp.size]
         local = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # 0 except in my batches
-        for batch in tqdm(mine, unit="batch", leave=False, disable=not self._shows_progress,
-                          mininterval=0.1 if sys.stderr.isatty() else 10.0):
+        for batch in tqdm(mine, unit="batch", leave=False,
+                          disable=None if self._shows_progress else True):  # None: shown on a terminal only
             local[:, batch] = self._score([requests[number] for number in batch])
         logprobs, greedy = all_reduce(local, dp).tolist()
         scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]

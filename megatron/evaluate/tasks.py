@@ -37,8 +37,8 @@ class EvalTask:
 
     requests: Sequence[ScoringRequest]
     rules: Protocol
-    words: int  # of the original text, before any preparation
-    bytes: int  # of the original text in UTF-8
+    words: int  # words of the original text, before any preparation
+    bytes: int  # bytes of the original text in UTF-8
     stride: int | None = None  # tokens between the starts of windows; None: the task has no overlapping windows
     examples: int | None = None
 

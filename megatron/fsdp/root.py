@@ -76,7 +76,7 @@ class FSDPRoot:
         self._loss_was_scaled = False  # this backward went through the output hook that applies the loss scale
         self._backward_is_running: Callable[[], bool] = lambda: False
         self.steps = 0  # optimizer steps that forwards have observed as writes to the masters
-        self.lineage = Lineage()  # of the checkpoint that the next one continues
+        self.lineage = Lineage()  # lineage of the checkpoint that the next one continues
         self._is_watched = False
         self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = register_unit_hooks(units, self)

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class SegmentLocation(NamedTuple):
-    full_size: torch.Size  # of the parameter
+    full_size: torch.Size  # size of the full parameter
     param_name: str
-    offset: int  # of the segment in the flattened parameter
+    offset: int  # offset of the segment in the flattened parameter
 
 
 class LocalParam(NamedTuple):
@@ -51,8 +51,8 @@ class LocalParam(NamedTuple):
 
     parameter: nn.Parameter
     slot: Slot
-    range: slice  # of this rank's shard; empty if it has no element of the parameter
-    offset: int  # of the first one, in the flattened parameter
+    range: slice  # its elements in this rank's shard; empty if it has none
+    offset: int  # offset of the first one in the flattened parameter
 
     @property
     def location(self) -> SegmentLocation:

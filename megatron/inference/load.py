@@ -72,7 +72,7 @@ class MoQWeights:
         self._checkpoint, self._config, self._schedule, self._dtype = checkpoint, config, config.schedule, dtype
         self._seed = checkpoint.config["train"]["seed"]
         self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
-        self._names: list[str] = saved["rounded"]  # of the quantized matrices
+        self._names: list[str] = saved["rounded"]  # names of the quantized matrices
         self._rounding = cache(self._compute_rounding)
 
     def has_int8_levels(self, name: str) -> bool:

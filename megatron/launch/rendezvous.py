@@ -25,7 +25,7 @@ GREETING = "megatron.launch 2"
 GREETING_SECONDS = 10.0  # seconds for a new connection to send its greeting
 RETRY_SECONDS = 0.5  # seconds between polls or connection attempts
 LINGER_SECONDS = 5.0  # seconds in which every node can connect and read why the job does not start
-WAIT_NOTE_SECONDS = 10.0  # before the first line that names missing nodes; each further one comes after twice as long
+WAIT_NOTE_SECONDS = 10.0  # seconds to the first line that names missing nodes; each further one takes twice as long
 
 PrintLine = Callable[[str], None]
 

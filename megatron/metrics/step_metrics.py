@@ -41,7 +41,7 @@ class NvmeStats:
 class LayerDropMetrics(NamedTuple):
     theta: float
     blocks: int  # blocks that ran
-    arithmetic_fraction: float  # of the arithmetic of a step that runs all blocks
+    arithmetic_fraction: float  # share of the arithmetic of a step that runs all blocks
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StepMetrics:
     tflops: float
     mfu: float | None
     max_memory_bytes: int
-    drive: NvmeStats | None = None  # of rank 0; None if no state is on NVMe
+    drive: NvmeStats | None = None  # drives of rank 0; None if no state is on NVMe
     dropping: LayerDropMetrics | None = None  # None without progressive layer drop
 
     def to_json(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class FullParam:
     """The gathered values of one parameter, of which the segment holds `local_range`."""
 
     name: str
-    local_range: slice  # in the segment; never empty
+    local_range: slice  # elements of the segment; never empty
     values: Tensor
     """In the parameter's logical shape, without tensor parallel partitioning or padding. May be changed in place."""
     num_fused: int  # number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection
@@ -65,7 +65,7 @@ class UpdateSegment:
     """16-bit output for the new weights, if it is on the same device. A rule need not write it."""
     max_over_shards: Callable[[Tensor], Tensor] = lambda maxima: maxima
     """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
-    param_names: Sequence[str] = ()  # of the bucket's parameters, for rules that need full ones
+    param_names: Sequence[str] = ()  # names of the bucket's parameters, for rules that need full ones
     gather_full_params: Callable[[Tensor], Iterator[FullParam]] = _no_full_params
     """Values for the segment's elements -> the full values of each parameter with elements in the segment, one
     parameter after the other. Collective by the call itself, so a rank with an empty segment must call it too. Values

@@ -23,7 +23,7 @@ from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
 USABLE_FRACTION = 0.92
 """Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation."""
-CPU_THREADS = 16  # of a rank, at most: the machine is not known here
+CPU_THREADS = 16  # threads of a rank, at most: the machine is not known here
 INIT_BYTES_PER_ELEMENT = 22  # bytes of an initial weight while it is drawn
 
 

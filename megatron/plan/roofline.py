@@ -48,11 +48,11 @@ class ElementPasses:
     """Reads and writes of a tensor by elementwise operations, (in the forward, in the backward). A CPU computes GELU,
     softmax and random numbers for the time of that many reads."""
 
-    hidden: tuple[int, int]  # of [T, h] in a block: LayerNorm, bias, residual sums, copies
-    mlp: tuple[int, int]  # of [T, f/t]: GELU
-    dropout: tuple[int, int]  # of [T, h], for one dropout
-    scores: tuple[int, int]  # of fp32 [s, s] matrices, by attention that is not fused
-    logits: int  # of [T, V/t], in both directions
+    hidden: tuple[int, int]  # passes over [T, h] in a block: LayerNorm, bias, residual sums, copies
+    mlp: tuple[int, int]  # passes over [T, f/t]: GELU
+    dropout: tuple[int, int]  # passes over [T, h] for one dropout
+    scores: tuple[int, int]  # passes over fp32 [s, s] matrices, by attention that is not fused
+    logits: int  # passes over [T, V/t] in both directions
 
 
 PASSES = {"cpu": ElementPasses((10, 20), (10, 12), (40, 3), (100, 15), 24),
@@ -204,7 +204,7 @@ def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> Ma
         return MachineRates(**json.loads(file.read_text(encoding="utf-8")))
 
 
-SECONDS = 1.2  # of one measurement
+SECONDS = 1.2  # seconds of one measurement
 
 
 def measure(precision: str) -> MachineRates:

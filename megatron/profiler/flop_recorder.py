@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
 
-Formula = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # of (result, args, kwargs)
+Formula = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # (result, args, kwargs) -> multiply-accumulates
 
 
 def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -197,7 +197,7 @@ class FlopRecording:
         """(path, or None outside of modules; forward, backward or recomputation) -> multiply-accumulates."""
         self.calls: Counter[str] = Counter()
         self.module_seconds: defaultdict[str, float] = defaultdict(float)
-        self.part_seconds: defaultdict[str, float] = defaultdict(float)  # by part of a step
+        self.part_seconds: defaultdict[str, float] = defaultdict(float)  # seconds by part of a step
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._paths = {module: path for path, module in model.named_modules()}  # a shared one has its first path
         self._ignored = {self._paths[inner] for module in model.modules() if isinstance(module, tuple(ignore))

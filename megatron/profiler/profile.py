@@ -88,7 +88,7 @@ class ProfiledJob:
 class ModelProfile:
     root: ModuleRow
     outside_modules: Macs
-    phase_seconds: Mapping[str, float]  # by part of a step
+    phase_seconds: Mapping[str, float]  # seconds by part of a step
     layout: ProfiledJob = ProfiledJob()
     step: int | None = None
     backward_in_forwards: float = 2.0  # the estimate of a missing backward

@@ -248,7 +248,7 @@ def history_notes(history: RunHistory, lines: MetricsFileReader) -> list[str]:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 GIB = 2**30
-MOST_POINTS = 1000  # of a curve: about the width of a screen
+MOST_POINTS = 1000  # points of a curve: about the width of a screen
 UNKNOWN = "–"
 
 

@@ -13,7 +13,7 @@ from megatron.inference.generation import Detokenizer, GeneratedSequence
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError, ServerLimits, invalid_field
 
-MAX_QUOTED_CHARACTERS = 60  # of an unknown key in an error message
+MAX_QUOTED_CHARACTERS = 60  # characters of an unknown key in an error message
 
 
 class NumberKey(NamedTuple):

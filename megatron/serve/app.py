@@ -115,6 +115,8 @@ class ServeApp:
                     *scope["headers"], (scope["raw_path"], scope["query_string"]))):
                 raise HttpError(400, f"the head is longer than {self._limits.max_header_bytes} bytes")
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            if {"content-length", "transfer-encoding"} <= headers.keys():  # a proxy may read another body
+                raise HttpError(400, "give Content-Length or Transfer-Encoding, not both")
             self._auth.check(headers, needs_key=path not in PATHS_WITHOUT_KEY)
             methods, parse = self._apis.get(path, (READ_METHODS, None))
             if parse is None and path not in self._pages:
@@ -254,8 +256,8 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-START_SECONDS = 10.0  # for uvicorn to listen
-DRAIN_SECONDS = 5.0  # for clients to read their responses, once the model has stopped
+START_SECONDS = 10.0  # seconds for uvicorn to listen
+DRAIN_SECONDS = 5.0  # seconds for clients to read their responses, once the model has stopped
 FAILURE_DRAIN_SECONDS = 1.0  # shorter than a launcher waits before it ends all ranks
 
 

@@ -85,7 +85,7 @@ class TokenEvent(NamedTuple):
     """A text got a token, ended, or was scored."""
 
     number: int
-    num_tokens: int  # of the text now
+    num_tokens: int  # new tokens of the text so far
     token: int
     logprob: float
     finish_reason: FinishReason | None

@@ -127,7 +127,7 @@ class Trainer:
         if warning := zero_lr_warning(self.config, lr_scheduler.schedule, lr_scheduler.steps, state.iteration):
             self.log.print_line(warning)
         # In this order: the log reads the stop requests of the step, an evaluation may find one, and a stop saves.
-        hooks = [self._log_known_steps, self._evaluate_if_due, self._stop_if_asked, self._save_if_due]
+        hooks = [self._process_finished_steps, self._evaluate_if_due, self._stop_if_asked, self._save_if_due]
         timer = StepTimer(self.engine.drive_use)
         stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
                              self.config.data.num_workers)
@@ -182,16 +182,18 @@ class Trainer:
 
     # ---- hooks after each step -------------------------------------------------------------------------------------
 
-    def _log_known_steps(self, run: RunProgress) -> None:
-        """Log completed steps, and read their stop requests. On an accelerator the newest step stays pending, since
-        waiting for it would idle the device; a stop request may therefore take effect one step late."""
+    def _process_finished_steps(self, run: RunProgress) -> None:
+        """Raise the error of a finished step, log it and read its stop requests; the first one ends the start-up. On an
+        accelerator the newest step stays pending, since waiting for it would idle the device: a stop request may
+        therefore take effect one step late."""
         train, iteration = self.config.train, run.state.iteration
         # the last step, and one with a save, evaluation or exit: the loop must know its result to go on
         needs_result = run.stop_reason or iteration == train.train_iters or any(
             is_due(iteration, interval)
             for interval in (train.evaluates_every, self.config.save.save_interval, train.exit_interval))
         is_deferred, requests = self.engine.core.is_deferred, LoopRequests()
-        while len(run.pending_logs) > (is_deferred and not needs_result):
+        newest_may_wait = is_deferred and not needs_result
+        while len(run.pending_logs) > int(newest_may_wait):
             step = run.pending_logs.pop(0)
             if not run.pending_logs and is_deferred:  # no later step has raised the newest one's error yet
                 self.engine.finish_step()
@@ -217,7 +219,7 @@ class Trainer:
                 raise Interrupted(_unsaved_message(run.state.iteration))
         if run.stop_reason:
             self.stop.is_stopping = True
-            self._log_known_steps(run)
+            self._process_finished_steps(run)
 
     def _save_if_due(self, run: RunProgress) -> None:
         iteration = run.state.iteration
@@ -225,7 +227,7 @@ class Trainer:
             self.save(run.state)
             run.saved_at = iteration
             # a stop requested during the save takes effect here, without a second save one step later
-            if not run.stop_reason and self._should_continue(0.0) == inf:
+            if not run.stop_reason and self._max_over_ranks_or_stop(0.0) == inf:
                 run.stop_reason = self._reason_to_stop(iteration, self._agree_on_stop())
                 self.stop.is_stopping = True
 
@@ -278,7 +280,7 @@ class Trainer:
             return True
         with STATUS.in_activity(EVALUATION):
             score = evaluate(self.engine, samples, self.sampler, self.config.train.eval_iters, self.device,
-                             self.token_bytes, self._should_continue)
+                             self.token_bytes, self._max_over_ranks_or_stop)
         if score is not None:
             self.log.evaluation(name, state.iteration, score.loss, score.bits_per_byte)
         return score is not None
@@ -288,7 +290,7 @@ class Trainer:
         console_is_lost = self.log.console.write_error is not None  # the files continue until the stop
         return LoopRequests(bool(self.stop) or console_is_lost, self.stop.signal == SIGINT, is_late)
 
-    def _should_continue(self, seconds: float) -> float:
+    def _max_over_ranks_or_stop(self, seconds: float) -> float:
         """The largest value over ranks; inf if any rank was asked to stop. Collective."""
         return all_reduce_scalar(inf if self._requests_of_rank().stop else seconds, self.engine.groups.world)
 

@@ -33,7 +33,7 @@ from megatron.plan.roofline import MachineRates, step_time
 class MemoryBudget:
     """Bytes of one rank, available or needed."""
 
-    device: float  # of the GPU, or of the host for a run on a CPU
+    device: float  # bytes of the GPU, or of the host for a run on a CPU
     host: float = 0.0  # host memory of a run on a GPU
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class TuningChoice:
     optimizer: str  # device of the optimizer state
     params: str
     tp: int
-    bucket: int  # of reductions and gathers; the configured size keeps both as configured
+    bucket: int  # bucket size of reductions and gathers; the configured size keeps both as configured
 
     @property
     def placement(self) -> StatePlacement:

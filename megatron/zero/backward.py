@@ -39,13 +39,13 @@ class RunningBackward:
     """Calls whose input gradients are computed."""
     ready_buckets: set[FlatBucket] = field(default_factory=set)
     """Buckets whose gradients have all arrived, or cannot arrive any more."""
-    started_reductions: int = 0  # of the fixed order
+    started_reductions: int = 0  # reductions started so far, in the fixed order
 
 
 class PassCoordinator:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
-    _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
+    _in_backward_now: PassCoordinator | None = None  # of the engine whose backward runs; at most one in a process
 
     def __init__(self, units: Sequence[Unit], param_coordinator: ParamCoordinator, log: CollectiveLog,
                  forward_checker: NoGradForwardChecker, *, max_in_flight: int | None, allows_unused: bool,
@@ -59,7 +59,7 @@ class PassCoordinator:
         self._reduction_order = [bucket for unit in (*reversed(units[1:]), units[0])
                                  for bucket in unit.buckets if bucket.trainable]
         self._backward: RunningBackward | None = None
-        self.weight_version = 0
+        self.weight_version = 0  # a backward of a forward with an older version is refused
         self._is_single_rank = all(bucket.shard_group.is_solo and bucket.replica_group.is_solo
                                    for bucket in self._buckets)
         self._is_interrupted = False
@@ -72,7 +72,7 @@ class PassCoordinator:
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
         self._ran_units, self._skipped_units = set[Unit](), set[Unit]()
         """Units that ran, and units that `set_forward_modules` left out."""
-        self._forwards_version = 0  # the weight version that these three count forwards of
+        self._forwards_version = 0  # the weight version of the forwards that the two sets and the counts are of
         self._running_units: list[Unit] = []
         self._enclosing_units: dict[Unit, set[Unit]] = {}  # unit -> the units whose forward called it
 

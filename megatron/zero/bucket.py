@@ -106,7 +106,8 @@ class FlatBucket(ParamOwner):
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
         self.user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
-        self._versions_are_shifted = self.params_are_placeholders = False  # true while the parameters are sharded
+        # true while the parameters have no elements: sharded, being gathered, or offloaded by engine.offload_states()
+        self._versions_are_shifted = self.params_are_placeholders = False
         self.offloaded_states: set[str] = set()
         """Names of the states that engine.offload_states() has moved to the host."""
         self._take_over_params(engine_storage)

@@ -55,7 +55,7 @@ class ZeroEngine:
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.micro_batch = 0  # samples per micro-batch, if the caller sets it; only compared between ranks
         self._policy = stage_policy(zero.zero_stage)
-        self._micro_batches = 0  # of this optimizer step, before the current one
+        self._micro_batches = 0  # micro-batches of this optimizer step before the current one
         self.forced_boundary: bool | None = None
         """Whether the next backward and step end an optimizer step; None: by the number of micro-batches."""
         self._in_no_sync = self.is_detached = False
@@ -210,7 +210,7 @@ class ZeroEngine:
         if self._optimizer_step.update.running is not None:
             self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
             self._optimizer_step.update.finish()
-            self.increment_weight_version()
+            self.pass_coordinator.weight_version += 1
 
     def sync_delayed_update(self, caller: str) -> None:
         """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
@@ -276,7 +276,7 @@ class ZeroEngine:
         def reset() -> None:
             self.zero_grad()
             restore_buffers()
-            self.increment_weight_version()
+            self.pass_coordinator.weight_version += 1
 
         try:
             with self._optimizer_step.paused():
@@ -358,10 +358,6 @@ class ZeroEngine:
         """Raise an error if a rank makes another call than `where` (collective_log.py). Collective."""
         assert_collective_call(self.log, self.groups.world, where)
 
-    def increment_weight_version(self) -> None:
-        """The weights have changed: refuse the backward of any forward that ran before this call."""
-        self.pass_coordinator.weight_version += 1
-
     def check_before_save(self) -> None:
         """Raise ConfigError if the state is incomplete, offloaded, or written to by the user. Some ranks may see no
         error: the caller makes all ranks agree before they save."""
@@ -390,7 +386,7 @@ class ZeroEngine:
         all_succeed_or_raise(lambda: self.state.load_segments(names, read))
         self.state.publish_loaded()
         self._sync_exchange_with_rule()
-        self.increment_weight_version()
+        self.pass_coordinator.weight_version += 1
 
     def scalar_state(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides tensors, as JSON values. Collective."""

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class BucketDtypes:
     params: torch.dtype = torch.float32
-    grads: torch.dtype = torch.float32  # of the full gradient buffer that backward fills
+    grads: torch.dtype = torch.float32  # dtype of the full gradient buffer that backward fills
     grad_shard: torch.dtype = torch.float32
     communication: torch.dtype | None = None  # gradients are sent in this dtype; None: in `grads`
     master: torch.dtype = torch.float32

@@ -61,7 +61,7 @@ class FlatGradients:
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
         self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
-        self.params_with_grad: set[int] = set()  # since the last `discard`
+        self.params_with_grad: set[int] = set()  # parameters with a gradient since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
         self.state = GradState.UNREDUCED
         self.has_all_step_grads = False
@@ -75,7 +75,7 @@ class FlatGradients:
         self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]
         self.grad_hooks: list[RemovableHandle] = []  # the hooks, one per parameter, that call `accept_grad`
         self._full_buffer: FlatBuffer | None = None
-        self._full_dtype = dtypes.grads  # of the full buffer
+        self._full_dtype = dtypes.grads  # dtype of the full buffer
         self._shard: Tensor | None = None
 
     def rebind(self, name: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:

@@ -300,7 +300,7 @@ def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any
 class UnitCall:
     """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
-    weight_version = 0  # of the weights in this forward; the backward must run with the same
+    weight_version = 0  # version of the weights in this forward; the backward must run with the same
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}

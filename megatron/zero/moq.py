@@ -46,7 +46,7 @@ class QuantizedMatrix:
 
     slot: Slot
     columns: int
-    groups: slice  # of the groups of the bucket; the last one is for padding rows
+    groups: slice  # its groups among those of the bucket; the last one is for padding rows
     group_numel: list[int]  # elements of each group in the logical tensor
     group_of_row: Tensor  # [rows], from 0; padding rows have the index len(group_numel)
     blocks: StridedSegments
@@ -87,7 +87,7 @@ class QuantRowBlock:
     column: int
     rows: int
     width: int
-    start: int  # in the chunk
+    start: int  # offset in the chunk
 
     def view_in(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
@@ -172,7 +172,7 @@ class MatrixRounding:
 
     grid: Quantizer
     blend: float  # share of the unrounded value in the result
-    key: int | None  # of the random noise; None: round to nearest
+    key: int | None  # key of the random noise; None: round to nearest
 
     def round_values(self, x: Tensor, row_block: QuantRowBlock) -> Tensor:
         rounded = quantize_to_levels(self.grid, x, row_block.group, row_block.noise(self.key, x.device))

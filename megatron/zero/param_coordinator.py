@@ -27,7 +27,9 @@ class UnitPhase(Enum):
 
 
 class UnitState(Enum):
-    SHARDED = "`acquire` gathers it"
+    """What this pass does with a unit. Where parameters are not sharded its buckets have nothing to gather."""
+
+    SHARDED = "no pass uses it: `acquire` gathers it"
     IDLE = "gathered but not in use: prefetched, or kept from a forward for its backward"
     IN_FORWARD = "from `acquire` to `after_forward`"
     IN_BACKWARD = "from `acquire` to `release`"

@@ -26,7 +26,7 @@ class StagePolicy:
 
     @property
     def for_persistent_params(self) -> StagePolicy:
-        """For small parameters, which are never sharded."""
+        """For small parameters, which stay gathered; their gradients and optimizer states are sharded."""
         return replace(self, params_are_sharded=False)
 
     @property

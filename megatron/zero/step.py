@@ -8,7 +8,7 @@ In the order of `OptimizerStep.__call__`, with what each part sends (P parameter
     update   nothing, for elementwise rules: each rank updates the fp32 masters of its shard (update.py)
     cast     nothing: the update also writes the shard in working precision
     gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated; at
-             stage 3 the next forward does it
+             stage 3 the next forward does it, but for the small parameters that stay gathered
 
 The norm counts each element of the model once; row norms also tell which parameter is not finite.
 
@@ -121,8 +121,8 @@ class OptimizerStep:
         """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
             self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
-        self._next_note: str | None = None  # for the next report
-        self._losses: list[Tensor] = []  # of the current step, or the last one
+        self._next_note: str | None = None  # note of the next report
+        self._losses: list[Tensor] = []  # losses of the current step, or the last one
         self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
         self._unread_report: StepReport | None = None  # the last step, until the host has read its result
         self._report_to_explain: StepReport | None = None  # the last step, if its error or warning is still to come

@@ -50,7 +50,7 @@ class StepReport:
     veto_error: str | None
     number: int
     loss_scale: float
-    lr: float  # of the first param group
+    lr: float  # learning rate of the first param group
     settings: Mapping[str, str] | None  # the settings of this rank for the step; None on a single rank
     losses: Sequence[Tensor]
     """Of this rank's micro-batches. Read only if a gradient is not finite."""

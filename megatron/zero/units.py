@@ -117,7 +117,7 @@ class ModelParamGuard:
         self._trained_names = {id(p): slot.name for bucket in buckets
                                for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}
         self._param_ids = _collect_param_ids(model)
-        self.steps = 0  # since the weights were loaded
+        self.steps = 0  # steps since the weights were loaded
 
     def check_before_step(self) -> None:
         """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes

@@ -186,7 +186,7 @@ def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool =
             publish_masters([bucket])
             bucket.wait_for_param_gather()
             if engine is not None:
-                engine.increment_weight_version()
+                engine.pass_coordinator.weight_version += 1
 
 
 def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor, *, is_full: bool) -> None:

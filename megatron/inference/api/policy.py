@@ -63,7 +63,7 @@ class TPLayer:
 class TPPlan:
     tp_layers: tuple[TPLayer, ...]
     divided_attributes: tuple[str, ...]
-    class_names: tuple[str, ...]  # of the policy
+    class_names: tuple[str, ...]  # class names of the policy
 
 
 def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:

@@ -67,7 +67,7 @@ class Engine:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self.module, self.groups, self.device = core.module, core.groups, core.state.device
         self.mpu, self.local_rank = mpu, read_environment().local_rank
-        self.working_dtype = DTYPES[config.precision.name]  # of weights and activations
+        self.working_dtype = DTYPES[config.precision.name]  # dtype of weights and activations
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
         """As stored in checkpoints."""
         core.micro_batch = config.train.batch_size

@@ -160,7 +160,7 @@ class EngineStorage:
     """The storage backends of one engine."""
 
     optimizer: StorageBackend
-    params: StorageBackend  # of sharded parameters (stage 3)
+    params: StorageBackend  # where sharded parameters are (stage 3)
     copy_streams: CopyStreams | None = None  # None if the device is the host
     pin_memory: bool = False  # host buffers of device copies are page-locked
     delays_update: bool = False

@@ -38,7 +38,7 @@ IoKind = Literal["read", "write"]
 
 PROBE_BLOCK_BYTES = 8 << 20
 """Bytes of one system call, the default of `AioSettings`; less if the probe is smaller."""
-PROBE_SECONDS = 0.4  # of writing, and of reading
+PROBE_SECONDS = 0.4  # seconds of writing, and of reading
 MAX_PROBE_BYTES = 256 << 20
 """Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
 space takes as long as writing it."""
