@@ -111,16 +111,6 @@ class AsyncSaver:
         while self.has_pending_save:
             self._advance()
 
-    def finish_for_other_engine(self) -> None:
-        """Complete the save on behalf of another engine. An error is deferred to this saver's next call, or to exit."""
-        try:
-            self.wait_for_save()
-        except PeerError:
-            raise
-        except TrainerError as error:
-            self._deferred_error = error
-            atexit.register(self._finish_at_exit)
-
     def _raise_deferred_error(self) -> None:
         if self._deferred_error is not None:
             error, self._deferred_error = self._deferred_error, None
@@ -185,9 +175,14 @@ def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
 
     saves = {save.owner: save for save in _PENDING_SAVES
              if identity(save.world) == identity(world) and not world.is_destroyed and save._pid == os.getpid()}
-    for owner in owners:
-        if owner in saves:
-            saves[owner].finish_for_other_engine()
+    for saver in (saves[owner] for owner in owners if owner in saves):
+        try:
+            saver.wait_for_save()
+        except PeerError:
+            raise
+        except TrainerError as error:  # of another engine's save: deferred to that saver's next call, or to exit
+            saver._deferred_error = error
+            atexit.register(saver._finish_at_exit)
 
 
 def _run_in_thread(job: Callable[[], int]) -> Future[int]:

@@ -39,13 +39,6 @@ def row_maxima(read: ReadRange, shape: Sequence[int]) -> Tensor:
     return found
 
 
-def quantise_matrix(read: ReadRange, shape: Sequence[int], where: str, maxima: Tensor | None = None
-                    ) -> tuple[Tensor, Tensor]:
-    """(levels [rows, columns], scale [rows] in fp32); see `quantise_into`."""
-    levels = torch.empty(tuple(shape), dtype=torch.int8)
-    return levels, quantise_into(levels, read, where, maxima)
-
-
 def quantise_into(levels: Tensor, read: ReadRange, where: str, maxima: Tensor | None = None) -> Tensor:
     """Fill `levels`, [rows, columns] int8 on any device; returns the scales, [rows] in fp32. `maxima` are the maxima of
     full rows if these are slices of rows. Errors name `where`."""

@@ -310,16 +310,9 @@ def check_provenance(stated: object, expected: Mapping[str, str | int], where: s
 class RankManifest:
     """The files and state that one rank wrote."""
 
-    provenance: Mapping[str, str | int]
     files: Mapping[str, FileEntry]  # all files but this one, which ends with its own checksum
     state: Any  # the rank's own state, encoded (json_state.py)
-    lineage: Mapping[str, Any] | None = None
-    """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
-
-    def to_bytes(self) -> bytes:
-        files = {name: asdict(entry) for name, entry in self.files.items()}
-        content = {"format": FORMAT, "origin": self.provenance, "files": files, "state": self.state}
-        return seal_record(content if self.lineage is None else {**content, "lineage": self.lineage})
+    own_entry: FileEntry  # size and checksum of this file
 
 
 def rank_manifest_name(rank: int) -> str:
@@ -336,8 +329,8 @@ def rank_of_file(name: str) -> int | None:
     return int(match[1]) if match else 0 if name in RANK_0_FILES else None
 
 
-def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[RankManifest, FileEntry]:
-    """The manifest of one rank, checked against `manifest`, and the size and checksum of its file."""
+def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> RankManifest:
+    """The manifest of one rank, checked against `manifest`."""
     name = rank_manifest_name(rank)
     where = f"tag {manifest.tag}: file {name}"
     if not (folder / name).is_file():
@@ -346,8 +339,7 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
     record = StrictRecord(unseal_record(data, where), where)
     if (version := record.take_count("format")) != FORMAT:
         raise CheckpointError(f"{where}: format {version}, expected {FORMAT}")
-    provenance = provenance_of(manifest, rank)
-    check_provenance(record.take_field("origin", dict), provenance, where)
+    check_provenance(record.take_field("origin", dict), provenance_of(manifest, rank), where)
     lineage = record.take_field("lineage", dict) if rank == 0 else None
     if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
         raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
@@ -357,6 +349,6 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
         files[file] = entry.take_all(FileEntry)
         if file == name or rank_of_file(file) != rank:
             raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")
-    rank_manifest = RankManifest(provenance, files, record.fields.pop("state", None), lineage)
+    state = record.fields.pop("state", None)
     record.check_all_taken()
-    return rank_manifest, FileEntry(len(data), f"{crc32(data):08x}")
+    return RankManifest(files, state, FileEntry(len(data), f"{crc32(data):08x}"))

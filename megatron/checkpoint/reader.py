@@ -178,7 +178,7 @@ class Checkpoint:
 
     def _rank_manifest(self, rank: int) -> RankManifest:
         if rank not in self._rank_manifests:
-            self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)[0]
+            self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)
         return self._rank_manifests[rank]
 
     def _decode_state(self, value: Any, where: str, writer: int) -> dict[str, Any]:

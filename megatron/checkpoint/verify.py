@@ -30,7 +30,7 @@ def check_sizes(root: Path, tag: str) -> Manifest:
     """The manifest of a tag whose files all exist with the right size. No tensor is read."""
     manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
     for rank in range(manifest.world_size):
-        for name, entry in read_rank_manifest(folder, manifest, rank)[0].files.items():
+        for name, entry in read_rank_manifest(folder, manifest, rank).files.items():
             _check_size(folder / name, entry.size, manifest)
     return manifest
 
@@ -40,9 +40,9 @@ def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int =
     of another share."""
     found: dict[str, FileEntry] = {}
     for rank in range(share, manifest.world_size, shares):
-        part, itself = read_rank_manifest(folder, manifest, rank)
+        part = read_rank_manifest(folder, manifest, rank)
         _verify_files(folder, rank, part.files, manifest)
-        found |= {rank_manifest_name(rank): itself, **part.files}
+        found |= {rank_manifest_name(rank): part.own_entry, **part.files}
     return found
 
 
@@ -55,7 +55,7 @@ def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
     # Rank manifests are opened only after a mismatch, and only those that `names` concern.
     for rank in {rank_of_file(name) for name in names}:
         if rank is not None and rank < manifest.world_size:
-            expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank)[0].files}
+            expected |= {rank_manifest_name(rank), *read_rank_manifest(folder, manifest, rank).files}
     return sorted(names - expected)
 
 

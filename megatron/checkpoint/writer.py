@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,10 +32,11 @@ import torch
 from data.storage import crc32
 from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
                                         last_commit_number, open_staging_folder)
+from megatron.checkpoint.file_formats import seal_record
 from megatron.checkpoint.json_state import encode_state
-from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
-                                          RankManifest, TensorEntry, lineage_to_json, piece_key,
-                                          provenance_of, rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage,
+                                          Manifest, TensorEntry, lineage_to_json, piece_key, provenance_of,
+                                          rank_manifest_name, tensor_file_name)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, unknown_files
@@ -89,23 +90,29 @@ class SaveReport:
     seconds: float
 
 
-Snapshot = Callable[[list[FileTensor]], list[FileTensor]]
-"""Copies the items' data, so that later training steps do not change it."""
-
-
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
     """Save at once, with the arguments of `PendingSave`: on return the checkpoint is complete and durable. Collective.
     """
     return PendingSave(root, tag, world=world, **content).finish()
 
 
-@dataclass(frozen=True)
 class RankFiles:
-    """What one rank writes; `rank_manifest` still without its files."""
+    """What one rank writes; tensors of the states go into the same files as the pieces."""
 
-    rank_manifest: RankManifest
-    tensors: list[FileTensor]
-    texts: Mapping[str, bytes]  # other files: name -> content
+    def __init__(self, manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                 shared_state: Mapping[str, Any]) -> None:
+        self.rank, self.tensors, self.texts = rank, list[FileTensor](), dict[str, bytes]()  # texts: name -> content
+        self._provenance = provenance_of(manifest, rank)
+        self._rank_manifest = {"format": FORMAT, "origin": self._provenance, "files": {},
+                               "state": encode_state(rank_state, f"rank{rank}", self.tensors)}
+        if rank == 0:
+            # A copy, in case the manifest is damaged.
+            self._rank_manifest["lineage"] = lineage_to_json(manifest.branch, manifest.history)
+            shared = {"origin": self._provenance, "state": encode_state(shared_state, "shared", self.tensors)}
+            config = encode_state(manifest.config, "config", self.tensors)
+            for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
+                self.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
+        self.tensors += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
 
     @property
     def nbytes(self) -> int:
@@ -114,35 +121,19 @@ class RankFiles:
     def write(self, folder: Path) -> int:
         """Write the files, the rank manifest last; returns the bytes."""
         files: dict[str, FileEntry] = {}
-        provenance, rank = self.rank_manifest.provenance, int(self.rank_manifest.provenance["rank"])
-        metadata = {name: str(value) for name, value in provenance.items()}
+        metadata = {name: str(value) for name, value in self._provenance.items()}
         for index, batch in enumerate(split_files(self.tensors)):
-            name = tensor_file_name(rank, index)
+            name = tensor_file_name(self.rank, index)
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_file(folder / name, batch, metadata)
         for name, text in self.texts.items():
             with explain_disk_errors(folder / name, self.nbytes):
                 files[name] = write_blob(folder / name, text)
-        name, text = rank_manifest_name(rank), replace(self.rank_manifest, files=files).to_bytes()
+        listed = {name: asdict(entry) for name, entry in files.items()}
+        name, text = rank_manifest_name(self.rank), seal_record({**self._rank_manifest, "files": listed})
         with explain_disk_errors(folder / name, len(text)):
             write_blob(folder / name, text)
         return sum(entry.size for entry in files.values()) + len(text)
-
-
-def collect_rank_files(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
-                       shared_state: Mapping[str, Any]) -> RankFiles:
-    """What `rank` writes; tensors of the states go into the same files as the pieces."""
-    items: list[FileTensor] = []
-    provenance = provenance_of(manifest, rank)
-    own = encode_state(rank_state, f"rank{rank}", items)
-    texts, lineage = {}, None
-    if rank == 0:
-        lineage = lineage_to_json(manifest.branch, manifest.history)
-        values = {SHARED_STATE_FILE: {"origin": provenance, "state": encode_state(shared_state, "shared", items)},
-                  CONFIG_FILE: encode_state(manifest.config, "config", items)}
-        texts = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in values.items()}
-    items += [FileTensor(piece.key, piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
-    return RankFiles(RankManifest(provenance, {}, own, lineage), items, texts)
 
 
 class PendingSave:
@@ -154,8 +145,8 @@ class PendingSave:
     def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
                  run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-                 keep: Keep = Keep(), hold: Snapshot | None = None, latest: bool = True,
-                 lineage: Lineage | None = None) -> None:
+                 keep: Keep = Keep(), hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None,
+                 latest: bool = True, lineage: Lineage | None = None) -> None:
         """The checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
 
         `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full
@@ -182,8 +173,10 @@ class PendingSave:
         self.manifest = replace(self.manifest, save_id=_agree_on_save_id(self.manifest, own, place, world))
 
         def collect() -> RankFiles:
-            files = collect_rank_files(self.manifest, place, own, rank_state, shared_state)
-            return files if hold is None else replace(files, tensors=hold(files.tensors))
+            files = RankFiles(self.manifest, place, own, rank_state, shared_state)
+            if hold is not None:
+                files.tensors = hold(files.tensors)
+            return files
 
         # Copies are made here, before training goes on; a rank without memory for its copy ends the save on all.
         self._files = all_succeed_or_raise(lambda: self._explain_out_of_memory(collect), world)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.commit import check_save_root_is_writable, lock_save_root
-from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantised, quantise_matrix, row_maxima,
+from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantised, quantise_into, row_maxima,
                                               scales_from_maxima)
 from megatron.checkpoint.manifest import tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, read_recorded_model
@@ -185,17 +185,20 @@ def _lazy_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tupl
                  quantise: bool) -> list[TensorPiece]:
     """One weight as fp32, or as int8 levels and scales. The matrix is then read twice, since the two are written to
     different places of the file."""
-    read = partial(source.read_slice, "weight", name, TPSlice(shape))
+    read, where = partial(source.read_slice, "weight", name, TPSlice(shape)), f"weight {name!r}"
 
     def load_whole() -> Tensor:
         read(0, whole := torch.empty(prod(shape)))
         return whole
+
+    def load_levels() -> Tensor:
+        quantise_into(levels := torch.empty(shape, dtype=torch.int8), read, where)
+        return levels.view(-1)
 
     def piece(kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> TensorPiece:
         return TensorPiece(name, kind, TPSlice(shape), 0, LazyData(prod(shape), dtype, load))
 
     if not quantise or not is_quantised(name, shape):
         return [piece("weight", shape, torch.float32, load_whole)]
-    where = f"weight {name!r}"
-    return [piece(INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
+    return [piece(INT8_KIND, shape, torch.int8, load_levels),
             piece(SCALE_KIND, shape[:1], torch.float32, lambda: scales_from_maxima(row_maxima(read, shape), where))]

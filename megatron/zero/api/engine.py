@@ -102,7 +102,7 @@ class Engine:
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         self.rng_note: str | None = None
         """Why random streams could not continue from the loaded checkpoint, or None."""
-        if monitor_config.writes_scalars:
+        if (monitor_config.tensorboard_dir, monitor_config.csv_dir, monitor_config.wandb) != (None, None, None):
             on_rank_0(self.monitor.open, core.groups.world)
 
     # ---- the loop -----------------------------------------------------------------------------------------------

@@ -60,10 +60,6 @@ class MonitorConfig:
     csv_dir: str | None = None
     wandb: WandbProject | None = None
 
-    @property
-    def writes_scalars(self) -> bool:
-        return (self.tensorboard_dir, self.csv_dir, self.wandb) != (None, None, None)
-
 
 class EngineMonitor:
     """Monitor of one engine; inactive on ranks other than the first."""

@@ -245,7 +245,9 @@ class Init:
                 self._freed_bytes += parameter.nbytes
                 InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage)
                 if self._freed_bytes > TRIM_AFTER_BYTES:
-                    trim_malloc()
+                    # glibc keeps freed memory below blocks in use, and does not reuse it for the next large tensor.
+                    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc only
+                        libc.malloc_trim(0)
                     self._freed_bytes = 0
             elif source is not None:
                 LazyInitParam(parameter, source, self._dp, self._init_context)
@@ -313,11 +315,3 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
                           f"with {PATH_KEY}")
     check_nvme_path(path, PATH_KEY)
     return device, path
-
-
-def trim_malloc() -> None:
-    """Return freed memory to the system: glibc keeps blocks below ones in use, and does not reuse them for the next
-    large tensor, so they would count as ours."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc only
-        libc.malloc_trim(0)

@@ -147,7 +147,14 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         schedule_state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
         assert_equal_across_ranks({"lr_scheduler": type(scheduler).__name__, **schedule_state}, groups.world,
                                   "the ranks give zero.initialize different schedules")
-        engine = Engine(core, config, wrapped, scheduler, _monitor_config(config, ds_config), mpu)
+        monitor_config = MonitorConfig()  # the trainer has its own log
+        if ds_config is not None:
+            keys, log = {**ds_config.keys, **ds_config.engine_values}, config.log
+            monitor_config = MonitorConfig(
+                keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
+                keys.get("memory_breakdown", False), log.tensorboard_dir, log.csv_dir,
+                None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
+        engine = Engine(core, config, wrapped, scheduler, monitor_config, mpu)
         on_failure.callback(engine.monitor.close)
         train_iters = None if ds_config else config.train.train_iters  # None: a script has the loop
         params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
@@ -225,17 +232,6 @@ def _read_config(source: Any, argument: str, groups: Groups) -> tuple[Config, Ds
                           ds_config.name)
     errors.raise_if_any()
     return config, ds_config
-
-
-def _monitor_config(config: Config, ds_config: DsKeyValues | None) -> MonitorConfig:
-    """Empty for the trainer's Config: the trainer has its own log."""
-    if ds_config is None:
-        return MonitorConfig()
-    keys, log = {**ds_config.keys, **ds_config.engine_values}, config.log
-    return MonitorConfig(
-        keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False), keys.get("memory_breakdown", False),
-        log.tensorboard_dir, log.csv_dir,
-        None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
 
 
 def _print_notes(ds_config: DsKeyValues, engine: Engine) -> None:

@@ -254,7 +254,7 @@ def _write_the_others(folder: Path, size: int) -> None:
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.local.partition is not None or piece.local.tp_rank == 0]
-            writer.collect_rank_files(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
+            writer.RankFiles(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

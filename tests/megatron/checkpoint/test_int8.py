@@ -31,7 +31,8 @@ def reader(matrix: torch.Tensor) -> int8_weights.ReadRange:
 
 
 def quantised(matrix: torch.Tensor, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return int8_weights.quantise_matrix(reader(matrix), matrix.shape, "wte.weight", maxima)
+    levels = torch.empty(matrix.shape, dtype=torch.int8)
+    return levels, int8_weights.quantise_into(levels, reader(matrix), "wte.weight", maxima)
 
 
 def by_the_rule(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -66,8 +67,7 @@ def test_columns_of_a_matrix_are_quantised_as_in_the_whole_by_maxima_of_the_whol
     matrix = torch.randn(6, 8)
     whole, scale = quantised(matrix)
     for part in (slice(0, 4), slice(4, 8)):
-        columns = matrix[:, part].contiguous()
-        found = quantised(columns, int8_weights.row_maxima(reader(matrix), matrix.shape))
+        found = quantised(matrix[:, part].contiguous(), int8_weights.row_maxima(reader(matrix), matrix.shape))
         assert torch.equal(found[0], whole[:, part]) and torch.equal(found[1], scale)
 
 
