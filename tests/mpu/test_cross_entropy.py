@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -69,6 +69,19 @@ def test_loss_of_split_logits_equals_the_whole(world: int) -> None:
         grad = torch.cat([grad for _, grad in results], 1).float()
         _assert_near(grad[:, :VOCAB], logits.grad, dtype)
         assert not grad[:, VOCAB:].any()
+
+
+def _kernels_on_rank_0(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Rank 1 has no C compiler, say; a kernel that is called on rank 0 all the same fails: the mock has no numbers."""
+    with patch("mpu.cross_entropy.on_accelerator", return_value=True), \
+            patch("mpu.cross_entropy.load_kernels", return_value=None if rank else MagicMock()):
+        return _from_logits(rank, world, build(world).tp, torch.float32, 0.0)
+
+
+def test_a_rank_without_kernels_makes_all_ranks_of_its_group_go_without() -> None:
+    found, expected = run_ranks(_kernels_on_rank_0, 2), run_ranks(_splits, 2, [(torch.float32, 0.0)])
+    for (losses, grad), ((expected_losses, expected_grad),) in zip(found, expected, strict=True):
+        assert torch.equal(losses, expected_losses) and torch.equal(grad, expected_grad)
 
 
 def test_huge_logits_lose_nothing() -> None:
