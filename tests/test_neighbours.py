@@ -57,6 +57,9 @@ def test_a_package_that_hides_ours_is_named_with_what_to_do(project: Path, file:
                       ["-c", "import sys; from megatron.commands import preprocess; sys.exit(preprocess())"]):
         done = python(*statement, path=[ROOT], cwd=project)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
+    (project / "own.py").write_text("print('it ran')\n")  # imports nothing of ours
+    done = python("-m", "megatron.launch", "--nproc-per-node", "1", "own.py", path=[ROOT], cwd=project)
+    assert (done.returncode, done.stdout) == (0, "it ran\n"), done.stderr
 
 
 def test_the_remedy_is_one_for_every_way_to_start(project: Path) -> None:

@@ -87,6 +87,7 @@ WIRE: list[tuple[int, bytes]] = [  # some of what h11 refuses, and all that is o
     (413, post(length=b"Content-Length: 999999999999\r\n")), (413, post(length=b"Content-Length: 1048577\r\n")),
     (413, post(length=b"Content-Length: 99999999\r\n", more=b"Expect: 100-continue\r\n")),
     (400, post(length=b"Transfer-Encoding: gzip\r\n")), (400, post(length=b"Transfer-Encoding : chunked\r\n")),
+    (400, post(b"0\r\n\r\n", length=b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n")),
     (400, post(chunks(BODY), start=b"POST /v1/completions HTTP/1.0\r\n", length=b"Transfer-Encoding: chunked\r\n")),
     *((400, chunks(body)) for body in (b"x\r\nab\r\n0\r\n\r\n", b"-1\r\na\r\n0\r\n\r\n", b"1\r\nab\r\n0\r\n\r\n")),
     *((408, chunks(body)) for body in (b"123456789\r\n", b"fffffff\r\n", b"1;" + b"a" * 20000 + b"\r\n")),
