@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -231,7 +230,11 @@ def accelerator_rows_per_chunk(rows: int, columns: int, element_size: int) -> in
 def losses_of_chunk(logits: Tensor, target: Tensor, shard: VocabShard, row_scale: Tensor | None) -> Tensor:
     """Losses [n] of logits [n, V / tp]; with `row_scale` [n], `logits` is overwritten with the gradient of
     sum(row_scale * losses), otherwise its padding columns are."""
-    kernel = _kernels_of_all_ranks(logits.device, shard.tp) if on_accelerator(logits) else None
+    kernel = load_kernels("mpu.kernels", logits.device, "no fused kernel for the loss, which moves seven times the "
+                          "bytes without it") if on_accelerator(logits) else None
+    if not shard.tp.is_solo and on_accelerator(logits) and not logits.is_meta and \
+            not _all_ranks_have_kernels(shard.tp, logits.device, kernel is not None):
+        kernel = None
     if kernel is None or not kernel.serves(logits):
         return _losses_by_blocks(logits, target, shard, row_scale)
     first, columns = shard.first_id, shard.num_columns
@@ -244,12 +247,9 @@ def losses_of_chunk(logits: Tensor, target: Tensor, shard: VocabShard, row_scale
 
 
 @cache
-def _kernels_of_all_ranks(device: torch.device, tp: Group) -> ModuleType | None:
-    """The kernels if they work on every rank of the group, since the other path sends other messages. Collective."""
-    kernels = load_kernels("mpu.kernels", device, "no fused kernel for the loss, which moves seven times the bytes "
-                           "without it")
-    works = all_reduce(torch.tensor(float(kernels is not None), device=device), tp, "min")
-    return kernels if works.item() else None
+def _all_ranks_have_kernels(tp: Group, device: torch.device, this_rank_has: bool) -> bool:
+    """Ranks with kernels send other messages than those without (no C compiler, say). The first call is collective."""
+    return bool(all_reduce(torch.tensor(float(this_rank_has), device=device), tp, "min").item())
 
 
 def _combine_summaries(shard: VocabShard, local: Tensor) -> Tensor:
