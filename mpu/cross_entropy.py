@@ -67,8 +67,7 @@ class VocabShard:
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | None = None,
                                  vocab_size: int | None = None) -> Tensor:
-    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]. Collective over tp, in backward
-    too."""
+    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]. Backward is local."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
     shard = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
     # No rank gathers logits: only three numbers per row cross ranks (losses_of_chunk).
@@ -141,20 +140,21 @@ def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabSh
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Backward computes the softmax again, when the gradient of each loss is known."""
+    """Saves the gradient of each loss in fp32, so that backward sends nothing."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
-        ctx.save_for_backward(logits, target)
-        ctx.shard = shard
-        return losses_of_chunk(logits.detach().clone(), target, shard, None)
+        gradient = logits.detach().to(torch.float32, copy=True)  # [N, V / tp], first the logits
+        ones = torch.ones(len(logits), device=logits.device) if ctx.needs_input_grad[0] else None
+        losses = losses_of_chunk(gradient, target, shard, ones)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, target = ctx.saved_tensors
-        gradient = logits.detach().clone()
-        losses_of_chunk(gradient, target, ctx.shard, grads[0].float().contiguous())
-        return gradient, None, None
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0].unsqueeze(1)).to(ctx.dtype), None, None
 
 
 class _LinearCrossEntropyMean(torch.autograd.Function):

@@ -71,6 +71,18 @@ def test_loss_of_split_logits_equals_the_whole(world: int) -> None:
         assert not grad[:, VOCAB:].any()
 
 
+def _backward_on_rank_0(rank: int, world: int) -> bool:
+    logits = torch.randn(4, 8, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits, torch.arange(4), build(world).tp)
+    if rank == 0:
+        losses.sum().backward()
+    return logits.grad is not None
+
+
+def test_the_backward_of_one_rank_waits_for_no_other() -> None:
+    assert run_ranks(_backward_on_rank_0, 2) == [True, False]
+
+
 def _kernels_on_rank_0(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """Rank 1 has no C compiler, say; a kernel that is called on rank 0 all the same fails: the mock has no numbers."""
     with patch("mpu.cross_entropy.on_accelerator", return_value=True), \

@@ -81,8 +81,7 @@ def _gradients() -> tuple[Tensor, Tensor]:
 
 
 Clip = tuple[float, Tensor, Tensor]
-CLIPS = [*product((0.5, 1e6), (2.0, math.inf, 3.0))]
-"""The norm that is allowed, and its order."""
+CLIPS = [*product((0.5, 1e6), (2.0, math.inf, 3.0))]  # the norm that is allowed, and its order
 
 
 def _clips(rank: int, world: int) -> list[Clip]:

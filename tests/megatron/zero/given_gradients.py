@@ -38,8 +38,7 @@ class Net(nn.Module):
         return (flat * gradient.to(flat.dtype)).sum()
 
 
-NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters()}
-"""Of each parameter."""
+NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters()}  # of each parameter
 
 
 def by_name(flat: Tensor) -> dict[str, Tensor]:
@@ -86,8 +85,7 @@ def all_state(engine: Engine) -> list[Tensor]:
 
 # ---- what both compressed optimizers are asked, by an engine of theirs and batches -----------------------------------
 
-Make = Callable[[int], Engine]
-"""Stage -> an engine."""
+Make = Callable[[int], Engine]  # stage -> an engine
 
 
 def gpt2_trained(rank: int, world: int, tp: int, settings: dict[str, Any], steps: int) -> tuple[Any, ...]:

@@ -13,8 +13,7 @@ from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.partition import local_slice, partition_of
 
-WIDTH, SAMPLES = 24, 8
-"""Samples of a step, over all ranks and micro-batches."""
+WIDTH, SAMPLES = 24, 8  # samples of a step, over all ranks and micro-batches
 
 
 class Given(nn.Module):

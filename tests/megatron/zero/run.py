@@ -30,8 +30,7 @@ CLIP, DECAY = 0.5, 0.1
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-EPS = 1e-5
-"""The gradient of a key bias is zero but for rounding, which a small epsilon would blow up."""
+EPS = 1e-5  # the gradient of a key bias is zero but for rounding, which a small epsilon would blow up
 
 
 def configure(**settings: Any) -> Config:

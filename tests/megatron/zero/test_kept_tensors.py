@@ -120,8 +120,7 @@ ENGINES: dict[str, Callable[[], tuple[nn.Module, Step, Any]]] = {
     "fully_shard": partial(with_fsdp, partial(in_blocks, sharded_in_place)),
 }
 
-Kept = list[tuple[str, Tensor, Read]]
-"""Who kept it, the right values, and how to read what was kept."""
+Kept = list[tuple[str, Tensor, Read]]  # who kept it, the right values, and how to read what was kept
 
 
 def linear_of(model: nn.Module) -> nn.Module:

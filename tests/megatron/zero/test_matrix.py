@@ -27,8 +27,7 @@ ROWS, LENGTH, VOCABULARY, LR = 16, 8, 61, 2e-3
 STEPS, STEPS_OF_SAMPLE = 50, 8
 STAGES = (0, 1, 2, 3)
 
-TIMEOUT = 1200
-"""Seconds for one grid: eight ranks on two cores wait for each other most of the time."""
+TIMEOUT = 1200  # seconds for one grid: eight ranks on two cores wait for each other most of the time
 
 FIRST_SCALE, WINDOW = 64.0, 7
 """The loss scale of fp16 doubles at step 7 for the first time, and 7 times in 50 steps."""

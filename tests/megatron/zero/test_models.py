@@ -31,8 +31,7 @@ from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, I
 
 STEPS, LR = 4, 1e-2
 
-Script = Callable[[Engine, Tensor], None]
-"""One optimizer step on this rank's share of the rows."""
+Script = Callable[[Engine, Tensor], None]  # one optimizer step on this rank's share of the rows
 
 
 def plainly(engine: Engine, x: Tensor) -> None:

@@ -48,8 +48,7 @@ class Case:
     kind: str
     culprit: int
     value: float
-    micro: int
-    """The micro-batch that is poisoned."""
+    micro: int  # the micro-batch that is poisoned
 
 
 Observed = tuple[list[bool], list[float], bool, bool, str, str]
@@ -249,8 +248,7 @@ def step_with_large(rank: int, world: int, stage: int, tp: int, precision: str) 
     return seen
 
 
-VALUES = [1e18, 1e20, 1e30, -3e36]
-"""Squares of the last three are infinite in fp32."""
+VALUES = [1e18, 1e20, 1e30, -3e36]  # squares of the last three are infinite in fp32
 
 
 @pytest.mark.parametrize(("stage", "tp", "precision"), [

@@ -82,8 +82,7 @@ def test_rates_are_those_the_file_names_and_the_trainers(kind: str, warmup_type:
         engine.step()
 
 
-OWN_RATES = ((3e-4,), (1e-5, 1e-3))
-"""Of one and of two param groups."""
+OWN_RATES = ((3e-4,), (1e-5, 1e-3))  # of one and of two param groups
 
 
 def engine_with_rates(rates: tuple[float, ...], kind: str, params: dict[str, Any], *, by: str) -> zero.Engine:

@@ -75,8 +75,7 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 UNITS = {"block": 768, "root": 256}
 """Elements, padded to 128 for each of two ranks: a matrix of 24 x 24 and a bias; a head of 24 and a bias of 1."""
 
-Traffic = dict[tuple[str, int, str], int]
-"""(kind, elements, dtype) -> how often."""
+Traffic = dict[tuple[str, int, str], int]  # (kind, elements, dtype) -> how often
 
 
 def formula(stage: int, accumulation: int, work: str) -> Traffic:

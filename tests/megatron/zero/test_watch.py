@@ -37,8 +37,7 @@ from tests.wires import accelerator_side
 
 ROOT = Path(__file__).parents[3]
 WIDTH = 8
-LOOK = 0.1
-"""In place of a second."""
+LOOK = 0.1  # in place of a second
 POLLS = {"CHECK_SECONDS": LOOK, "POLL_SECONDS": 0.05, "REPORTER_POLLS": 200, "REPORTER_TIMEOUT_POLLS": 400}
 """The reporter waits for ten seconds for the logs of ranks that are slow."""
 

@@ -93,8 +93,7 @@ def test_a_step_moves_each_byte_once(tmp_path: Path, stage: int, precision: str,
 
 # ---- between a device and its host ----------------------------------------------------------------------------------
 
-STATE = 3 * 4
-"""Bytes of the masters and moments of a parameter."""
+STATE = 3 * 4  # bytes of the masters and moments of a parameter
 
 
 def copied(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
