@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from data.cli import StrictArgumentParser
-from megatron.config.tree import require
 from megatron.commands import harness
+from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.evaluate.eval_args import build_model_parser, source_from_flags
 from megatron.inference.model_args import flags_to_compare
