@@ -5,6 +5,11 @@
     def test_something() -> None:
         first, second = run_ranks(work, 2, 0.5)
 
+A test that compares nothing across ranks is written as its body:
+
+    @on_ranks(2)
+    def test_something(rank: int, world_size: int, tmp_path: Path) -> None: ...
+
 The ranks are forked from a *fork server*, a process that has imported torch and the trainer but never ran an
 operation: a job costs about a tenth of a second, and no rank inherits the OpenMP threads of the test process (forking
 those hangs).
@@ -18,6 +23,9 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -100,6 +108,24 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
             for child in children:
                 child.kill()
                 child.join()
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the test runs on so many ranks, with its fixtures and parameters after (rank, world_size)."""
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            run_ranks(_run_body, world_size, body.__module__, body.__name__, given, **options)
+
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][2:])  # type: ignore
+        return test
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, world_size, **given)
 
 
 def _collect(pipes: list[Connection], timeout: float, folder: Path) -> dict[int, _Report | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize("block", [64, 1 << 17])
-def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_run_and_any_rows_are_those_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, rng = whole(5000), random.Random(1)
     monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
     for _ in range(100):
@@ -60,35 +61,12 @@ def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatc
         out = torch.empty(rng.randrange(5001 - start))
         NormalInitializer(KEY, 1.0, StridedSegments(5000, 5000, 0))(out, start)
         assert torch.equal(out, expected[start : start + len(out)])
-
-
-@pytest.mark.parametrize("stride", [64, 24, 25, 31])
-def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = whole(stride * 20 + 20)
-    for block in (1 << 17, 32):
-        monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
+    for stride in (64, 24, 25, 31):
         for start, width in ((0, stride), (3, 8), (7, stride - 5), (16, 1)):
             out = torch.empty(20, width)
             fill_normal_rows(out, KEY, start, stride)
             rows = [expected[start + i * stride : start + i * stride + width] for i in range(20)]
             assert torch.equal(out, torch.stack(rows))
-
-
-def test_they_are_normal_and_tensors_are_independent() -> None:
-    n = 1 << 20
-    x = whole(n).double()
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs(float((x**power).mean()) - moment) < 5 * math.sqrt(variance / n)
-    probabilities = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    found = torch.searchsorted(x.sort().values, torch.special.ndtri(probabilities)) / n
-    assert float((found - probabilities).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
-    assert 4.5 < float(x.abs().max()) < 6.7
-    other = torch.empty(n)
-    NormalInitializer(rng_key(1234, "blocks.1.attn.qkv.weight"), 1.0, StridedSegments(n, n, 0))(other, 0)
-    for shift in (0, 1, 4, 8):  # neighbours, partners of one counter, neighbouring groups
-        for y in (other.double(), x.roll(shift) if shift else other.double()):
-            assert abs(float((x * y).mean())) < 5 / math.sqrt(n)
-            assert abs(float((x**2 * y**2).mean()) - 1) < 5 * math.sqrt(8 / n)
 
 
 def normal(out: Tensor, start: int, segments: StridedSegments) -> None:
@@ -103,10 +81,8 @@ CUTS = [((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48),
         ((6, 20), Partition(1)), ((16, 6), Partition(0, size=13)), ((7, 5), None)]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("draw", [normal, uniform])
-def test_parts_of_ranks_are_slices_of_one_tensor(tp: int, draw: Callable[[Tensor, int, StridedSegments], None]) -> None:
-    for shape, partition in CUTS:
+def test_parts_of_ranks_are_slices_of_one_tensor() -> None:
+    for (shape, partition), tp, draw in product(CUTS, (1, 2, 4), (normal, uniform)):
         assert_slices_of_one_tensor(shape, partition, tp, draw)
 
 
@@ -157,11 +133,8 @@ def test_keys_tell_seeds_and_names_apart() -> None:
     assert out.tolist() == [2.5] * 3
 
 
-def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
+def test_uniform_numbers_are_those_of_the_definition() -> None:
     """Of each place the upper 24 bits."""
-    n = 100_000
+    n = 1000
     uniform(found := torch.empty(n), 0, StridedSegments(n, n, 0))
-    for place in (0, 1, 77, n - 1):
-        assert float(found[place]) == (bits_of(place) >> 40) / 2**24
-    even = (torch.arange(n) + 0.5) / n
-    assert float((found.sort().values - even).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
+    assert found.tolist() == [(bits_of(place) >> 40) / 2**24 for place in range(n)]

@@ -18,18 +18,18 @@ from mpu.split import Partition
 from tests.distributed import run_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype) -> None:
-    for size in (0, 1, 1000, 3_000_001):
+def test_sum_of_squares_is_the_float64_one() -> None:
+    for dtype, size in product((torch.float32, torch.bfloat16, torch.float16, torch.float64), (0, 1, 1000, 3_000_001)):
         x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2 + 5e-3).to(dtype)
         result = sum_of_squares(x)
         assert result.dtype == torch.float64 and result.shape == ()
         torch.testing.assert_close(result, x.double().square().sum(), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize(("size", "places"), [(1, [0]), (128, [5]), (1000, [0, 300, 999]), (300_001, [7, 300_000])])
-def test_squares_beyond_fp32_do_not_overflow(size: int, places: list[int]) -> None:
-    for dtype, large in product((torch.float32, torch.bfloat16, torch.float64), (1e19, 1e20, -1e30, 3e36)):
+def test_squares_beyond_fp32_do_not_overflow() -> None:
+    sizes = (1, [0]), (128, [5]), (1000, [0, 300, 999]), (300_001, [7, 300_000])
+    for (size, places), dtype, large in product(sizes, (torch.float32, torch.bfloat16, torch.float64),
+                                                (1e19, 1e20, -1e30, 3e36)):
         x = torch.ones(size, dtype=dtype)
         x[places] = large
         # fp64 holds these squares, and adds up ones beside them exactly enough.
@@ -102,7 +102,7 @@ def _clip(rank: int, world: int, groups: Groups, max_norm: float, norm_type: flo
     return norm, split.grad, shared.grad
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_clipping_does_not_depend_on_the_layout(world: int) -> None:
     whole, replicated = _gradients()
     for (max_norm, norm_type), *results in zip(CLIPS, *run_ranks(_clips, world), strict=True):

@@ -3,72 +3,52 @@ who owns what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from mpu.groups import SOLO, Group, build
+from mpu.groups import SOLO, build
 from mpu.partition import join_local_slices, local_slice
 from mpu.regions import (
     copy_to_region, gather_from_region, reduce_from_region, scatter_to_region, split_tensor_along_last_dim,
 )
 from mpu.split import ParallelError, Partition, divide, pad_vocab, rank_grid, split_range
-from tests.distributed import run_ranks
-
-Region = Callable[[Tensor, Group], Tensor]
+from tests.distributed import on_ranks
 
 
 def _values(rank: int, *shape: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
 
 
-def _forward_backward(rank: int, world: int, region: Region, width: int) -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_forward_and_backward_are_the_table(rank: int, world: int) -> None:
     tp = build(world).tp
-    x = _values(rank, 3, width).requires_grad_()
-    y = region(x, tp)
-    (grad,) = torch.autograd.grad(y, x, _values(10 + rank, *y.shape))
-    return y.detach(), grad
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_forward_and_backward_are_the_table(world: int) -> None:
     x = [_values(r, 3, 8) for r in range(world)]
     g = [_values(10 + r, 3, 8) for r in range(world)]
     g_wide = [_values(10 + r, 3, 8 * world) for r in range(world)]
     g_slim = [_values(10 + r, 3, 8 // world) for r in range(world)]
-    total_x, total_g = torch.stack(x).sum(0), torch.stack(g).sum(0)
-    expected: dict[Region, list[tuple[Tensor, Tensor]]] = {
-        copy_to_region: [(x[r], total_g) for r in range(world)],
-        reduce_from_region: [(total_x, g[r]) for r in range(world)],
-        scatter_to_region: [(x[r].chunk(world, -1)[r], torch.cat(g_slim, -1)) for r in range(world)],
-        gather_from_region: [(torch.cat(x, -1), g_wide[r].chunk(world, -1)[r]) for r in range(world)],
-    }
-    for region, by_rank in expected.items():
+    for region, forward, backward in (
+            (copy_to_region, x[rank], sum(g)), (reduce_from_region, sum(x), g[rank]),
+            (scatter_to_region, x[rank].chunk(world, -1)[rank], torch.cat(g_slim, -1)),
+            (gather_from_region, torch.cat(x, -1), g_wide[rank].chunk(world, -1)[rank])):
+        mine = x[rank].clone().requires_grad_()
+        y = region(mine, tp)
+        (grad,) = torch.autograd.grad(y, mine, _values(10 + rank, *y.shape))
+        assert torch.equal(y, forward) and torch.equal(grad, backward), region
         assert region(x[0], SOLO) is x[0], "on a group of one a region is its argument"
-        results = run_ranks(_forward_backward, world, region, 8)
-        for (y, grad), (forward, backward) in zip(results, by_rank, strict=True):
-            assert torch.equal(y, forward) and torch.equal(grad, backward), region
 
 
-def _siblings(rank: int, world: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_reduction_leaves_saved_tensors_and_sibling_gradients_alone(rank: int, world: int) -> None:
     tp = build(world).tp
     a = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     reduce_from_region(torch.tanh(a), tp).sum().backward()  # tanh keeps its output for backward
-    z = torch.zeros(3, requires_grad=True)
-    b = torch.zeros(3, requires_grad=True)
-    (z + copy_to_region(b, tp)).backward(torch.tensor([1.0, 2.0, 3.0]))  # one gradient, two receivers
+    z, b = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    gradient = torch.tensor([1.0, 2.0, 3.0])
+    (z + copy_to_region(b, tp)).backward(gradient.clone())  # one gradient, two receivers
     assert a.grad is not None and z.grad is not None and b.grad is not None
-    assert torch.equal(b.grad, torch.tensor([1.0, 2.0, 3.0]) * world)
-    return a.grad, z.grad
-
-
-def test_a_reduction_leaves_saved_tensors_and_sibling_gradients_alone() -> None:
-    expected = 1 - torch.tensor([0.3, -0.2, 0.5]).tanh().square()
-    for through_tanh, sibling in run_ranks(_siblings, 2):
-        torch.testing.assert_close(through_tanh, expected)
-        assert torch.equal(sibling, torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(a.grad, 1 - a.detach().tanh().square())
+    assert torch.equal(z.grad, gradient) and torch.equal(b.grad, gradient * world)
 
 
 def test_split_along_the_last_dimension() -> None:

@@ -25,7 +25,8 @@ from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, Tensor
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
-from megatron.checkpoint.writer import TensorPiece
+from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.writer import LazyData, TensorPiece
 from megatron.distributed import consistency
 from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
@@ -168,14 +169,24 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
 
 
 def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None, run: str = "solo",
-              after: str | None = None, **given: Any) -> None:
-    """A small checkpoint of one rank; its content depends on the seed (default: the step) alone. It continues from the
-    tag `after`, or else from the one that `latest` names where that is of the same run."""
-    data = torch.full((16,), float(step if seed is None else seed))
-    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", TPSlice((16,)), 0, data)],
-                rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
-                layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
-                **{"lineage": Lineage(_parent(root, after, run)), **given})
+              after: str | None = None, data: torch.Tensor | LazyData | None = None, **given: Any) -> None:
+    """A small checkpoint of one rank: `data`, or numbers that depend on the seed (default: the step) alone. It
+    continues from the tag `after`, or else from the one that `latest` names where that is of the same run."""
+    values = torch.full((16,), float(step if seed is None else seed)) if data is None else data
+    count = values.count if isinstance(values, LazyData) else len(values)
+    content: dict[str, Any] = dict(
+        pieces=[TensorPiece("w", "weight", TPSlice((count,)), 0, values)], shared_state={}, config={},
+        rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run,
+        iteration=step, lineage=Lineage(_parent(root, after, run)))
+    writer.save(root, tag or f"global_step{step}", **{**content, **given})
+
+
+def weight(root: Path, tag: str, count: int = 16) -> list[float]:
+    """The numbers that a `save_solo` checkpoint holds, after every byte of it was verified."""
+    verify_tag(root, tag)
+    out = torch.empty(count)
+    open_checkpoint(root, tag).read_slice("weight", "w", TPSlice((count,)), 0, out)
+    return out.tolist()
 
 
 def _parent(root: Path, after: str | None, run: str) -> CommitRecord | None:
@@ -201,10 +212,6 @@ def open_quietly(root: Path, tag: str | None = None) -> Checkpoint:
         found = open_checkpoint(root, tag)
     assert lines == []
     return found
-
-
-def saved(root: Path, tag: str) -> CommitRecord:
-    return read_tag_manifest(root, tag)
 
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------

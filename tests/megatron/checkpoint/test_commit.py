@@ -6,80 +6,43 @@ import errno
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import commit, safetensors_io
+from megatron.checkpoint import commit
 from megatron.checkpoint.async_save import AsyncSaver
-from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, delete_old_tags,
-                                        exclusive_access, lock_save_root)
+from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, exclusive_access,
+                                        lock_save_root)
 from megatron.checkpoint.manifest import Lineage
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import commit_records, tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.checkpoint.writer import PendingSave
 from megatron.errors import ConfigError, StorageError
 from mpu.groups import SOLO
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import load_candidates, printed, save_solo, saved
+from tests.megatron.checkpoint.faults import Killed, dying_at
+from tests.megatron.checkpoint.made import load_candidates, printed, save_solo, weight
 
-CALLS = ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir")
-
-
-class Killed(BaseException):
-    """The process is no more: from here on every call of it raises, those of its clean-up included."""
+TREE = Path(__file__).parents[3]
 
 
-@contextmanager
-def dying_at(call: int, die: Callable[[], None]) -> Iterator[list[int]]:
-    """Die in place of the `call`-th (from 0) file operation, and of every later one; yields how many were made."""
-    made = [0]
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            made[0] += 1
-            if made[0] > call:
-                die()
-            return real(*args, **kwargs)
-        return wrapped
-
-    with ExitStack() as stack:
-        for name in CALLS:
-            stack.enter_context(mock.patch.object(os, name, dying(getattr(os, name))))
-        sink = safetensors_io.ChecksummedWriter
-        stack.enter_context(mock.patch.object(sink, "write", dying(sink.write)))
-        yield made
-
-
-def kill() -> None:
-    raise Killed
-
-
-def calls_of(root: Path, step: int, seed: int) -> int:
-    with dying_at(10**9, kill) as made:
-        save_solo(root, step, seed)
-    return made[0]
+def changes_of_a_save(root: Path, step: int) -> int:
+    with dying_at(root, 10**9) as made:
+        save_solo(root, step, seed=20)
+    return len(made)
 
 
 def value(root: Path, tag: str) -> float:
     """The one number that a `save_solo` checkpoint holds."""
-    import torch
-
-    verify_tag(root, tag)
-    out = torch.empty(16)
-    open_checkpoint(root, tag).read_slice("weight", "w", TPSlice((16,)), 0, out)
-    assert out.unique().numel() == 1
-    return out[0].item()
+    (number,) = {*weight(root, tag)}
+    return number
 
 
 def check_next_save(root: Path) -> None:
@@ -107,10 +70,10 @@ def saves(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> None:
     save_solo(tmp_path / "rehearsal", 1)
     committed = []
-    for call in range(calls_of(tmp_path / "rehearsal", 2, 2)):
+    for call in range(changes_of_a_save(tmp_path / "rehearsal", 2)):
         root = tmp_path / str(call)
         save_solo(root, 1)
-        with pytest.raises(Killed), dying_at(call, kill):
+        with pytest.raises(Killed), dying_at(root, call):
             save_solo(root, 2)
         newest = tag_names(root)[-1]
         assert value(root, "global_step1") == 1 and value(root, newest) == float(newest[-1])
@@ -125,10 +88,10 @@ def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> 
 def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path) -> None:
     save_solo(tmp_path / "rehearsal", 1, seed=10)
     values, aside = [], 0
-    for call in range(calls_of(tmp_path / "rehearsal", 1, 20)):
+    for call in range(changes_of_a_save(tmp_path / "rehearsal", 1)):
         root = tmp_path / str(call)
         save_solo(root, 1, seed=10)
-        with pytest.raises(Killed), dying_at(call, kill):
+        with pytest.raises(Killed), dying_at(root, call):
             save_solo(root, 1, seed=20)
         values.append(value(root, "global_step1"))
         assert open_checkpoint(root).tag == "global_step1"
@@ -140,32 +103,33 @@ def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path
 
 
 def test_killed_while_tidying_up_nothing_is_lost(tmp_path: Path) -> None:
-    def leave_mess(root: Path, at: int) -> None:
-        save_solo(root, 1, seed=10)
-        with pytest.raises(Killed), dying_at(at, kill):
-            save_solo(root, 1, seed=20)
-
     save_solo(tmp_path / "rehearsal", 1)
-    for first in range(calls_of(tmp_path / "rehearsal", 1, 20)):
-        for second in range(6):
+    for first in range(changes_of_a_save(tmp_path / "rehearsal", 1)):
+        for second in range(0, 6, 2):
             root = tmp_path / f"{first}-{second}"
-            leave_mess(root, first)
+            save_solo(root, 1, seed=10)
+            with pytest.raises(Killed), dying_at(root, first):
+                save_solo(root, 1, seed=20)
             before = value(root, "global_step1")
-            with pytest.raises(Killed), dying_at(second, kill):
+            with pytest.raises(Killed), dying_at(root, second + first % 2):
                 save_solo(root, 3)
             assert value(root, "global_step1") == before
             shutil.rmtree(root)
 
 
-def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [".staging-global_step2-dead", ".latest.123.abcd.tmp", ".zero_to_fp32.py.1.ab.tmp"])
+def test_what_a_kill_left_is_swept_by_the_next_save_and_a_save_that_it_left_is_told(name: str, tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
-    left = tmp_path / ".staging-global_step2-dead"
-    left.mkdir()
-    (left / "rank0.safetensors").write_bytes(b"half")
+    left = tmp_path / name
+    if name.startswith(".staging"):
+        left.mkdir()
+        (left / "rank0.safetensors").write_bytes(b"half")
+    else:
+        left.touch()
     with printed() as lines:
-        commit.clean_up_save_root(tmp_path)
-    assert len(lines) == 1 and str(left) in lines[0] and not left.exists()
-    assert tag_names(tmp_path) == ["global_step1"]
+        save_solo(tmp_path, 2)
+    assert lines == ([f"removing {left}, left by an interrupted save"] if left.suffix != ".tmp" else [])
+    assert not [other for other in os.listdir(tmp_path) if other.startswith(".")]
 
 
 STAGE = """
@@ -179,11 +143,11 @@ with open_staging_folder(Path(sys.argv[1]), "global_step2", "other"):
 
 
 def test_a_staging_folder_of_a_program_that_saves_now_is_left_alone_until_that_is_dead(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=Path(__file__).parents[3],
+    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=TREE,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"staged\n"
-        save_solo(tmp_path, 1)
-        assert (tmp_path / ".staging-global_step2-other").exists() and value(tmp_path, "global_step1") == 1
+        save_solo(tmp_path, 2, run="other")  # of the same name: both went on from one checkpoint
+        assert (tmp_path / ".staging-global_step2-other").exists() and value(tmp_path, "global_step2") == 2
         other.kill()
         other.wait()
     save_solo(tmp_path, 3)
@@ -228,9 +192,7 @@ def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
 
 def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     for step in range(1, 10):
-        save_solo(tmp_path, step)
-    assert delete_old_tags(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == \
-        [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
+        save_solo(tmp_path, step, keep=Keep(last=2, every=3))
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
@@ -263,14 +225,6 @@ def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
         check_save_root_is_writable(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["latest", "zero_to_fp32.py"])
-def test_what_a_kill_left_of_a_small_file_is_swept_by_the_next_save(name: str, tmp_path: Path) -> None:
-    save_solo(tmp_path, 1)
-    (tmp_path / f".{name}.123.abcd.tmp").touch()
-    save_solo(tmp_path, 2)
-    assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
-
-
 # ---- two jobs, one folder --------------------------------------------------------------------------------------------
 
 HOLD = """
@@ -282,17 +236,19 @@ with lock_save_root(sys.argv[1]):
 """
 
 
-def test_the_second_job_is_told_who_was_first(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+def test_the_second_job_is_told_who_was_first_under_every_name_of_the_folder(tmp_path: Path) -> None:
+    names = names_of(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(names[0])], cwd=TREE, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError,
-                           match=f"--save {tmp_path}: locked by process {first.pid} on "), lock_save_root(tmp_path):
-            pass
-        os.kill(first.pid, signal.SIGKILL)
+        for name in names:
+            with pytest.raises(ConfigError, match=f"--save {name}: locked by process {first.pid} on "), \
+                    lock_save_root(name):
+                pass
+        first.kill()
         first.wait()
-    with lock_save_root(tmp_path):
-        save_solo(tmp_path, 1)
+    with lock_save_root(names[0]):
+        save_solo(names[0], 1)
 
 
 def test_the_lock_goes_with_its_end_or_an_error_though_a_fork_has_it_too(tmp_path: Path) -> None:
@@ -312,24 +268,12 @@ def test_the_lock_goes_with_its_end_or_an_error_though_a_fork_has_it_too(tmp_pat
         os.waitpid(child, 0)
 
 
-# ---- one folder, several names ---------------------------------------------------------------------------------------
-
-NAMES = ("s", "link", "s/../s", "beside/../s")
-
-
 def names_of(root: Path) -> list[Path]:
+    """A folder by several names."""
     (root / "s").mkdir()
     (root / "beside").mkdir()
     (root / "link").symlink_to("s")
-    return [root / name for name in NAMES]
-
-
-def test_a_second_job_is_refused_under_every_name_of_the_folder(tmp_path: Path) -> None:
-    first, *others = names_of(tmp_path)
-    with lock_save_root(first):
-        for name in others:
-            with pytest.raises(ConfigError, match=f"locked by process {os.getpid()} on "), lock_save_root(name):
-                pass
+    return [root / name for name in ("s", "link", "s/../s", "beside/../s")]
 
 
 def save_many(rank: int, world: int, names: list[Path], count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.reshard import TPSharding, TPSlice
 from megatron.errors import CheckpointError
 from mpu.split import Partition
-from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, local, logical, runs, save_grid
+from tests.megatron.checkpoint.faults import before_each
+from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, ThreadWorld, local, logical, runs, save_grid
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,10 @@ def check_all_runs(checkpoint: Checkpoint, grid: Grid, padding: float) -> None:
             assert torch.equal(out, piece.load()), (piece.kind, piece.name, rank, grid)
 
 
-@pytest.mark.parametrize("asked", GRIDS, ids=str)
-@pytest.mark.parametrize("written", GRIDS, ids=str)
-def test_every_layout_reads_every_other(saved: dict[Grid, Path], written: Grid, asked: Grid) -> None:
-    # The same cut is read back bit for bit, padding and all; any other finds zero there.
-    check_all_runs(open_checkpoint(saved[written]), asked, padding=7.0 if written.tp == asked.tp else 0.0)
+def test_every_layout_reads_every_other(saved: dict[Grid, Path]) -> None:
+    for written, asked in product(GRIDS, GRIDS):
+        # The same cut is read back bit for bit, padding and all; any other finds zero there.
+        check_all_runs(open_checkpoint(saved[written]), asked, padding=7.0 if written.tp == asked.tp else 0.0)
 
 
 def test_the_digest_is_the_same_for_every_layout(saved: dict[Grid, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +57,14 @@ def test_the_digest_tells_states_apart(tmp_path: Path, saved: dict[Grid, Path]) 
         list(reader.digest_lines(open_checkpoint(saved[Grid(1, 1)])))[-1]
 
 
-@pytest.mark.parametrize("written", GRIDS, ids=str)
-def test_merge_gives_the_unpadded_weights(saved: dict[Grid, Path], written: Grid, tmp_path: Path) -> None:
-    size = reader.write_fp32_weights(open_checkpoint(saved[written]), tmp_path / "all.safetensors")
-    assert size == (tmp_path / "all.safetensors").stat().st_size
-    merged = load_file(tmp_path / "all.safetensors")
-    assert set(merged) == set(SHAPES)
-    for name, tensor in merged.items():
-        assert torch.equal(tensor, logical()["weight", name])
+def test_merge_gives_the_unpadded_weights(saved: dict[Grid, Path], tmp_path: Path) -> None:
+    for folder in saved.values():
+        size = reader.write_fp32_weights(open_checkpoint(folder), tmp_path / "all.safetensors")
+        assert size == (tmp_path / "all.safetensors").stat().st_size
+        merged = load_file(tmp_path / "all.safetensors")
+        assert set(merged) == set(SHAPES)
+        for name, tensor in merged.items():
+            assert torch.equal(tensor, logical()["weight", name])
 
 
 def test_a_read_converts_to_the_dtype_asked_for(saved: dict[Grid, Path]) -> None:
@@ -76,10 +77,12 @@ def test_a_read_converts_to_the_dtype_asked_for(saved: dict[Grid, Path]) -> None
 
 
 def test_a_read_touches_only_the_files_that_hold_its_run(saved: dict[Grid, Path]) -> None:
+    opened: list[str] = []
     checkpoint = open_checkpoint(saved[Grid(2, 2)])
-    local_slice = TPSlice((28, 8), Partition(0, size=50), 1, 2)
-    checkpoint.read_slice("weight", "embedding.weight", local_slice, 0, torch.empty(8))
-    assert list(checkpoint._open_files) == ["rank1.safetensors"]
+    with before_each(saved[Grid(2, 2)], lambda operation, path: opened.append(Path(path).name), ["open"]):
+        checkpoint.read_slice("weight", "embedding.weight", TPSlice((28, 8), Partition(0, size=50), 1, 2), 0,
+                              torch.empty(8))
+    assert {*opened} == {"rank1.json", "rank1.safetensors"}
 
 
 def test_another_logical_shape_is_an_error_that_lists_both(saved: dict[Grid, Path]) -> None:
@@ -103,8 +106,6 @@ def test_states_come_back_to_the_ranks_that_saved_them(saved: dict[Grid, Path]) 
 
 
 def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
-    from tests.megatron.checkpoint.made import ThreadWorld
-
     save_grid(tmp_path, Grid(2, 1))
     victim = tmp_path / "global_step1" / "rank1.safetensors"
     victim.write_bytes(victim.read_bytes()[:-1] + b"\xff")
@@ -113,18 +114,11 @@ def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
     assert len({str(result) for result in results}) == 1 and "rank1.safetensors" in str(results[0])
 
 
-# ---- the arithmetic, against plain slicing of an index tensor --------------------------------------------------------
-
-def test_the_logical_shape_has_no_padding() -> None:
+def test_a_logical_shape_has_no_padding_and_an_impossible_cut_is_refused() -> None:
     assert TPSharding((16, 8), 0, 1, 50, 4).logical_shape == (50, 8)
     assert TPSharding((12, 8), 0, 3, None, 4).logical_shape == (48, 8)
     assert TPSharding((16, 8), None, 1, None, 1).logical_shape == (16, 8)
-
-
-@pytest.mark.parametrize("impossible", [
-    TPSharding((4,), 1, 1, None, 2), TPSharding((4,), 0, 3, None, 2), TPSharding((4,), 0, 1, 9, 2),
-    TPSharding((4,), 0, 2, 3, 2), TPSharding((4,), 0, 1, None, 0), TPSharding((4,), 0, 0, None, 1),
-    TPSharding((4,), None, 1, None, 2),
-])
-def test_an_impossible_cut_is_refused(impossible: TPSharding) -> None:
-    assert not impossible.can_exist
+    for impossible in (TPSharding((4,), 1, 1, None, 2), TPSharding((4,), 0, 3, None, 2), TPSharding((4,), 0, 1, 9, 2),
+                       TPSharding((4,), 0, 2, 3, 2), TPSharding((4,), 0, 1, None, 0), TPSharding((4,), 0, 0, None, 1),
+                       TPSharding((4,), None, 1, None, 2)):
+        assert not impossible.can_exist

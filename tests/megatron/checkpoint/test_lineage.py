@@ -24,8 +24,8 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import (latest_tag, commit_records, read_tag_manifest,
                                       tag_names)
 from megatron.zero.api.engine import Engine
+from tests.megatron.checkpoint.faults import Killed, dying_at
 from tests.megatron.checkpoint.made import load_candidates, save_solo
-from tests.megatron.checkpoint.test_commit import Killed, dying_at, kill
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}
 
@@ -105,7 +105,7 @@ class Story:
         step = self.engine.global_steps
         tag, before = own or f"global_step{step}", dict(self.reference.there)
         try:
-            with dying_at(dies_at, kill):
+            with dying_at(self.root, dies_at):
                 self.engine.save_checkpoint(self.root, own, {"id": name}, latest, keep=Keep(keep),
                                             in_background=self.random.random() < 0.3 and dies_at > 10**6)
             self.engine.finish_save()

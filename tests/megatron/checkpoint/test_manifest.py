@@ -42,20 +42,16 @@ def test_its_length_does_not_depend_on_the_number_of_ranks() -> None:
     assert len(set(sizes)) == 1
 
 
-def test_every_flipped_bit_is_found() -> None:
+def test_every_flipped_bit_and_every_truncation_is_found() -> None:
     data = MANIFEST.to_bytes()
+    damaged = [data[:size] for size in range(len(data))]
     for bit in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for found in damaged:
         with pytest.raises(CheckpointError):
-            parse_manifest(bytes(flipped))
-
-
-def test_every_truncation_is_found() -> None:
-    data = MANIFEST.to_bytes()
-    for size in range(len(data)):
-        with pytest.raises(CheckpointError):
-            parse_manifest(data[:size])
+            parse_manifest(found)
 
 
 def sealed(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -91,24 +87,25 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "change"), CHANGES, ids=[message for message, _ in CHANGES])
-def test_a_wrong_field_is_named(message: str, change: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        parse_manifest(sealed(change))
+def test_a_wrong_field_is_named() -> None:
+    for message, change in CHANGES:
+        with pytest.raises(CheckpointError, match=message):
+            parse_manifest(sealed(change))
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"[" * 100_000, b"\x80\x04\x95", b'{"a":1,"a":2}'], ids=repr)
-def test_anything_else_is_an_error_too(data: bytes) -> None:
-    for text in (data, data + checksum_ending(data)):
-        with pytest.raises(CheckpointError):
-            parse_manifest(text)
+def test_anything_else_is_an_error_too() -> None:
+    for data in (b"", b"{}", b"[1]", b"[" * 100_000, b"\x80\x04\x95", b'{"a":1,"a":2}'):
+        for text in (data, data + checksum_ending(data)):
+            with pytest.raises(CheckpointError):
+                parse_manifest(text)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "$(touch x)",
-                                  "a\0b", "x" * 201, "latest", "manifest.json", "global_stepé"])
-def test_names_that_are_more_than_names_are_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match="not a plain name"):
-        check_safe_name(name, "tag")
+def test_names_that_are_more_than_names_are_refused() -> None:
+    for name in ("", ".", "..", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "$(touch x)", "a\0b", "x" * 201,
+                 "latest", "manifest.json", "global_stepé"):
+        with pytest.raises(CheckpointError, match="not a plain name"):
+            check_safe_name(name, "tag")
+    assert check_safe_name("x" * 200, "tag") == "x" * 200
 
 
 def test_the_step_of_a_tag() -> None:

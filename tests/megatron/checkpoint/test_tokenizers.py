@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ TEXTS = ["", " ", "a", "The quick brown fox, naïve in 2019.", "  two  spaces\n\
          "fi ﬁ e\u0301 é"]
 
 
+MARKUP = ["<p>", "</p>", '<div class="a">', "</div>", "<br/>", "<b>", "</b>", "text", "hello world", "if a < b:",
+          "x << 2", "<- y", "<?php", "<!-- c -->", "vector<int>", "std::cout << x;", "#include <map>", "a <= b", "<0x",
+          "<un", "<|end", "<s>"]
+"""Of which pieces are made that begin with a bracket."""
+
+
 def section(**changes: Any) -> dict[str, Any]:
     return {"tokenizer_type": None, "tokenizer_path": None, "vocab_file": None, "merge_file": None, "train_data": (),
             **changes}
@@ -43,8 +50,13 @@ def written(tmp_path: Path, settings: dict[str, Any], tokens: int) -> TokenizerF
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
     words = Path(__file__).read_text() + Path(build.__code__.co_filename).read_text()
-    train_sentencepiece([*words.splitlines(keepends=True), *TEXTS], path, 600)
+    train_sentencepiece([*words.splitlines(keepends=True), *TEXTS, *markup(1000)], path, 600)
     return path
+
+
+def markup(count: int) -> list[str]:
+    generator = random.Random(0)
+    return [generator.choice(["", " "]).join(generator.choices(MARKUP, k=12)) for _ in range(count)]
 
 
 def kinds(sentencepiece: Path, tmp_path: Path) -> dict[str, dict[str, Any]]:
@@ -55,6 +67,13 @@ def kinds(sentencepiece: Path, tmp_path: Path) -> dict[str, dict[str, Any]]:
             "CharacterLevelTokenizer": section(tokenizer_type="CharacterLevelTokenizer",
                                                vocab_file=str(tmp_path / "characters.txt")),
             "GPT2BPETokenizer": section()}
+
+
+def check_same(theirs: Any, ours: Any, texts: Iterable[str]) -> None:
+    for text in texts:
+        ids = ours.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids, text
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "ByteLevelTokenizer", "CharacterLevelTokenizer",
@@ -68,49 +87,17 @@ def test_transformers_encodes_and_decodes_as_the_run_did(kind: str, sentencepiec
     assert theirs.eos_token_id == ours.eod
     generator = random.Random(1)
     noise = ["".join(generator.choices("abc  \n12é<|>_日", k=60)) for _ in range(30)]
-    for text in [*TEXTS, *noise]:
-        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
-        ids = ours.encode(text)
-        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
+    check_same(theirs, ours, [*TEXTS, *noise, *markup(200), "a<0x0A><unk></s>", "<<<<<<<", "<" * 50 + ">" * 50])
 
 
-MARKUP = ["<p>", "</p>", '<div class="a">', "</div>", "<br/>", "<b>", "</b>", "text", "hello world", "if a < b:",
-          "x << 2", "<- y", "<?php", "<!-- c -->", "vector<int>", "std::cout << x;", "#include <map>", "a <= b", "<0x",
-          "<un", "<|end", "<s>"]
-
-
-def test_a_sentencepiece_model_of_markup_and_code_is_exported_with_the_pieces_that_begin_with_a_bracket(
-        tmp_path: Path) -> None:
-    import sentencepiece
-
-    generator, path = random.Random(0), tmp_path / "tokenizer.model"
-    lines = [generator.choice(["", " "]).join(generator.choices(MARKUP, k=12)) for _ in range(2000)]
-    train_sentencepiece(lines, path, 420)
-    ours = build("SentencePieceTokenizer", None, None, str(path))
-    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    pieces = [model.id_to_piece(i) for i in range(len(model))
-              if not (model.is_byte(i) or model.is_control(i) or model.is_unknown(i))]
-    assert sum(len(piece) > 1 and piece.startswith("<") for piece in pieces) >= 5
-    written(tmp_path, section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path)), ours.vocab_size)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    strings = ["".join(generator.choices(pieces, k=generator.randint(1, 25))).replace("\u2581", " ")
-               for _ in range(1500)]
-    special = ["<0x41>", "<unk>", "<s>x", "a<0x0A><unk></s>", "<|endoftext|>", "<<<<<<<", "<" * 50 + ">" * 50]
-    for text in [*lines[:200], *strings, *special]:
-        ids = ours.encode(text)
-        assert theirs.encode(text, add_special_tokens=False) == ids, text
-        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
-
-
-def test_a_larger_table_than_the_vocabulary_will_do_and_a_smaller_one_will_not(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_exported_costs_one_line_and_not_the_model(tmp_path: Path) -> None:
+    """One that is gone, and one of more tokens than the model has; a larger table will do."""
     assert written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 300).eod == 256
-    made = written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 200)
-    assert not made.files and "257 tokens, and the model 200" in str(made.note)
-
-
-def test_a_tokenizer_that_is_gone_costs_one_line_and_not_the_model(tmp_path: Path) -> None:
-    made = written(tmp_path, section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(tmp_path / "no")), 300)
-    assert not made.files and "no such file" in str(made.note) and "\n" not in str(made.note)
+    gone = section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(tmp_path / "no"))
+    small = section(tokenizer_type="ByteLevelTokenizer")
+    for settings, tokens, words in ((small, 200, "257 tokens, and the model 200"), (gone, 300, "no such file")):
+        made = written(tmp_path, settings, tokens)
+        assert not made.files and words in str(made.note) and "\n" not in str(made.note)
 
 
 def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path: Path) -> None:

@@ -15,20 +15,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from megatron.checkpoint import commit, writer
+from megatron.checkpoint import commit
 from megatron.checkpoint.commit import DELETER, TRASH_PREFIX, BackgroundDeleter, Keep, clean_up_save_root
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.reshard import TPSlice
-from megatron.checkpoint.writer import TensorPiece
 from megatron.distributed import process_group
 from megatron.distributed.rank_status import STATUS
 from megatron.distributed.signals import StopListener
-from mpu.groups import SOLO
-from tests.megatron.checkpoint.made import printed
-
+from tests.megatron.checkpoint.faults import failing
+from tests.megatron.checkpoint.made import printed, save_solo
 
 IN_BACKGROUND = BackgroundDeleter.delete  # which conftest.py replaces
 
@@ -40,10 +36,8 @@ def in_background() -> Iterator[None]:
         DELETER.wait_for_deletions()
 
 
-def save(root: Path, step: int, last: int = 1) -> None:
-    piece = TensorPiece("w", "weight", TPSlice((4,)), 0, torch.ones(4))
-    writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={},
-                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run", iteration=step, keep=Keep(last))
+def save(root: Path, step: int) -> None:
+    save_solo(root, step, keep=Keep(1))
 
 
 def in_trash(root: Path) -> list[str]:
@@ -102,15 +96,8 @@ def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path:
         with printed() as lines:
             clean_up_save_root(tmp_path)
         assert len(in_trash(tmp_path)) == 2 and len(lines) == 1
-        clean_up_save_root(tmp_path)
-        assert sum(thread.name == "delete" for thread in threading.enumerate()) == 2  # each once
-        go.set()
-        DELETER.wait_for_deletions()
-    assert os.listdir(tmp_path) == []
-    (tmp_path / f"{TRASH_PREFIX}left").mkdir()
-    with slow_disk() as go:
         save(tmp_path, 1)
-        assert len(in_trash(tmp_path)) == 1
+        assert sum(thread.name == "delete" for thread in threading.enumerate()) == 2  # each once
         go.set()
         DELETER.wait_for_deletions()
     assert in_trash(tmp_path) == []
@@ -146,19 +133,16 @@ def test_a_program_that_was_asked_to_stop_does_not_wait(tmp_path: Path) -> None:
         DELETER.wait_for_deletions()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
-def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, tmp_path: Path,
-                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                                   ) -> None:
     save(tmp_path, 1)
-    with mock.patch.object(os, "unlink", side_effect=OSError(number, os.strerror(number))), \
-            mock.patch.object(os, "rmdir", side_effect=OSError(number, os.strerror(number))):
-        folder = tmp_path / f"{TRASH_PREFIX}global_step1-0"
-        os.rename(tmp_path / "global_step1", folder)
-        DELETER.delete(folder)
+    with failing(tmp_path, errno.EROFS, lambda operation, path: TRASH_PREFIX in path, ["unlink", "rmdir"]):
+        save(tmp_path, 2)
         DELETER.wait_for_deletions()
-    assert capsys.readouterr().err == (f"warning: {folder}, an old checkpoint, cannot be deleted "
-                                       f"({os.strerror(number)}): the next save tries again\n")
-    save(tmp_path, 2)
+    (folder,) = in_trash(tmp_path)
+    assert capsys.readouterr().err == (f"warning: {tmp_path / folder}, an old checkpoint, cannot be deleted (Read-only "
+                                       "file system): the next save tries again\n")
+    save(tmp_path, 3)
     DELETER.wait_for_deletions()
     assert in_trash(tmp_path) == [] and capsys.readouterr().err == ""
 

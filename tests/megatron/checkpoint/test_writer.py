@@ -1,17 +1,15 @@
 """A save that cannot be finished fails on every rank with the same line, and leaves what was there as it was; so does
-any error of one rank alone. test_kill.py has the faults of storage in whole runs."""
+any error of one rank alone."""
 
 from __future__ import annotations
 
-import builtins
 import errno
-import io
 import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,50 +19,28 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.checkpoint import safetensors_io, writer
+from megatron.checkpoint import safetensors_io
 from megatron.checkpoint.async_save import HostSnapshot
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.safetensors_io import SafetensorsReader
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.writer import LazyData, TensorPiece
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
                              TrainerError, exit_code)
-from mpu import groups as mpu_groups
-from mpu.groups import SOLO, build
+from mpu.groups import build
 from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint import made
-from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, open_quietly, save_grid, save_solo
+from tests.megatron.checkpoint.faults import before_each, failing
+from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, open_quietly, save_grid, save_solo, weight
 from tests.megatron.helpers import TINY, train, write_corpus
-
-
-class FullDisk:
-    """Operations on a path that holds `where` fail from the `call`-th on, as on a full disk."""
-
-    def __init__(self, call: int, where: str = "") -> None:
-        self.left, self.where = call, where
-
-    def patch(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(first: Any, *args: Any, **kwargs: Any) -> Any:
-            name = str(getattr(getattr(first, "file", None), "name", first))
-            if self.where in name:
-                self.left -= 1
-                if self.left < 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(first, *args, **kwargs)
-        return wrapped
-
-
-def patched(disk: FullDisk) -> Any:
-    return mock.patch.multiple(safetensors_io.ChecksummedWriter,
-                               write=disk.patch(safetensors_io.ChecksummedWriter.write))
 
 
 def check_untouched(root: Path) -> None:
@@ -73,10 +49,20 @@ def check_untouched(root: Path) -> None:
     assert open_quietly(root).tag == "global_step1"
 
 
-@pytest.mark.parametrize("where", ["rank0", "rank1", "rank3.json", "shared.json", "manifest.json"])
+def check_old_or_new(root: Path) -> str:
+    """Step 1 is there, and the newest tag is whole and the one that is loaded; which it is."""
+    verify_tag(root, "global_step1")
+    newest = tag_names(root)[-1]
+    verify_tag(root, newest)
+    assert open_checkpoint(root).tag == newest
+    return newest
+
+
+@pytest.mark.parametrize("where", ["rank0.safetensors", "rank1.safetensors", "rank3.json", "shared.json",
+                                   "manifest.json"])
 def test_a_full_disk_fails_every_rank_with_one_line(tmp_path: Path, where: str) -> None:
     save_grid(tmp_path, Grid(2, 2), step=1)
-    with patched(FullDisk(0, where)):
+    with failing(tmp_path, errno.ENOSPC, lambda operation, path: path.endswith(where), ["write"]):
         results = save_grid(tmp_path, Grid(2, 2), step=2)
     assert [type(result) for result in results] == [StorageError] * 4
     (message,) = {str(result) for result in results}
@@ -89,71 +75,29 @@ def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
     """The pieces of the four ranks together decide: each alone would fit."""
     save_grid(tmp_path, Grid(2, 2), step=1)
     needed = sum(prod(shape) * 4 for shape, _ in SHAPES.values()) * len(KINDS)
-    for free, fits in ((needed // 2, False), (2 * needed, True)):
-        disk = mock.Mock(total=1 << 40, free=free)
-        with mock.patch.object(shutil, "disk_usage", lambda path, disk=disk: disk), \
-                mock.patch.object(safetensors_io, "ChecksummedWriter", wraps=safetensors_io.ChecksummedWriter) as sink:
-            results = save_grid(tmp_path, Grid(2, 2), step=2)
-        assert sink.called == fits
-        if not fits:
-            assert [type(result) for result in results] == [StorageError] * 4
-            (message,) = {str(result) for result in results}
-            assert re.search(f"No space left on device; [0-9]+ bytes needed, {free} free", message)
-            assert int(message.split(" bytes needed")[0].split()[-1]) >= needed
-            check_untouched(tmp_path)
+    with mock.patch.object(shutil, "disk_usage", lambda path: mock.Mock(total=1 << 40, free=needed // 2)), \
+            failing(tmp_path, errno.EIO, lambda operation, path: True, ["write"]):
+        results = save_grid(tmp_path, Grid(2, 2), step=2)
+    assert [type(result) for result in results] == [StorageError] * 4
+    (message,) = {str(result) for result in results}
+    found = re.search(f"No space left on device; ([0-9]+) bytes needed, {needed // 2} free", message)
+    assert found is not None and int(found[1]) >= needed
+    check_untouched(tmp_path)
+    with mock.patch.object(shutil, "disk_usage", lambda path: mock.Mock(total=1 << 40, free=2 * needed)):
+        save_grid(tmp_path, Grid(2, 2), step=2)
     verify_tag(tmp_path, "global_step2")
-
-
-@pytest.mark.parametrize("operation", ["mkdir", "rename", "fsync"])
-def test_a_failing_call_of_the_commit_loses_nothing(tmp_path: Path, operation: str) -> None:
-    for call in range(50):
-        root = tmp_path / str(call)
-        save_solo(root, 1)
-        disk = FullDisk(call)
-        with mock.patch.object(os, operation, disk.patch(getattr(os, operation))):
-            try:
-                save_solo(root, 2)
-                break
-            except StorageError as error:
-                assert "No space left" in str(error)
-        verify_tag(root, "global_step1")
-        newest = tag_names(root)[-1]
-        verify_tag(root, newest)
-        left = [name for name in os.listdir(root) if name.startswith(".")]
-        assert not left or (left, newest) == ([".latest-pending"], "global_step2")
-        assert open_checkpoint(root).tag == newest
-    assert call >= 1
-
-
-@contextmanager
-def failing_drive(call: str, where: str, number: int) -> Iterator[None]:
-    """Calls of the system on a path in which `where` is found fail."""
-    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(first: Any, *rest: Any, **more: Any) -> Any:
-            is_open = isinstance(first, int)
-            path = os.readlink(f"/proc/self/fd/{first}") if is_open else os.fsdecode(first)
-            if re.search(where, path):
-                raise OSError(number, os.strerror(number), None if is_open else path)
-            return real(first, *rest, **more)
-        return wrapped
-
-    with ExitStack() as stack:
-        for owner in (builtins, io) if call == "open" else (os,):
-            stack.enter_context(mock.patch.object(owner, call, failing(getattr(owner, call))))
-        yield
 
 
 STAGED = r"\.staging-global_step2[^/]*"
 
 
 @pytest.mark.parametrize(("call", "where", "number", "named"), [
-    ("write", f"{STAGED}/rank0.safetensors$", errno.ENOSPC, "rank0.safetensors"),
     ("fsync", f"{STAGED}/rank0.safetensors$", errno.EIO, "rank0.safetensors"),
     ("open", f"{STAGED}/rank0.json$", errno.EDQUOT, "rank0.json"),
-    ("write", f"{STAGED}/manifest.json$", errno.ENOSPC, "manifest.json"),
     ("fsync", f"{STAGED}$", errno.EIO, "global_step2"), ("mkdir", f"{STAGED}$", errno.EROFS, "global_step2"),
     ("rename", f"{STAGED}$", errno.EIO, "global_step2"), ("listdir", "/root$", errno.EIO, "{}"),
-    ("replace", r"/\.latest\.\d[^/]*$", errno.EIO, "{}/latest"), ("open", r"/\.latest\.\d", errno.EROFS, "{}/latest"),
+    ("replace", r"/\.latest\.\d[^/]*$", errno.EIO, "{}/latest"),
+    ("open", r"/\.latest\.\d", errno.EROFS, "{}/latest"),
     ("fsync", r"\.latest-pending\.[^/]*$", errno.EDQUOT, "{}/.latest-pending"),
     ("fsync", r"/\.zero_to_fp32\.py\.", errno.ENOSPC, "{}/zero_to_fp32.py"),
 ])
@@ -162,110 +106,46 @@ def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: st
     root = tmp_path / "root"
     save_solo(root, 1)
     (root / "zero_to_fp32.py").write_text("of an earlier version")
-    with failing_drive(call, where, number), pytest.raises(StorageError) as caught:
+    with failing(root, number, lambda operation, path: re.search(where, path) is not None, [call]), \
+            pytest.raises(StorageError) as caught:
         save_solo(root, 2)
     said = str(caught.value)
     assert said.startswith("--save: ") and named.format(root) in said and "\n" not in said
     assert os.strerror(number) in said
-    verify_tag(root, "global_step1")
-    newest = tag_names(root)[-1]
-    verify_tag(root, newest)
-    assert open_checkpoint(root).tag == newest
+    check_old_or_new(root)
 
 
-def save_one(root: Path, data: torch.Tensor | LazyData, **changes: Any) -> None:
-    piece = TensorPiece("w", "weight", TPSlice((4,)), 0, data)
-    options: dict[str, Any] = dict(pieces=[piece], rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1},
-                                   world=SOLO, run_id="run", iteration=2)
-    writer.save(root, "global_step2", **{**options, **changes})
+# ---- what is not saved ----------------------------------------------------------------------------------------------
+
+def not_whole(data: torch.Tensor) -> dict[str, Any]:
+    """Of a tensor with one element more."""
+    return {"pieces": [TensorPiece("w", "weight", TPSlice((len(data) + 1,)), 0, data)]}
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_non_finite_value_is_never_committed(tmp_path: Path, bad: float, dtype: torch.dtype) -> None:
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    **{f"{bad} in {dtype}": (NumericsError, "weight 'w' holds a non-finite value",
+                             {"data": torch.tensor([1, bad, 1, 1], dtype=dtype)})
+       for bad, dtype in ((torch.nan, torch.float32), (torch.inf, torch.float16), (-torch.inf, torch.bfloat16))},
+    "a part": (CheckpointError, "'w': rank 0 should write 4 elements from element 0 on of 4, and has 3 ",
+               not_whole(torch.zeros(3))),
+    "a layout of more ranks": (CheckpointError, "a layout of 2 ranks .* is saved by 1", {"layout": {"tp": 1, "dp": 2}}),
+    "a state of objects": (CheckpointError, "state shared/client/0/x: ",
+                           {"shared_state": {"client": [{"x": object()}]}}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_saved_is_refused_by_name_and_costs_nothing(what: str, tmp_path: Path) -> None:
+    error, words, given = REFUSED[what]
     save_solo(tmp_path, 1)
-    with pytest.raises(NumericsError, match="weight 'w' holds a non-finite value"):
-        save_one(tmp_path, torch.tensor([1, bad, 1, 1], dtype=dtype))
+    with pytest.raises(error, match=words):
+        save_solo(tmp_path, 2, **given)
     check_untouched(tmp_path)
 
 
 def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
-    save_one(tmp_path, torch.full((4,), 3e38))
+    save_solo(tmp_path, 2, data=torch.full((4,), 3e38))
     verify_tag(tmp_path, "global_step2")
-
-
-def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
-    save_solo(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="'w': rank 0 should write 4 elements from element 0 on of 4, and has 3 "):
-        save_one(tmp_path, torch.zeros(3))
-    check_untouched(tmp_path)
-
-
-@pytest.mark.parametrize("value", [object(), torch.zeros(2, dtype=torch.complex64)], ids=["object", "complex"])
-def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: object) -> None:
-    save_solo(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="state shared/client/0/x: "):
-        save_one(tmp_path, torch.zeros(4), shared_state={"client": [{"x": value}]})
-    check_untouched(tmp_path)
-
-
-def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
-    fetched: list[int] = []
-    save_one(tmp_path, LazyData(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
-    assert fetched == [1]
-    assert open_checkpoint(tmp_path)._file_holding(0, "weight/w/0/0").tensor("weight/w/0/0").tolist() == [0, 1, 2, 3]
-
-
-def test_large_ranks_write_several_files(tmp_path: Path) -> None:
-    with mock.patch.object(safetensors_io, "MAX_FILE_BYTES", 200):
-        save_grid(tmp_path, Grid(1, 2))
-    names = set(verify_tag(tmp_path, "global_step1"))
-    assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names
-    state = open_checkpoint(tmp_path).rank_state(1)
-    assert state is not None and state["stream"].tolist() == list(range(1, 9))
-
-
-def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
-    log: list[str] = []
-
-    def fsync(descriptor: int) -> None:
-        log.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path)))
-
-    def rename(source: Any, target: Any, real: Any = os.rename) -> None:
-        log.append(f"rename {Path(target).name}")
-        real(source, target)
-
-    with mock.patch.object(os, "fsync", fsync), mock.patch.object(os, "rename", rename):
-        save_one(tmp_path / "new", torch.zeros(4))
-    staging = "/new/.staging-global_step2-run"
-    files = [f"{staging}/{name}" for name in
-             ("rank0.safetensors", "shared.json", "config.json", "rank0.json", "manifest.json")]
-    assert log[:7] == ["", *files, staging]
-    # In between, at the first save of a folder: zero_to_fp32.py. Then what `latest` will say, and only then the tag.
-    assert [re.sub(r"\.\d+\..*tmp", "", line) for line in log[9:13]] == \
-        ["/new/..latest-pending", "/new", "rename global_step2", "/new"]
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o077])
-def test_files_have_the_rights_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
-    before = os.umask(mask)
-    try:
-        save_solo(tmp_path, 1)
-    finally:
-        os.umask(before)
-    modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert modes == {0o666 & ~mask}
-
-
-def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
-    save_grid(tmp_path, Grid(4, 1))
-    holders = {
-        rank
-        for rank in range(4)
-        for key in SafetensorsReader(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").tensors
-        if "norm.weight" in key
-    }
-    assert holders == {0}
 
 
 def test_ranks_that_have_other_tensors_in_mind_do_not_save(tmp_path: Path) -> None:
@@ -283,26 +163,83 @@ def test_ranks_that_have_other_tensors_in_mind_do_not_save(tmp_path: Path) -> No
     assert not tag_names(tmp_path)
 
 
-def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_lacks_a_piece_or_has_one_too_many_is_named(tmp_path: Path) -> None:
     real = made.runs
 
-    def fewer(*args: Any) -> list[TensorPiece]:
-        return [piece for piece in real(*args) if args[3] == 0 or piece.name != "fc.weight"]
+    def other(lacks: bool, *args: Any) -> list[TensorPiece]:
+        """Rank 1 lacks a piece, or has a tensor of which nobody knows."""
+        pieces = [*real(*args)]
+        if args[3] == 0:
+            return pieces
+        return [piece for piece in pieces if piece.name != "fc.weight"] if lacks else [
+            *pieces, replace(pieces[0], name="more")]
 
-    with mock.patch.object(made, "runs", fewer):
-        results = save_grid(tmp_path, Grid(1, 2))
-    assert {str(result) for result in results} == {
-        "exp_avg 'fc.weight': rank 1 should write 160 elements from element 0 on of 160, and has no elements"}
-    assert not tag_names(tmp_path)
+    missing = "exp_avg 'fc.weight': rank 1 should write 160 elements from element 0 on of 160, and has no elements"
+    for lacks, words in ((True, missing), (False, "weight 'more': not one of the tensors to be saved")):
+        with mock.patch.object(made, "runs", partial(other, lacks)):
+            results = save_grid(tmp_path, Grid(1, 2))
+        assert {str(result) for result in results} == {words}
+        assert not tag_names(tmp_path)
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
+    fetched: list[int] = []
+    save_solo(tmp_path, 2, data=LazyData(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
+    assert fetched == [1] and weight(tmp_path, "global_step2", 4) == [0, 1, 2, 3]
+
+
+def test_large_ranks_write_several_files(tmp_path: Path) -> None:
+    with mock.patch.object(safetensors_io, "MAX_FILE_BYTES", 200):
+        save_grid(tmp_path, Grid(1, 2))
+    names = set(verify_tag(tmp_path, "global_step1"))
+    assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names
+    state = open_checkpoint(tmp_path).rank_state(1)
+    assert state is not None and state["stream"].tolist() == list(range(1, 9))
+
+
+def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def note(operation: str, path: str) -> None:
+        log.append(path.removeprefix(str(tmp_path)) if operation == "fsync" else f"rename {Path(path).name}")
+
+    with before_each(tmp_path, note, ["fsync", "rename"]):
+        save_solo(tmp_path / "new", 2)
+    staging = "/new/.staging-global_step2-solo"
+    files = [f"{staging}/{name}" for name in
+             ("rank0.safetensors", "shared.json", "config.json", "rank0.json", "manifest.json")]
+    assert log[:7] == ["", *files, staging]
+    # In between, at the first save of a folder: zero_to_fp32.py. Then what `latest` will say, and only then the tag.
+    assert [re.sub(r"\.\d+\..*tmp", "", line) for line in log[9:13]] == \
+        ["/new/..latest-pending", "/new", "rename .staging-global_step2-solo", "/new"]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_files_have_the_rights_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        save_solo(tmp_path, 1)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert modes == {0o666 & ~mask}
+
+
+def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(4, 1))
+    files = [load_file(tmp_path / "global_step1" / f"rank{rank}.safetensors") for rank in range(4)]
+    assert [any("norm.weight" in key for key in file) for file in files] == [True, False, False, False]
 
 
 # ---- lack of memory on one rank of two, anywhere in a save -----------------------------------------------------------
 
-def save(rank: int, world_size: int, root: str, step: int, hold: Any = None, load: Any = None) -> None:
+def save(rank: int, world_size: int, root: Path, step: int, hold: Any = None, load: Any = None) -> None:
     data = torch.full((4,), float(rank)) if load is None else LazyData(4, torch.float32, load)
     piece = TensorPiece("w", "weight", TPSlice((4,), Partition(0), rank, world_size), 0, data)
-    writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={}, hold=hold,
-                layout={"tp": world_size, "dp": 1}, world=build().world, run_id="job", iteration=step)
+    save_solo(root, step, pieces=[piece], hold=hold, layout={"tp": world_size, "dp": 1}, world=build().world,
+              lineage=None)
 
 
 def no_tensor() -> torch.Tensor:
@@ -310,7 +247,7 @@ def no_tensor() -> torch.Tensor:
                        "to allocate 8 bytes.\nmore of it")
 
 
-def short_of_memory(kind: str, rank: int, world_size: int, root: str) -> tuple[int, str, bool]:
+def short_of_memory(kind: str, rank: int, world_size: int, root: Path) -> tuple[int, str, bool]:
     lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     hold = HostSnapshot(torch.device("cpu")).copy_tensors if kind == "copy" else None
     save(rank, world_size, root, 1)
@@ -337,12 +274,12 @@ def victim_of(kind: str) -> int:
 MEMORY = ["map", "folder", "rename", "write", "object", "copy", "tensor"]
 
 
-def each_shortage(rank: int, world_size: int, folder: str) -> list[tuple[int, str, bool]]:
-    return [short_of_memory(kind, rank, world_size, str(Path(folder) / kind)) for kind in MEMORY]
+def each_shortage(rank: int, world_size: int, folder: Path) -> list[tuple[int, str, bool]]:
+    return [short_of_memory(kind, rank, world_size, folder / kind) for kind in MEMORY]
 
 
 def test_lack_of_memory_on_one_rank_is_told_as_memory_on_both_and_costs_nothing(tmp_path: Path) -> None:
-    first, second = run_ranks(each_shortage, 2, str(tmp_path), timeout=60)
+    first, second = run_ranks(each_shortage, 2, tmp_path)
     assert first == second
     for kind, (code, text, is_peer_loss) in zip(MEMORY, first, strict=True):
         assert (code, is_peer_loss) == (5, False), (kind, text)
@@ -372,7 +309,7 @@ def fails(rank: int, kind: type[Exception]) -> int:
 
 
 def every_kind(rank: int, world: int) -> list[tuple[str, str, int | None]]:
-    group = mpu_groups.build(1).world
+    group = build(1).world
     return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group)) for kind in ERRORS]
 
 
@@ -382,14 +319,14 @@ def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -
     assert run_ranks(every_kind, 3) == [expected] * 3
 
 
-def a_bug(rank: int, world: int) -> None:
-    all_succeed_or_raise(partial(fails, rank, KeyError), mpu_groups.build(1).world)
-
-
 def test_a_bug_is_shared_with_nobody() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         run_ranks(a_bug, 2)
     assert isinstance(caught.value.error, KeyError)
+
+
+def a_bug(rank: int, world: int) -> None:
+    all_succeed_or_raise(partial(fails, rank, KeyError), build(1).world)
 
 
 def training(rank: int, world: int, corpora: list[Path]) -> tuple[str, str, int | None]:

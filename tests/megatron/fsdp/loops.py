@@ -1,7 +1,7 @@
 """How the proofs of the FSDP face wrap a model and train it, and the loops that they compare it with.
 
 `train` is a script of a user: it knows a model, an optimizer of torch and a way to clip. What it is given is a sharded
-model, the same in DistributedDataParallel, or `Masters`: weights in 16 bits beside fp32 masters, written out by hand.
+model, or the same in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,58 +105,3 @@ def by_shards(make: Callable[[], nn.Module], way: str, rank: int, steps: int, ra
 def whole(model: nn.Module) -> dict[str, Tensor]:
     from megatron.fsdp.state_dict import full_state_dict
     return full_state_dict(getattr(model, "module", model))
-
-
-class Masters(nn.Module):
-    """fp32 masters as parameters, copied into a 16-bit model for each forward; gradients come back as means in fp32."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.names = {name.replace(".", "/"): name for name, _ in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(parameter.detach().clone()))
-        self.model = [model.to(dtype)]
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        model = self.model[0]
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(getattr(self, name.replace(".", "/")))
-                parameter.grad = None
-        loss = model(x.to(self.dtype))
-        self.losses = [loss]
-        return cast(Tensor, loss)
-
-    def bring(self) -> None:
-        """After a backward."""
-        for name, parameter in self.model[0].named_parameters():
-            if parameter.grad is not None:
-                of_all = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
-                dist.all_gather(of_all, parameter.grad.contiguous())
-                mean = of_all[0].float()
-                for other in of_all[1:]:  # in the order of the ranks, as shards are summed
-                    mean += other.float()
-                mean *= 1 / len(of_all)  # which rounds otherwise than a division by 3
-                master = getattr(self, name.replace(".", "/"))
-                master.grad = mean if master.grad is None else master.grad + mean
-                parameter.grad = None
-
-
-def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, steps: int, rate: float = RATE,
-               limit: float = CLIP) -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = Masters(make(), dtype), []
-
-    def learn(number: int) -> None:
-        for micro in range(2):
-            loss = model(batch(rank, 2 * number + micro)) / 2
-            loss.backward()
-            model.bring()
-            losses.append(float(loss.detach()))
-
-    def clip() -> None:
-        clip_grad_norm_(model.parameters(), limit)  # of plain parameters: the same norm to the bit, on two ranks
-
-    train(model, clip, rank, steps, optimizer=adamw(model, rate), learn=learn)
-    buffers = dict(model.model[0].named_buffers())
-    return losses, {**{name: getattr(model, key).detach() for key, name in model.names.items()}, **buffers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
 from megatron.fsdp.sharded_tensor import split_into_boxes
 from megatron.zero.api.initialize import initialize
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.checkpoint.made import load_candidates
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, train, whole
 from tests.megatron.fsdp.test_state import Everything, equal_state, same
@@ -61,7 +62,8 @@ def load(rank: int, world: int, folder: str, way: str) -> Any:
     return state, state_of(model, optimizer)
 
 
-def step_counts(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+@on_ranks(1)
+def test_every_parameter_keeps_its_own_step_count(rank: int, world: int, tmp_path: Path) -> None:
     model = around(nn.Linear(4, 4), "whole")
     optimizer = adamw(model)
     for _ in range(2):
@@ -70,15 +72,9 @@ def step_counts(rank: int, world: int, folder: str) -> tuple[list[float], list[f
     parameters = list(optimizer.state)
     for number, parameter in enumerate(parameters):
         optimizer.state[parameter]["step"] += number % 2
-    before = [float(optimizer.state[parameter]["step"]) for parameter in parameters]
-    save_checkpoint(model, optimizer, folder)
-    load_checkpoint(model, optimizer, folder)
-    return before, [float(optimizer.state[parameter]["step"]) for parameter in parameters]
-
-
-def test_every_parameter_keeps_its_own_step_count(tmp_path: Path) -> None:
-    ((before, after),) = run_ranks(step_counts, 1, str(tmp_path))
-    assert before == after and set(before) == {2.0, 3.0}
+    save_checkpoint(model, optimizer, tmp_path)
+    load_checkpoint(model, optimizer, tmp_path)
+    assert [float(optimizer.state[parameter]["step"]) for parameter in parameters] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("way, other, worlds", [
@@ -152,52 +148,40 @@ def test_the_engine_and_the_face_go_on_from_each_others_checkpoints(tmp_path: Pa
     assert max(float((plain[name] - last[name]).abs().max()) for name in plain) < 1e-6
 
 
-def tied_with_a_module_inside(rank: int, world: int, folder: str) -> set[str]:
+@on_ranks(2)
+def test_the_names_of_a_module_that_shares_a_parameter_are_those_of_the_model(rank: int, world: int, tmp_path: Path
+                                                                              ) -> None:
     """The module inside gives up the tied parameter and keeps the other one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     model[1].weight = model[0][0].weight
     for module in (model[0][0], model[0], model):
         fully_shard(module)
     model(torch.ones(2, 4)).sum().backward()
-    save_checkpoint(model, torch.optim.SGD(model.parameters(), lr=0.1), folder)
-    return set(open_checkpoint(Path(folder)).names("weight"))
+    save_checkpoint(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+    assert {*open_checkpoint(tmp_path).names("weight")} == {"0.0.weight", "0.0.bias", "1.bias"}
 
 
-def test_the_names_of_a_module_that_shares_a_parameter_are_those_of_the_model(tmp_path: Path) -> None:
-    assert run_ranks(tied_with_a_module_inside, 2, str(tmp_path)) == [{"0.0.weight", "0.0.bias", "1.bias"}] * 2
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(rank: int, world: int, tmp_path: Path) -> None:
+    of_the_engine(rank, world, str(tmp_path))
+    model: Any = around(Net(), "torch")
+    with pytest.raises((CheckpointError, ConfigError), match="outermost"):
+        save_checkpoint(model.blocks[0], adamw(model), tmp_path)
+    with pytest.raises((CheckpointError, ConfigError), match="AdamW"):
+        load_checkpoint(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+    other = around(Everything(), "torch")
+    with pytest.raises((CheckpointError, ConfigError), match="another model"):
+        load_checkpoint(other, adamw(other), tmp_path)
 
 
-def refused(rank: int, world: int, folder: str, mistake: str) -> str:
-    model = around(Net() if mistake != "another model" else Everything(), "torch")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if mistake == "another optimizer" else adamw(model)
-    try:
-        if mistake == "an inner module":
-            save_checkpoint(model.blocks[0], optimizer, folder)
-        else:
-            load_checkpoint(model, optimizer, folder)
-    except (CheckpointError, ConfigError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("mistake, word", [("another model", "another model"), ("another optimizer", "AdamW"),
-                                           ("an inner module", "outermost")])
-def test_what_does_not_fit_is_refused(mistake: str, word: str, tmp_path: Path) -> None:
-    run_ranks(of_the_engine, 2, str(tmp_path))
-    assert all(word in said for said in run_ranks(refused, 2, str(tmp_path), mistake))
-
-
-def save_often(rank: int, world: int, folder: str) -> None:
+@on_ranks(1)
+def test_saves_follow_one_another_and_old_ones_are_deleted(rank: int, world: int, tmp_path: Path) -> None:
     model, optimizer, _ = trained("nested", rank, 1)
     for step in range(1, 5):
-        save_checkpoint(model, optimizer, folder, f"global_step{step}", keep=Keep(2))
-    load_checkpoint(model, optimizer, folder, "global_step3")
-    save_checkpoint(model, optimizer, folder, "global_step5")
-
-
-def test_saves_follow_one_another_and_old_ones_are_deleted(tmp_path: Path) -> None:
-    run_ranks(save_often, 1, str(tmp_path))
+        save_checkpoint(model, optimizer, tmp_path, f"global_step{step}", keep=Keep(2))
+    load_checkpoint(model, optimizer, tmp_path, "global_step3")
+    save_checkpoint(model, optimizer, tmp_path, "global_step5")
     assert tag_names(tmp_path) == ["global_step3", "global_step4", "global_step5"]
     assert load_candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"
 
@@ -207,17 +191,16 @@ def test_saves_follow_one_another_and_old_ones_are_deleted(tmp_path: Path) -> No
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rectangles_are_the_run(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    flat = whole.flatten()
-    for start in range(len(flat) + 1):
-        for count in range(len(flat) + 1 - start):
-            found = list(split_into_boxes(shape, start, count))
+def test_rectangles_are_the_run() -> None:
+    for shape in SHAPES:
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        flat = whole.flatten()
+        for start, stop in combinations_with_replacement(range(len(flat) + 1), 2):
+            found = list(split_into_boxes(shape, start, stop - start))
             assert len(found) <= max(1, 2 * len(shape) - 1)
             parts = [whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))].flatten()
                      for box in found]
-            assert torch.equal(torch.cat([*parts, flat[:0]]), flat[start : start + count])
+            assert torch.equal(torch.cat([*parts, flat[:0]]), flat[start:stop])
             assert all(part.numel() == torch.Size(sizes).numel() for part, (_, sizes) in zip(parts, found))
 
 
@@ -298,10 +281,9 @@ def equal_numbers(one: Any, other: Any) -> bool:
         for a, b in zip(one["param_groups"], other["param_groups"], strict=True))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("ways", [
-    ("torch", 2, "torch", 3), ("torch", 3, "nested", 2), ("nested", 2, "torch", 1), ("torch", 2, "torch's own", 2),
-    ("torch's own", 2, "torch", 3), ("torch's own", 3, "torch", 2)], ids=str)
+    ("nested", 2, "torch", 1), ("torch's own", 3, "torch", 2), pytest.param(("torch", 2, "torch's own", 2),
+                                                                            marks=pytest.mark.slow)], ids=str)
 def test_a_checkpoint_of_torchs_kind_goes_to_other_ranks_and_programs(ways: Any, tmp_path: Path) -> None:
     saver, ranks, reader, readers = ways
     run_ranks(saved, ranks, saver, str(tmp_path))
@@ -310,7 +292,8 @@ def test_a_checkpoint_of_torchs_kind_goes_to_other_ranks_and_programs(ways: Any,
             assert weights and state and off < 1e-6, (weights, state, off)
 
 
-def first(rank: int, world: int, folder: str) -> tuple[int, float]:
+@on_ranks(2)
+def test_asking_for_the_state_leaves_an_optimizer_as_it_is(rank: int, world: int) -> None:
     """What an optimizer that has taken no step is given to load into does not make it one that has."""
     model, optimizer = new("torch")
     before = fsdp.get_model_state_dict(model, options=fsdp.StateDictOptions(full_state_dict=True))
@@ -318,8 +301,4 @@ def first(rank: int, world: int, folder: str) -> tuple[int, float]:
     after = fsdp.get_model_state_dict(model, options=fsdp.StateDictOptions(full_state_dict=True))
     assert len(state["state"]) == len(before) and all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return len(optimizer.state), optimizer.param_groups[0]["lr"]
-
-
-def test_asking_for_the_state_leaves_an_optimizer_as_it_is(tmp_path: Path) -> None:
-    assert run_ranks(first, 2, str(tmp_path)) == [(0, rated(7))] * 2
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == rated(7)

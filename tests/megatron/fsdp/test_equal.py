@@ -12,45 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.model import GPT2
-from tests.distributed import run_ranks
-from tests.megatron.fsdp.loops import CLIP, RATE, WAYS, by_ddp, by_masters, by_shards, mixed
+from tests.distributed import on_ranks, run_ranks
+from tests.megatron.fsdp.loops import (CLIP, RATE, WAYS, adamw, around, batch, by_ddp, by_shards, mixed, train,
+                                       whole)
 from tests.megatron.zero import models
-from tests.megatron.zero.run import configure_gpt2
 from tests.wires import accelerator_side
 
 STEPS, FEW, TOLERANCE = 50, 10, 1e-6
 """FEW steps show what a wrong gradient or order does; rounding that grows is seen in STEPS."""
-
-
-class RealVocabulary(nn.Module):
-    """GPT-2 with tied embeddings and 50,257 tokens, which three ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = configure_gpt2(vocab_size=50257, make_vocab_size_divisible_by=1, hidden_size=8, num_attention_heads=2)
-        self.gpt2 = GPT2(config.model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x.abs() * 20000).long() % 50257
-        return self.gpt2(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
-
-
-class Convolutions(nn.Module):
-    """With the running statistics of batch norms, which belong to a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv1d(n, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU()) for n in (1, 4))
-        self.head = nn.Linear(24, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None, :]
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x.flatten(1)).float() - 1).square().mean()
 
 
 class Gated(models.Net):
@@ -62,10 +31,9 @@ class Gated(models.Net):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    "tied": models.Words, "vocabulary": RealVocabulary, "convolutions": Convolutions, "frozen": models.Frozen,
-    "gated": Gated, "odd sizes": models.OddSizes, "dicts": models.Dicts, "layer drop": models.LayerDrop,
-    "permuted": models.Permuted, "in place": models.InPlace, "three elements": models.ThreeElements,
-    "no list": models.NoList, "all in blocks": models.AllInBlocks,
+    "tied": models.Words, "frozen": models.Frozen, "gated": Gated, "odd sizes": models.OddSizes, "dicts": models.Dicts,
+    "layer drop": models.LayerDrop, "permuted": models.Permuted, "in place": models.InPlace,
+    "three elements": models.ThreeElements, "no list": models.NoList, "all in blocks": models.AllInBlocks,
     "ends in a block": models.EndsInABlock, "root ends in a block": models.RootEndsInABlock,
     "slices": models.Slices, "passes": models.Passes, "twice": models.Twice, "frozen twice": models.FrozenTwice,
 }
@@ -77,15 +45,14 @@ GROWS = {"permuted"}
 
 def rate_of(name: str) -> float:
     """GPT-2's is a usual one: what rounding does to its many small gradients grows with it."""
-    return 3e-4 if name in ("tied", "vocabulary") else RATE
+    return 3e-4 if name == "tied" else RATE
 
 
 def difference(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> float:
     losses = max(abs(a - b) / max(1, abs(a)) for a, b in zip(one[0], other[0], strict=True))
     assert one[1].keys() == other[1].keys()
-    statistics = {name for name in one[1] if "running" in name}  # of each rank's own batches
     return max([losses, *(float((one[1][name].double() - other[1][name].double()).abs().max())
-                          for name in one[1] if name not in statistics and one[1][name].numel())])
+                          for name in one[1] if one[1][name].numel())])
 
 
 def both(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> dict[str, float]:
@@ -93,9 +60,6 @@ def both(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> d
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64 if name in GROWS else torch.float32)
     plain = by_ddp(MODELS[name], rank, steps, rate_of(name))
-    if name == "vocabulary":
-        table = "gpt2.wte.weight"
-        assert (plain[1][table] != RealVocabulary().get_parameter(table)).any(1).all(), "every row is trained"
     return {way: difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name))) for way in ways}
 
 
@@ -104,20 +68,15 @@ def check(found: list[dict[str, float]]) -> None:
     assert not [(way, off) for rank in found for way, off in rank.items() if not off <= TOLERANCE]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name, steps", [("tied", FEW), ("convolutions", FEW), ("frozen", FEW), ("gated", FEW)])
-def test_losses_and_weights_are_those_of_ddp(name: str, steps: int) -> None:
-    check(run_ranks(both, 2, name, WAYS, steps))
+@pytest.mark.parametrize("name, world, ways", [
+    ("gated", 2, WAYS), ("slices", 2, ["twice nested"]), ("frozen twice", 2, ["torch"]), ("tied", 3, ["torch"])])
+def test_losses_and_weights_are_those_of_ddp(name: str, world: int, ways: Sequence[str]) -> None:
+    check(run_ranks(both, world, name, ways, FEW))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["root ends in a block", "slices", "passes", "frozen twice"])
-def test_models_whose_blocks_hand_on_other_things_are_those_of_ddp(name: str) -> None:
-    check(run_ranks(both, 2, name, ["twice nested", "torch"], FEW))
-
-
-def uneven(rank: int, world: int) -> tuple[bool, bool, bool]:
-    """On an accelerator; rank 1 does not use a layer of the root, and nobody a block's."""
+@on_ranks(2)
+def test_ranks_beside_accelerators_may_use_other_layers_of_the_root(rank: int, world: int) -> None:
+    """Rank 1 does not use a layer of the root, and nobody a block's."""
     class Chooses(models.Net):
         def middle(self, x: Tensor) -> Tensor:
             if rank == 0:
@@ -131,16 +90,9 @@ def uneven(rank: int, world: int) -> tuple[bool, bool, bool]:
         plain = by_ddp(Chooses, rank, 5)
         found = by_shards(Chooses, "torch", rank, 5)
     start = Chooses().state_dict()
-    return (difference(plain, found) <= TOLERANCE, torch.equal(found[1]["never.weight"], start["never.weight"]),
-            not torch.equal(found[1]["sometimes.weight"], start["sometimes.weight"]))
-
-
-def test_ranks_beside_accelerators_may_use_other_layers_of_the_root() -> None:
-    assert run_ranks(uneven, 2) == [(True, True, True)] * 2
-
-
-def test_every_row_of_a_table_that_three_ranks_do_not_divide_is_that_of_ddp() -> None:
-    check(run_ranks(both, 3, "vocabulary", ["torch"], FEW))
+    assert difference(plain, found) <= TOLERANCE
+    assert torch.equal(found[1]["never.weight"], start["never.weight"])
+    assert not torch.equal(found[1]["sometimes.weight"], start["sometimes.weight"])
 
 
 @pytest.mark.slow
@@ -150,77 +102,38 @@ def test_losses_and_weights_are_those_of_ddp_of_every_model(name: str, world: in
     check(run_ranks(both, world, name, WAYS, STEPS, timeout=300))
 
 
-def both_in_16_bits(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> dict[str, float]:
-    """Three shards have the norm of one in another last bit, and what it clips grows where a 16-bit weight is rounded
-    the other way: there nothing is clipped."""
-    limit = CLIP if world == 2 else 1e9
-    plain = by_masters(MODELS[name], torch.bfloat16, rank, steps, rate_of(name), limit)
-    return {way: difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name), limit,
-                                             **mixed(way, torch.bfloat16))) for way in ways}
+@on_ranks(2)
+def test_wrapping_at_any_depth_gives_equal_bits(rank: int, world: int) -> None:
+    losses, weights = by_shards(models.Net, WAYS[0], rank, 10)
+    for way in WAYS[1:]:
+        found = by_shards(models.Net, way, rank, 10)
+        assert found[0] == losses and all(torch.equal(found[1][name], weight) for name, weight in weights.items()), way
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name, way, world, steps", [("tied", "torch", 2, FEW), ("frozen", "nested", 2, STEPS),
-                                                     ("odd sizes", "whole", 3, FEW),
-                                                     ("twice", "nested", 2, FEW), ("tied", "torch", 3, FEW)])
-def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int, steps: int) -> None:
-    check(run_ranks(both_in_16_bits, world, name, [way], steps))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"layer drop", "gated"}))
-def test_bf16_is_that_of_masters_by_hand_for_every_model(name: str, world: int) -> None:
-    """A policy of torch's says nothing of buffers, and its batch norm takes no 16-bit weights beside fp32 statistics:
-    under torch's own fully_shard it raises the same."""
-    ways = [way for way in WAYS if (name, way) != ("convolutions", "torch")]
-    check(run_ranks(both_in_16_bits, world, name, ways, STEPS, timeout=300))
-
-
-def bits(rank: int, world: int, way: str) -> Any:
-    losses, weights = by_shards(models.Net, way, rank, 10)
-    return losses, {name: tensor.tolist() for name, tensor in weights.items()}
-
-
-def test_wrapping_at_any_depth_gives_equal_bits() -> None:
-    first, *others = [run_ranks(bits, 2, way) for way in WAYS]
-    assert all(other == first for other in others)
-
-
-def alone(rank: int, world: int, way: str) -> float:
-    """One process, with no process group: nothing travels."""
-    model = models.Net()
-    from tests.megatron.fsdp.loops import around, train, whole
+@on_ranks(1, init=False)
+def test_one_process_without_a_group_is_the_plain_loop(rank: int, world: int) -> None:
+    """Nothing travels."""
     plain = models.Net()
     losses = train(plain, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP), 0, 10)
-    sharded = around(model, way)
-    from megatron.fsdp import clip_grad_norm_
-    found = train(sharded, lambda: clip_grad_norm_(sharded.parameters(), CLIP), 0, 10)
-    return difference((losses, dict(plain.state_dict())), (found, whole(sharded)))
+    for way in WAYS:
+        found = by_shards(models.Net, way, 0, 10)
+        assert difference((losses, dict(plain.state_dict())), found) <= TOLERANCE, way
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_process_without_a_group_is_the_plain_loop(way: str) -> None:
-    assert run_ranks(alone, 1, way, init=False)[0] <= TOLERANCE
-
-
-def looked_at(rank: int, world: int, looks: bool) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_parameters_that_are_looked_at_within_a_pass_train_the_same_bits(rank: int, world: int) -> None:
     """Of a 16-bit run: who looks at parameters between a forward and its backward finds what they are at rest."""
-    from tests.megatron.fsdp.loops import adamw, around, batch, whole
-
-    model = around(models.Net(), "torch", **mixed("torch", torch.bfloat16))
-    optimizer = adamw(model)
-    for step in range(3):
-        loss = model(batch(rank, step))
-        if looks:
+    found = []
+    for looks in (False, True):
+        model: Any = around(models.Net(), "torch", **mixed("torch", torch.bfloat16))
+        optimizer = adamw(model)
+        for step in range(3):
+            loss = model(batch(rank, step))
+            if looks:
+                optimizer.zero_grad()
+                assert all(parameter.mul(1).dtype == torch.float32 for parameter in model.blocks[0].parameters())
+            loss.backward()
+            optimizer.step()
             optimizer.zero_grad()
-            assert all(parameter.mul(1).dtype == torch.float32 for parameter in model.blocks[0].parameters())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(model)
-
-
-def test_parameters_that_are_looked_at_within_a_pass_train_the_same_bits() -> None:
-    for one, other in zip(*(run_ranks(looked_at, 2, looks) for looks in (False, True)), strict=True):
-        assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+        found.append(whole(model))
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.fsdp import clip_grad_norm_
+from megatron.fsdp import FSDP, clip_grad_norm_
 from megatron.fsdp.grad_sync import INITIAL_SCALE
 from megatron.fsdp.sharded_tensor import local_tensor
 from megatron.fsdp.sharding import require_fsdp_state
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_shards, mixed, whole
 from tests.megatron.zero.models import Net
 
@@ -24,54 +24,37 @@ class Small(Net):
         return super().forward(x) * 1e-7
 
 
-def moved(rank: int, world: int, way: str) -> float:
+@on_ranks(2)
+def test_small_gradients_arrive(rank: int, world: int) -> None:
     start = Small().state_dict()
-    _, weights = by_shards(Small, way, rank, 3, **mixed(way, torch.float16))
-    return min(float((weights[name] - start[name]).abs().max()) for name in start)
+    for way in ("nested", "torch"):
+        weights = by_shards(Small, way, rank, 3, **mixed(way, torch.float16))[1]
+        assert all((weights[name] != start[name]).any() for name in start), way
 
 
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_small_gradients_arrive(way: str) -> None:
-    assert min(run_ranks(moved, 2, way)) > 0
-
-
-def overflow(rank: int, world: int, way: str) -> Any:
+@on_ranks(2)
+def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(rank: int, world: int) -> None:
     """The loss of one rank is so large that its gradients overflow, once."""
-    model = around(Net(), way, **mixed(way, torch.float16))
-    scaling = require_fsdp_state(getattr(model, "module", model)).root.loss_scaler
-    optimizer = adamw(model)
-    found = []
-    for number in range(3):
-        before = whole(model)
-        (model(batch(rank, number)) * (1e9 if (rank, number) == (1, 1) else 1)).backward()
-        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        norm = float(clip_grad_norm_(model.parameters(), CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
-        after = whole(model)
-        found.append((has_gradients, norm > 0, any(not torch.equal(before[name], after[name]) for name in before),
-                      scaling.scale))
-    return found
+    for way in ("whole", "torch"):
+        model = around(Net(), way, **mixed(way, torch.float16))
+        scaling = require_fsdp_state(getattr(model, "module", model)).root.loss_scaler
+        optimizer = adamw(model)
+        for number, is_applied, scale in ((0, True, INITIAL_SCALE), (1, False, INITIAL_SCALE / 2),
+                                          (2, True, INITIAL_SCALE / 2)):
+            before = whole(model)
+            (model(batch(rank, number)) * (1e9 if (rank, number) == (1, 1) else 1)).backward()
+            assert any(parameter.grad is not None for parameter in model.parameters()) == is_applied
+            assert (float(clip_grad_norm_(model.parameters(), CLIP)) > 0) == is_applied
+            optimizer.step()
+            optimizer.zero_grad()
+            after = whole(model)
+            assert any(not torch.equal(before[name], after[name]) for name in before) == is_applied
+            assert scaling.scale == scale
 
 
-@pytest.mark.parametrize("way", ["whole", "torch"])
-def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(way: str) -> None:
-    expected = [(True, True, True, INITIAL_SCALE), (False, False, False, INITIAL_SCALE / 2),
-                (True, True, True, INITIAL_SCALE / 2)]
-    assert run_ranks(overflow, 2, way) == [expected] * 2
-
-
-class PartlyWide(Net):
-    """A layer that stays in fp32 inside of a 16-bit model."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        self.seen = [self.last.weight.dtype, self.blocks[0].wide.weight.dtype, self.blocks[1].wide.weight.dtype]
-        return super().middle(x)
-
-
-def wide_layers(rank: int, world: int) -> tuple[list[torch.dtype], bool]:
-    from megatron.fsdp import FSDP
-    model = PartlyWide()
+@on_ranks(2)
+def test_a_layer_can_stay_in_fp32(rank: int, world: int) -> None:
+    model, start = Net(), Net().state_dict()
     seen: list[torch.dtype] = []
 
     def look(block: nn.Module, args: Any) -> None:
@@ -86,14 +69,8 @@ def wide_layers(rank: int, world: int) -> tuple[list[torch.dtype], bool]:
     optimizer = adamw(wrapped)
     wrapped(batch(rank, 0)).backward()
     optimizer.step()
-    start = Net().state_dict()
-    changed = all(not torch.equal(value, start[name]) for name, value in whole(wrapped).items())
-    return seen, changed
-
-
-def test_a_layer_can_stay_in_fp32() -> None:
-    seen, changed = run_ranks(wide_layers, 2)[0]
-    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16] and changed
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert all(not torch.equal(value, start[name]) for name, value in whole(wrapped).items())
 
 
 # ---- where the scale comes in ------------------------------------------------------------------------------------
@@ -122,37 +99,26 @@ def loss_of(output: Any) -> Tensor:
     return output if output.dim() == 0 else output.float().square().mean()
 
 
-def ratio(rank: int, world: int, kind: str, way: str, small: float) -> float:
-    """Of the gradients' norm and that in fp32."""
-    norms = []
-    for given in ({}, mixed(way, torch.float16)):
-        model = around(Both(kind), way, **given)
-        (loss_of(model(batch(rank, 0))) * small).backward()
-        norms.append(float(clip_grad_norm_(model.parameters(), 1e9)))
-    return norms[1] / norms[0]
-
-
-@pytest.mark.parametrize("way", ["whole", "torch"])
-@pytest.mark.parametrize("kind", ["loss", "tuple", "dict", "logits"])
-def test_a_gradient_is_scaled_once_whatever_is_returned(kind: str, way: str) -> None:
+@on_ranks(2)
+def test_a_gradient_is_scaled_once_whatever_is_returned(rank: int, world: int) -> None:
     """Also one that is below fp16's smallest number before it is scaled: the scale comes in where the loss is fp32."""
-    for small in (1.0, 1e-7):
-        assert all(abs(found - 1) < 5e-3 for found in run_ranks(ratio, 2, kind, way, small))
+    for kind, way, small in product(("loss", "tuple", "dict", "logits"), ("whole", "torch"), (1.0, 1e-7)):
+        norms = []
+        for given in ({}, mixed(way, torch.float16)):
+            model = around(Both(kind), way, **given)
+            (loss_of(model(batch(rank, 0))) * small).backward()
+            norms.append(float(clip_grad_norm_(model.parameters(), 1e9)))
+        assert abs(norms[1] / norms[0] - 1) < 5e-3, (kind, way, small)
 
 
-def summed(rank: int, world: int, dtype: torch.dtype, syncs: bool) -> float:
+@on_ranks(2)
+def test_gradients_are_added_up_in_fp32_with_and_without_sums_in_between(rank: int, world: int) -> None:
     """256 and nine times 1: in bf16 that is 256; in fp16 the same one octave further."""
-    model: Any = around(nn.Linear(1, 1, bias=False), "torch", **mixed("torch", dtype))
-    small = 1.0 if dtype == torch.bfloat16 else 2.0**-11
-    start = 256.0 if dtype == torch.bfloat16 else 1.0
-    for number, size in enumerate([start, *[small] * 9]):
-        model.set_requires_gradient_sync(syncs or number == 9)
-        model(torch.full((1, 1), size)).sum().backward()
-    gradient = local_tensor(model.weight.grad)
-    return float(gradient - start) / small if gradient.numel() else 9.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_added_up_in_fp32_with_and_without_sums_in_between(dtype: torch.dtype) -> None:
-    for syncs in (True, False):
-        assert run_ranks(summed, 2, dtype, syncs) == [9.0, 9.0], syncs
+    for (dtype, start, small), syncs in product(((torch.bfloat16, 256.0, 1.0), (torch.float16, 1.0, 2.0**-11)),
+                                                (True, False)):
+        model: Any = around(nn.Linear(1, 1, bias=False), "torch", **mixed("torch", dtype))
+        for number, size in enumerate([start, *[small] * 9]):
+            model.set_requires_gradient_sync(syncs or number == 9)
+            model(torch.full((1, 1), size)).sum().backward()
+        gradient = local_tensor(model.weight.grad)  # one rank has it
+        assert not gradient.numel() or float(gradient) == start + 9 * small, (dtype, syncs)

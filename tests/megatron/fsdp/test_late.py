@@ -3,18 +3,21 @@ buffers, modules, hooks."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, default_auto_wrap_policy,
                            disable_checkpointing, enable_wrap, fully_shard, transformer_auto_wrap_policy, wrap)
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import around, batch, whole
 from tests.megatron.zero.models import Block, Net
 
@@ -27,31 +30,23 @@ def normed() -> nn.Sequential:
 # ---- buffers -----------------------------------------------------------------------------------------------------
 
 
-def started(rank: int, world: int, way: str, persistent: bool) -> list[str]:
-    """With buffers and weights that differ, with sync_module_states; with buffers that do, without."""
-    found = []
-    for sync in (True, False):
+@on_ranks(2)
+def test_values_that_differ_are_refused_or_taken_from_the_first_rank(rank: int, world: int) -> None:
+    for way, persistent, sync in (("nested", True, True), ("torch", False, True), ("nested", False, False)):
         model = Net()
         model.blocks[0].register_buffer("scale", torch.full((2,), float(rank)), persistent=persistent)
         with torch.no_grad():
             model.last.bias += rank * sync
-        try:
-            assert torch.equal(whole(around(model, way, sync_module_states=sync))["last.bias"], Net().last.bias)
-            found.append(str(model.get_buffer("blocks.0.scale").tolist()))
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+        if sync:
+            assert torch.equal(whole(around(model, way, sync_module_states=True))["last.bias"], Net().last.bias)
+            assert model.get_buffer("blocks.0.scale").tolist() == [0.0, 0.0]
+        else:
+            with pytest.raises(ConfigError) as caught:
+                around(model, way)
+            assert all(word in str(caught.value) for word in ("buffers", "scale", "sync_module_states"))
 
 
-@pytest.mark.parametrize("way, persistent", [("nested", True), ("torch", False)])
-def test_values_that_differ_are_refused_or_taken_from_the_first_rank(way: str, persistent: bool) -> None:
-    for synced, refused in run_ranks(started, 2, way, persistent):
-        assert synced == "[0.0, 0.0]"
-        assert "buffers" in refused and "scale" in refused and "sync_module_states" in refused
-
-
-@pytest.mark.parametrize("disabled", [False, True])
-@pytest.mark.parametrize("way", ["plain", "wrapped", "torch"])
+@pytest.mark.parametrize("way, disabled", [("plain", False), ("wrapped", False), ("wrapped", True), ("torch", False)])
 def test_recomputation_counts_a_batch_once(way: str, disabled: bool) -> None:
     plain: Any = normed()
     model: Any = normed()
@@ -65,10 +60,7 @@ def test_recomputation_counts_a_batch_once(way: str, disabled: bool) -> None:
     for number in range(3):
         for one in (plain, model):
             one.zero_grad()
-            if disabled:
-                with disable_checkpointing():
-                    loss = one(batch(0, number)).square().sum()
-            else:
+            with disable_checkpointing() if disabled else nullcontext():
                 loss = one(batch(0, number)).square().sum()
             loss.backward()
     assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), model.buffers(), strict=True))
@@ -127,79 +119,57 @@ def a_new_parameter(model: Any) -> None:
 CHANGES = (a_new_module, a_replaced_module, a_replaced_parameter, a_new_parameter)
 
 
-def changed(rank: int, world: int, way: str) -> list[str]:
-    """What the next forward after each change says."""
-    found = []
-    for change in CHANGES:
+@on_ranks(2)
+def test_what_is_added_after_sharding_is_refused(rank: int, world: int) -> None:
+    for way, change in product(("nested", "torch"), CHANGES):
         model = around(Net(), way)
         model(batch(rank, 0)).sum().backward()
         change(model)
-        try:
+        with pytest.raises(ConfigError, match="after it was sharded"):
             model(batch(rank, 1)).sum().backward()
-            found.append("trained")
-        except ConfigError as error:
-            found.append(str(error))
-    return found
 
 
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_what_is_added_after_sharding_is_refused(way: str) -> None:
-    for said in run_ranks(changed, 2, way):
-        assert len(said) == 4 and all("after it was sharded" in one for one in said), said
-
-
-def grown(rank: int, world: int) -> dict[str, torch.Tensor]:
-    """A new module that is sharded as well trains as others do."""
+@on_ranks(2)
+def test_a_new_module_that_is_sharded_trains_as_others_do(rank: int, world: int) -> None:
     model: Any = around(Net(), "torch")
     torch.manual_seed(0)
     model.last = fully_shard(nn.Linear(6, 6))
+    before = whole(model.last)["weight"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         model(batch(rank, number)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model.last)
-
-
-def test_a_new_module_that_is_sharded_trains() -> None:
-    first, second = run_ranks(grown, 2)
-    torch.manual_seed(0)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["weight"], nn.Linear(6, 6).weight)
+    after = whole(model.last)["weight"]
+    dist.broadcast(of_the_first := after.clone(), 0)
+    assert torch.equal(after, of_the_first) and not torch.equal(before, after)
 
 
 # ---- hooks that came late ----------------------------------------------------------------------------------------
 
 
-def hooked(rank: int, world: int, way: str) -> list[Any]:
-    """What hooks registered after sharding see of a weight in a forward, and what is said elsewhere."""
-    model: Any = around(Net(), way)
-    seen: list[Any] = []
-
-    def look(module: Any, *more: Any) -> None:
-        try:
-            seen.append(torch.equal(module.wide.weight, expected))
-        except ConfigError as error:
-            seen.append(str(error))
-
+@on_ranks(2)
+def test_hooks_registered_after_sharding_see_full_weights(rank: int, world: int) -> None:
+    """In a forward; what they see elsewhere is an error that says so."""
     expected = Net().blocks[1].wide.weight.detach()
-    block = model.blocks[1]
-    block = getattr(block, "module", block)
-    block.register_forward_pre_hook(look)
-    block.register_forward_hook(look)
-    block.wide.register_forward_hook(lambda *given: look(block))
-    with torch.no_grad():
-        model(batch(rank, 0))
-    for number in range(2):
-        model(batch(rank, number)).sum().backward()
-    look(block)
-    return seen
+    for way in ("nested", "torch"):
+        model: Any = around(Net(), way)
+        seen: list[bool] = []
 
+        def look(module: Any, *more: Any) -> None:
+            seen.append(torch.equal(module.wide.weight, expected))
 
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_hooks_registered_after_sharding_see_full_weights(way: str) -> None:
-    for seen in run_ranks(hooked, 2, way):
-        assert seen[:-1] == [True] * 9 and "forward hooks" in seen[-1]
+        block = getattr(model.blocks[1], "module", model.blocks[1])
+        block.register_forward_pre_hook(look)
+        block.register_forward_hook(look)
+        block.wide.register_forward_hook(lambda *given: look(block))
+        with torch.no_grad():
+            model(batch(rank, 0))
+        for number in range(2):
+            model(batch(rank, number)).sum().backward()
+        assert seen == [True] * 9
+        with pytest.raises(ConfigError, match="forward hooks"):
+            look(block)
 
 
 # ---- names of the faces ------------------------------------------------------------------------------------------
@@ -214,54 +184,6 @@ def test_names_of_fairscale_and_torch() -> None:
         model.nothing_like_it
     with pytest.raises(ConfigError, match="set_all_reduce_hook.*p.grad"):
         fully_shard(Net()).set_all_reduce_hook(print)
-
-
-# ---- reentrant checkpointing -------------------------------------------------------------------------------------
-
-
-class Calls(nn.Module):
-    """Three blocks in any order, those in capital letters by torch's reentrant checkpoint."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.order = order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        for one in self.order:
-            block = self.blocks["abc".index(one.lower())]
-            x = (checkpoint(block, x, use_reentrant=True) if one.isupper() else block(x)).tanh()
-        return x.sum()
-
-
-def reentrant(rank: int, world: int, orders: list[str], way: str) -> list[str]:
-    """Orders that are neither refused by name nor right."""
-    wrong = []
-    for order in orders:
-        plain, model = Calls(order), around(Calls(order), way)
-        try:
-            for number in range(2):
-                model(batch(0, number)).backward()
-        except ConfigError as error:
-            if "use_reentrant" not in str(error) or not any(order.lower().count(one) > 1 for one in order.lower()
-                                                            if one.upper() in order):
-                wrong.append(f"{order}: {error}")
-            continue
-        for number in range(2):
-            plain(batch(0, number)).backward()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer.step()
-        torch.optim.SGD(plain.parameters(), lr=1.0).step()
-        found = whole(model)
-        if max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items()) > 1e-6:
-            wrong.append(order)
-    return wrong
-
-
-def test_reentrant_checkpoints_are_right_or_refused_by_name() -> None:
-    assert run_ranks(reentrant, 2, ["Abb", "bAb", "bbA", "Aab", "aAb", "bAbA", "ABB", "abcAB"], "nested") == [[], []]
 
 
 # ---- which modules are wrapped -----------------------------------------------------------------------------------
@@ -283,32 +205,26 @@ def test_wrap_takes_the_arguments_of_the_context_the_modules_and_its_own() -> No
     assert wrap(layer) is layer
 
 
-def test_auto_wrap_wraps_from_the_inside_out_by_size() -> None:
-    with enable_wrap():
-        model = auto_wrap(Net(), partial(default_auto_wrap_policy, min_num_params=80))
-    assert wrapped(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
-    with enable_wrap(partial(default_auto_wrap_policy, min_num_params=10**6)):
-        assert wrapped(auto_wrap(Net())) == []
-    with enable_wrap():
-        assert wrapped(auto_wrap(Net())) == []  # 1e8 elements
-
-
-def test_neither_lists_nor_attention_are_wrapped() -> None:
+def test_auto_wrap_wraps_from_the_inside_out_what_its_policy_names() -> None:
+    """By size, by configuration and by class; neither lists nor attention, whose forward reads the weights of a child.
+    """
     everything = partial(default_auto_wrap_policy, min_num_params=0)
-    with enable_wrap():
-        lists = auto_wrap(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), everything)  # type: ignore[arg-type]
-        attention = auto_wrap(nn.Sequential(nn.MultiheadAttention(4, 2)), everything)
-    assert wrapped(lists) == ["", "0.0"]
-    assert wrapped(attention) == [""]  # its forward reads the weights of a child
-
-
-def test_by_configuration_and_by_class() -> None:
     model = Net()
     model.blocks[1].wrapper_config = {"reshard_after_forward": False}
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    for given, policy, names in (
+            (Net(), partial(default_auto_wrap_policy, min_num_params=80), ["", *blocks]),
+            (Net(), partial(default_auto_wrap_policy, min_num_params=10**6), []),
+            (nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), everything, ["", "0.0"]),  # type: ignore[arg-type]
+            (nn.Sequential(nn.MultiheadAttention(4, 2)), everything, [""]),
+            (model, config_auto_wrap_policy, ["blocks.1"]),
+            (Net(), partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), blocks)):
+        with enable_wrap():
+            assert wrapped(auto_wrap(given, policy)) == names
     with enable_wrap():
-        assert wrapped(auto_wrap(model, config_auto_wrap_policy)) == ["blocks.1"]
-        by_class = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-        assert wrapped(auto_wrap(Net(), by_class)) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert wrapped(auto_wrap(Net())) == []  # 1e8 elements
+        with pytest.raises(ConfigError, match="wrapped"):
+            auto_wrap(FSDP(Net()))
 
 
 def test_names_are_those_of_the_model_inside_and_parameters_are_found_once() -> None:
@@ -341,24 +257,14 @@ class Odd(nn.Module):
         return y if mask is None else y * mask, {"names": names, "rows": len(x), "twice": 2 * y}
 
 
-@pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_checkpoint_wrapper_passes_everything_through(offload_to_cpu: bool) -> None:
-    torch.manual_seed(0)
-    plain, kept = Odd(), Odd()
-    kept.load_state_dict(plain.state_dict())
-    kept = checkpoint_wrapper(kept, offload_to_cpu=offload_to_cpu)
-    x = torch.randn(2, 3)
-    results = []
-    for module in (plain, kept):
+def test_checkpoint_wrapper_passes_everything_through() -> None:
+    plain, x, results = Odd(), torch.randn(2, 3), []
+    kept = [checkpoint_wrapper(deepcopy(plain), offload_to_cpu=offload_to_cpu) for offload_to_cpu in (False, True)]
+    for module in (plain, *kept):
         mine = x.clone().requires_grad_()
         y, more = module(mine, scale=2.0, names=("a", "b"), mask=torch.ones(3))
         assert more["names"] == ("a", "b") and more["rows"] == 2
-        (y.sum() + more["twice"].square().sum()).backward()  # type: ignore[attr-defined]
+        (y.sum() + more["twice"].square().sum()).backward()
         results.append([mine.grad, *(parameter.grad for parameter in module.parameters())])
-    assert all(map(torch.equal, *results))
-    assert (plain.runs, kept.runs) == (1, 2) and list(kept.state_dict()) == list(plain.state_dict())
-
-
-def test_auto_wrap_of_what_is_wrapped_is_refused() -> None:
-    with enable_wrap(), pytest.raises(ConfigError, match="wrapped"):
-        auto_wrap(FSDP(Net()))
+        assert module.runs == (1 if module is plain else 2) and list(module.state_dict()) == list(plain.state_dict())
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))

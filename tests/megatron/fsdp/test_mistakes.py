@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.distributed import watchdog
@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, checkpoint_wrapper, clip_grad_norm_, fully_shard,
                            summon_full_params)
 from megatron.fsdp.sharded_tensor import ShardedParam, UnreducedGrad, local_tensor
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
 
@@ -30,18 +30,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
     model(batch(rank, number)).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def outcomes(rank: int, world: int, names: list[str]) -> dict[str, str]:
-    """What each mistake says."""
-    said = {}
-    for name in names:
-        try:
-            MISTAKES[name][0](rank)
-            said[name] = "nothing"
-        except TrainerError as error:
-            said[name] = str(error)
-    return said
 
 
 # ---- refused, with what to do ------------------------------------------------------------------------------------
@@ -198,9 +186,9 @@ def different_weights(rank: int) -> None:
     around(model, "torch")
 
 
-def registered_in_another_order(sync: bool, rank: int) -> None:
+def registered_in_another_order(rank: int) -> None:
     torch.manual_seed(0)
-    around(Pair("ab"[rank]), "torch", sync_module_states=sync)
+    around(Pair("ab"[rank]), "torch", sync_module_states=True)
 
 
 def sharded_in_another_order(rank: int) -> None:
@@ -271,13 +259,10 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
     "summon in a forward": (lambda rank: around(Summons(), "torch")(batch(rank, 0)), SUMMON),
     "different edits": (partial(inside_summon, lambda model, rank: model.first.weight.add_(rank)), SUMMON),
     "different weights": (different_weights, "last.bias"),
-    "another order": (partial(registered_in_another_order, False), ORDER),
-    "another order, synced": (partial(registered_in_another_order, True), ORDER),
+    "another order": (registered_in_another_order, ORDER),
     "sharded in another order": (sharded_in_another_order, "module sharded before 0 is a on rank 0, b on rank 1"),
     "frozen on one": (frozen_on_one,
                       "parameter 0 is a.weight: float32 [4, 4] on rank 0, a.weight: float32 [4, 4] (frozen) on rank 1"),
-    "synced on one": (lambda rank: fully_shard(Pair(), sync_module_states=rank == 1),
-                      "is sync_module_states = False on rank 0, sync_module_states = True on rank 1"),
     "a dtype on one": (lambda rank: FSDP(Pair(), mixed_precision=rank == 1),
                        "is param_dtype = None on rank 0, param_dtype = torch.float16 on rank 1"),
     "a step in no_sync": (partial(unsummed, lambda model: adamw(model).step()), "no_sync"),
@@ -290,13 +275,16 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
 """What is done, and a part of what is said about it on every rank."""
 
 
-def test_a_mistake_is_refused_on_all_ranks_with_what_to_do() -> None:
-    for said in run_ranks(outcomes, 2, list(MISTAKES), timeout=120):
-        for name, text in said.items():
-            assert text != "nothing" and MISTAKES[name][1] in text, (name, text)
+@on_ranks(2, timeout=120)
+def test_a_mistake_is_refused_on_all_ranks_with_what_to_do(rank: int, world: int) -> None:
+    for name, (mistake, words) in MISTAKES.items():
+        with pytest.raises(TrainerError) as caught:
+            mistake(rank)
+        assert words in str(caught.value), name
 
 
-def another_block_on_each_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_that_run_different_blocks(rank: int, world: int) -> None:
     class RankDrop(Net):
         def middle(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[2](self.blocks[rank](x))
@@ -308,27 +296,25 @@ def another_block_on_each_rank(rank: int, world: int) -> None:
             step(model, optimizer, rank, number)
 
 
-def test_ranks_that_run_different_blocks() -> None:
-    run_ranks(another_block_on_each_rank, 2)
-
-
-def a_state_dict_on_one_rank(rank: int, world: int) -> list[str]:
-    """The other is in a barrier of the script's own, as most scripts have it; here it comes after a while."""
+@on_ranks(2)
+def test_a_rank_that_waits_for_long_says_where(rank: int, world: int) -> None:
+    """The other is in a barrier of the script's own, as most scripts have it; here it comes when this one has said so.
+    """
     said: list[bytes] = []
-    with patch.multiple(watchdog, CHECK_SECONDS=0.02, write_lines=said.append):
-        model = around(Net(), "nested")
+    store = dist.distributed_c10d._get_default_store()
+
+    def note(line: bytes) -> None:
+        said.append(line)
+        store.set("said", "")
+
+    with patch.multiple(watchdog, CHECK_SECONDS=0.02, write_lines=note):
+        model: Any = around(Net(), "nested")
         model(batch(rank, 0)).backward()
         if rank == 1:
-            time.sleep(4)
+            store.wait(["said"])
         model.state_dict()
-    return [line.decode() for line in said]
-
-
-def test_a_rank_that_waits_for_long_says_where() -> None:
-    first, other = run_ranks(a_state_dict_on_one_rank, 2)
-    assert [re.sub(r"\S+ s ", "", line) for line in first] == [
+    assert [re.sub(r"\S+ s ", "", line.decode()) for line in said] == (rank == 0) * [
         "note: rank 0 has waited at a full state dict for ranks that are not there yet: every rank has to come to it\n"]
-    assert not other
 
 
 def with_a_number(module: nn.Module) -> Any:
@@ -337,25 +323,23 @@ def with_a_number(module: nn.Module) -> Any:
     return module
 
 
-def refused_around_a_shared_parameter(rank: int, world: int, shard: Callable[[nn.Module], Any]) -> bool:
-    torch.manual_seed(0)
-    model = with_a_number(Pair())
-    model.b.weight, before = model.a.weight, model.a.weight.detach().clone()
-    fully_shard(model.a)
-    with pytest.raises(TrainerError, match="number is of torch.int64"):
-        shard(model)
-    assert isinstance(model.a.weight, ShardedParam)
-    model.a(torch.ones(1, 4)).sum().backward()
-    fully_shard(model, ignored_params=[model.number])
-    return torch.equal(whole(model)["b.weight"], before)
+@on_ranks(2)
+def test_what_is_refused_leaves_modules_inside_as_they_were(rank: int, world: int) -> None:
+    for shard in (fully_shard, FSDP):
+        torch.manual_seed(0)
+        model = with_a_number(Pair())
+        model.b.weight, before = model.a.weight, model.a.weight.detach().clone()
+        fully_shard(model.a)
+        with pytest.raises(TrainerError, match="number is of torch.int64"):
+            shard(model)
+        assert isinstance(model.a.weight, ShardedParam)
+        model.a(torch.ones(1, 4)).sum().backward()
+        fully_shard(model, ignored_params=[model.number])
+        assert torch.equal(whole(model)["b.weight"], before)
 
 
-@pytest.mark.parametrize("shard", [fully_shard, FSDP])
-def test_what_is_refused_leaves_modules_inside_as_they_were(shard: Callable[[nn.Module], Any]) -> None:
-    assert all(run_ranks(refused_around_a_shared_parameter, 2, shard))
-
-
-def refused_in_a_list(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_list_of_which_one_is_refused_is_not_sharded(rank: int, world: int) -> None:
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), with_a_number(nn.Linear(4, 4))
     one.weight.grad = torch.ones(4, 4)
@@ -367,22 +351,14 @@ def refused_in_a_list(rank: int, world: int) -> None:
     fully_shard([one, other], ignored_params=[other.number])
 
 
-def test_a_list_of_which_one_is_refused_is_not_sharded() -> None:
-    run_ranks(refused_in_a_list, 2)
-
-
-@pytest.mark.parametrize("given, words", [
-    ({"reshard_after_foward": True}, ["reshard_after_forward"]),
-    ({"mixed_precison": True}, ["mixed_precision"]),
-    ({"sharding_strategy": "FULL_SHARD"}, ["reshard_after_forward"]),
-    ({"auto_wrap_policy": None}, ["auto_wrap"]),
-    ({"something_else": 1}, ["something_else"]),
-    ({"gradient_predivide_factor": 0}, ["gradient_predivide_factor"]),
-])
-def test_arguments_that_are_not_known(given: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(TrainerError) as caught:
-        FSDP(Net(), **given)
-    assert all(word in str(caught.value) for word in words)
+def test_arguments_that_are_not_known() -> None:
+    for given, word in (({"reshard_after_foward": True}, "reshard_after_forward"),
+                        ({"mixed_precison": True}, "mixed_precision"), ({"something_else": 1}, "something_else"),
+                        ({"sharding_strategy": "FULL_SHARD"}, "reshard_after_forward"),
+                        ({"auto_wrap_policy": None}, "auto_wrap"),
+                        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor")):
+        with pytest.raises(TrainerError, match=word):
+            FSDP(Net(), **given)
 
 
 # ---- the right result --------------------------------------------------------------------------------------------
@@ -574,15 +550,12 @@ ORDERS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
     "recomputed outside": partial(recomputed, lambda block: checkpoint_wrapper(FSDP(block)))}
 
 
-def differences_from_ddp(rank: int, world: int) -> dict[str, float]:
+@on_ranks(2, timeout=120)
+def test_other_orders_of_calls_give_the_same_weights(rank: int, world: int) -> None:
     weights = by_ddp(Net, rank, STEPS)[1]
-    found = {name: order(rank) for name, order in ORDERS.items()}
-    return {name: max(float((weights[one] - each[one]).abs().max()) for one in weights) for name, each in found.items()}
-
-
-def test_other_orders_of_calls_give_the_same_weights() -> None:
-    for found in run_ranks(differences_from_ddp, 2, timeout=120):
-        assert max(found.values()) <= 1e-6, found
+    for name, order in ORDERS.items():
+        found = order(rank)
+        assert max(float((weights[one] - found[one]).abs().max()) for one in weights) <= 1e-6, name
 
 
 class TwoWays(nn.Module):
@@ -595,7 +568,8 @@ class TwoWays(nn.Module):
         return (self.second(self.first(x)) if both else self.first(x)).square().sum()
 
 
-def grads_of_a_block_left_out_of_a_backward_without_sync(rank: int, world: int) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_a_block_left_out_of_a_backward_without_sync_keeps_its_reduced_gradients(rank: int, world: int) -> None:
     model: Any = TwoWays()
     for block in (model.first, model.second):
         fully_shard(block)
@@ -604,9 +578,5 @@ def grads_of_a_block_left_out_of_a_backward_without_sync(rank: int, world: int) 
     before = local_tensor(model.second.weight.grad).clone()
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 6), both=False).backward()
-    return (isinstance(model.first.weight.grad, UnreducedGrad),
-            torch.equal(before, local_tensor(model.second.weight.grad)))
-
-
-def test_a_block_left_out_of_a_backward_without_sync_keeps_its_reduced_gradients() -> None:
-    assert run_ranks(grads_of_a_block_left_out_of_a_backward_without_sync, 2) == [(True, True)] * 2
+    assert isinstance(model.first.weight.grad, UnreducedGrad)
+    assert torch.equal(before, local_tensor(model.second.weight.grad))

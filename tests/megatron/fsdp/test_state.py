@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, patch
@@ -14,10 +15,9 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
                            set_optimizer_state_dict, set_state_dict)
-from megatron.fsdp.sharded_tensor import gather_masters
-from megatron.fsdp.sharded_tensor import ShardedParam
+from megatron.fsdp.sharded_tensor import ShardedParam, gather_masters
 from megatron.fsdp.state_dict import full_state_dict, summon_full_params
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, mixed, train
 from tests.megatron.zero.models import Net, OddSizes
 
@@ -56,12 +56,15 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         if isinstance(a, torch.Tensor) else a == b for a, b in zip(one.values(), other.values(), strict=True))
 
 
-def on_the_first_rank_alone(rank: int, world: int) -> int:
-    return len(FSDP(Net(), state_dict_on_rank_0_only=True).state_dict())
+def inner(model: Any) -> Any:
+    """The module that a wrapper wraps."""
+    return getattr(model, "module", model)
 
 
-def test_a_full_state_dict_can_be_on_the_first_rank_alone() -> None:
-    assert run_ranks(on_the_first_rank_alone, 2) == [len(Net().state_dict()), 0]
+@on_ranks(2)
+def test_a_full_state_dict_can_be_on_the_first_rank_alone(rank: int, world: int) -> None:
+    names = len(FSDP(Net(), state_dict_on_rank_0_only=True).state_dict())
+    assert names == (len(Net().state_dict()) if rank == 0 else 0)
 
 
 # ---- from layout to layout ---------------------------------------------------------------------------------------
@@ -119,8 +122,7 @@ def local(rank: int, world: int, way: str) -> Any:
     return state, about, same(model.state_dict(), Everything().state_dict())
 
 
-@pytest.mark.parametrize("way", ["whole", "nested"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("way, world", [("whole", 1), ("whole", 2), ("nested", 3)])
 def test_local_state_dicts_load_again_and_make_a_full_one(way: str, world: int) -> None:
     weights, about, again = zip(*run_ranks(local, world, way), strict=True)
     assert all(again)
@@ -137,50 +139,37 @@ def test_local_state_dicts_load_again_and_make_a_full_one(way: str, world: int) 
 # ---- summon_full_params ------------------------------------------------------------------------------------------
 
 
-def summoned(rank: int, world: int, way: str, volatile: bool) -> tuple[bool, bool, bool]:
-    model = around(Everything(), way)
-    inside = getattr(model, "module", model)
-    plain = Everything()
-    with summon_full_params(inside, volatile=volatile), torch.no_grad():
-        seen = all(torch.equal(a, b) and type(a) is nn.Parameter and a.shape == b.shape
-                   for a, b in zip(inside.parameters(), plain.parameters(), strict=True))
-        for parameter in inside.parameters():
-            parameter.add_(1)
-        inside.last.bias.data = torch.zeros(6)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(1)
-        plain.last.bias.zero_()
-    unchanged = same(full_state_dict(inside), Everything().state_dict())
-    edited = same(full_state_dict(inside), plain.state_dict())
-    losses = [float(one(batch(0, 3)).detach()) for one in (model, Everything() if volatile else plain)]
-    return seen, unchanged if volatile else edited, abs(losses[0] - losses[1]) < 1e-6
+@on_ranks(2)
+def test_full_params_are_the_models_and_edits_last(rank: int, world: int) -> None:
+    for way, volatile in product(("nested", "torch"), (True, False)):
+        model, plain = around(Everything(), way), Everything()
+        with summon_full_params(inner(model), volatile=volatile), torch.no_grad():
+            for parameter, expected in zip(inner(model).parameters(), plain.parameters(), strict=True):
+                assert type(parameter) is nn.Parameter and torch.equal(parameter, expected)
+            for one in (inner(model), plain):
+                for parameter in one.parameters():
+                    parameter.add_(1)
+                one.last.bias.data = torch.zeros(6)
+        expected = Everything() if volatile else plain
+        assert same(full_state_dict(inner(model)), expected.state_dict()), (way, volatile)
+        losses = [float(one(batch(0, 3)).detach()) for one in (model, expected)]
+        assert abs(losses[0] - losses[1]) < 1e-6, (way, volatile)
 
 
-@pytest.mark.parametrize("volatile", [True, False])
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_full_params_are_the_models_and_edits_last(way: str, volatile: bool) -> None:
-    assert run_ranks(summoned, 2, way, volatile) == [(True, True, True)] * 2
-
-
-def edited_in_16_bits(rank: int, world: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_edits_reach_the_16_bit_weights(rank: int, world: int) -> None:
     model = around(Net(), "torch", **mixed("torch", torch.bfloat16))
     with torch.no_grad():
-        before = float(model(batch(0, 1)))
-    with summon_full_params(model), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    with torch.no_grad():
-        return before, float(model(batch(0, 1)))
+        assert float(model(batch(0, 1))) != 1.0
+        with summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert float(model(batch(0, 1))) == 1.0
 
 
-def test_edits_reach_the_16_bit_weights() -> None:
-    for before, after in run_ranks(edited_in_16_bits, 2):
-        assert before != 1.0 and after == 1.0
-
-
-def broken_off(rank: int, world: int) -> bool:
-    model = around(Net(), "torch")
+@on_ranks(1)
+def test_what_breaks_off_leaves_every_parameter_as_it_was(rank: int, world: int) -> None:
+    model: Any = around(Net(), "torch")
     with patch("megatron.fsdp.state_dict.gather_masters", wraps=gather_masters, side_effect=[DEFAULT, MemoryError]):
         with pytest.raises(MemoryError), summon_full_params(model):
             pass
@@ -189,11 +178,7 @@ def broken_off(rank: int, world: int) -> bool:
             summon_full_params(model):
         model.first.weight.zero_()
         model.blocks[2].narrow.bias.data = torch.zeros(7)
-    return same(full_state_dict(model), Net().state_dict())
-
-
-def test_what_breaks_off_leaves_every_parameter_as_it_was() -> None:
-    assert run_ranks(broken_off, 1) == [True]
+    assert same(full_state_dict(model), Net().state_dict())
 
 
 def plus_one(model: nn.Module) -> None:
@@ -203,136 +188,97 @@ def plus_one(model: nn.Module) -> None:
                 parameter.add_(1)
 
 
-def exported(rank: int, world: int, way: str, recurse: bool) -> list[bool]:
-    """State dicts inside the block, of the model and of a module inside, by all ranks; of what is full, by one."""
-    model, plain = around(Everything(), way, **mixed(way, torch.bfloat16)), Everything()
-    with summon_full_params(getattr(model, "module", model), recurse):
-        plus_one(model)
-        names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, ShardedParam)}
-        states = [model.state_dict(), get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))[0]
-                  if recurse and rank == 0 else None, model.blocks[1].state_dict() if way != "whole" else None]
-        if way == "torch":  # the parameters themselves, as torch's
-            states = deepcopy(states)
-        else:
-            with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):
-                model.local_state_dict()
-        plus_one(model)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            if name in names:
-                parameter.add_(1)
-    wanted = plain.state_dict(), plain.state_dict(), plain.blocks[1].state_dict()
-    return [same(state, right) for state, right in zip(states, wanted, strict=True) if state is not None]
+@on_ranks(2)
+def test_a_state_dict_inside_summon_full_params_is_that_of_the_unwrapped_model(rank: int, world: int) -> None:
+    """Of the model and of a module inside, by all ranks; of what is full, by one."""
+    for way, recurse in (("whole", True), ("nested", False), ("torch", True)):
+        model: Any = around(Everything(), way, **mixed(way, torch.bfloat16))
+        plain = Everything()
+        with summon_full_params(inner(model), recurse):
+            plus_one(model)
+            names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, ShardedParam)}
+            states = [model.state_dict(), get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))[0]
+                      if recurse and rank == 0 else None, model.blocks[1].state_dict() if way != "whole" else None]
+            if way == "torch":  # the parameters themselves, as torch's
+                states = deepcopy(states)
+            else:
+                with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):
+                    model.local_state_dict()
+            plus_one(model)
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                if name in names:
+                    parameter.add_(1)
+        wanted = plain.state_dict(), plain.state_dict(), plain.blocks[1].state_dict()
+        assert all(same(state, right) for state, right in zip(states, wanted, strict=True) if state is not None), way
 
 
-@pytest.mark.parametrize("way, recurse", [("whole", True), ("nested", False), ("twice nested", True), ("torch", True)])
-def test_a_state_dict_inside_summon_full_params_is_that_of_the_unwrapped_model(way: str, recurse: bool) -> None:
-    assert all(all(found) for found in run_ranks(exported, 2, way, recurse))
-
-
-def exported_around_a_block(rank: int, world: int) -> bool:
-    """Of the model, while a block of it is summoned: an outer module may have no parameters itself."""
-    model = FSDP(nn.Sequential(FSDP(Net()), FSDP(Net())))
+@on_ranks(2)
+def test_a_state_dict_of_a_module_around_the_summoned_one(rank: int, world: int) -> None:
+    """An outer module may have no parameters itself."""
+    model: Any = FSDP(nn.Sequential(FSDP(Net()), FSDP(Net())))
     plain = nn.Sequential(Net(), Net())
     with model.summon_full_params(recurse=False):
-        outside = model.state_dict()
+        assert same(model.state_dict(), plain.state_dict())
     with model[0].summon_full_params(volatile=True):
         plus_one(model)
         state = model.state_dict()
-    unchanged = same(outside, plain.state_dict()) and same(model.state_dict(), plain.state_dict())
+    assert same(model.state_dict(), plain.state_dict())
     plus_one(plain[0])
-    return same(state, plain.state_dict()) and unchanged
+    assert same(state, plain.state_dict())
 
 
-def test_a_state_dict_of_a_module_around_the_summoned_one() -> None:
-    assert all(run_ranks(exported_around_a_block, 2))
-
-
-def loaded_inside(rank: int, world: int, way: str, recurse: bool) -> bool:
+@on_ranks(2)
+def test_a_load_inside_summon_full_params_lasts_or_is_refused(rank: int, world: int) -> None:
     wanted = {name: value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
               for name, value in Everything().state_dict().items()}
-    model = around(Everything(), way)
-    inside = getattr(model, "module", model)
-    with summon_full_params(inside, recurse):
-        model.load_state_dict(wanted)
-    with pytest.raises(ConfigError, match=r"load_state_dict\(\) inside summon_full_params\(volatile=True\)"), \
-            summon_full_params(inside, recurse, volatile=True):
-        model.load_state_dict(Everything().state_dict())
-    with pytest.raises(ConfigError, match="inside summon_full_params"), summon_full_params(inside, recurse):
-        set_state_dict(model, [], model_state_dict=wanted, optim_state_dict={},
-                       options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return same(full_state_dict(inside), wanted)
-
-
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_a_load_inside_summon_full_params_lasts_or_is_refused(way: str, recurse: bool) -> None:
-    assert all(run_ranks(loaded_inside, 2, way, recurse))
+    for way, recurse in (("nested", True), ("nested", False), ("torch", True)):
+        model = around(Everything(), way)
+        with summon_full_params(inner(model), recurse):
+            model.load_state_dict(wanted)
+        with pytest.raises(ConfigError, match=r"load_state_dict\(\) inside summon_full_params\(volatile=True\)"), \
+                summon_full_params(inner(model), recurse, volatile=True):
+            model.load_state_dict(Everything().state_dict())
+        with pytest.raises(ConfigError, match="inside summon_full_params"), summon_full_params(inner(model), recurse):
+            set_state_dict(model, [], model_state_dict=wanted, optim_state_dict={},
+                           options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        assert same(full_state_dict(inner(model)), wanted), (way, recurse)
 
 
 # ---- torch's functions -------------------------------------------------------------------------------------------
 
 
-def by_torchs_functions(rank: int, world: int, way: str, first_only: bool) -> tuple[bool, bool, int]:
-    model, optimizer = trained(way, rank, 3)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=first_only)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    expected = full_state_dict(getattr(model, "module", model))
-    count = len(weights)
-    if first_only:
+FULL = StateDictOptions(full_state_dict=True)
+OF_THE_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_THE_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+@on_ranks(2)
+def test_torchs_functions_give_and_take_the_whole_and_parts(rank: int, world: int) -> None:
+    """On all ranks, on the first one alone, and each rank its part."""
+    for way, saves, loads in (("nested", FULL, FULL), ("torch", FULL, FULL), ("nested", OF_THE_FIRST, FROM_THE_FIRST),
+                              ("torch", OF_THE_FIRST, FROM_THE_FIRST), ("torch", None, None)):
+        model, optimizer = trained(way, rank, 3)
+        weights, state = deepcopy(get_state_dict(model, optimizer, options=saves))
+        names = 0 if saves is OF_THE_FIRST and rank > 0 else len(Everything().state_dict())
+        assert len(weights) == names and bool(state) == (names > 0)
         again = around(Everything(), way)
-        with torch.no_grad(), summon_full_params(getattr(again, "module", again)):
+        with torch.no_grad(), summon_full_params(inner(again)):
             for parameter in again.parameters():
                 parameter.zero_()
         other = adamw(again, rate=1.0)
-        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state,
-                       options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=loads)
+        assert same(full_state_dict(inner(again)), full_state_dict(inner(model)))
+        assert equal_state(*(get_optimizer_state_dict(one, its, options=FULL)
+                             for one, its in ((again, other), (model, optimizer)))), (way, saves)
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        equal = equal_state(get_state_dict(again, other, options=options)[1], state)
-        whole = full_state_dict(getattr(again, "module", again))
-        return same(whole, expected), (not state) == (rank > 0) and equal, count
-    again = around(Everything(), way)
-    other = adamw(again)
-    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
-    loaded = get_state_dict(again, other, options=options)
-    return same(loaded[0], expected), equal_state(loaded[1], state), count
 
 
-@pytest.mark.parametrize("first_only", [False, True])
-@pytest.mark.parametrize("way", ["nested", "torch"])
-def test_torchs_functions_give_and_take_the_whole(way: str, first_only: bool) -> None:
-    names = len(Everything().state_dict())
-    found = run_ranks(by_torchs_functions, 2, way, first_only)
-    assert found == [(True, True, names), (True, True, 0 if first_only else names)]
-
-
-def of_another_model(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_a_wrong_state_on_the_first_rank_is_refused_on_all(rank: int, world: int) -> None:
     model, optimizer = trained("nested", rank, 1)
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_optimizer_state_dict(model, optimizer, options=OF_THE_FIRST)
     if rank == 0:
         state["state"]["last.bias"]["exp_avg"] = torch.ones(7)
-    with pytest.raises(ConfigError) as caught:
-        set_optimizer_state_dict(model, optimizer, state,
-                                 options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return str(caught.value)
-
-
-def test_a_wrong_state_on_the_first_rank_is_refused_on_all() -> None:
-    assert all("'exp_avg' of last.bias" in said for said in run_ranks(of_another_model, 2))
-
-
-def in_parts(rank: int, world: int) -> bool:
-    model, optimizer = trained("torch", rank, 3)
-    weights, state = get_state_dict(model, optimizer)
-    weights, state = deepcopy(weights), deepcopy(state)
-    expected = full_state_dict(model), get_optimizer_state_dict(
-        model, optimizer, options=StateDictOptions(full_state_dict=True))
-    again = around(Everything(), "torch")
-    other = adamw(again)
-    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-    return same(full_state_dict(again), expected[0]) and equal_state(
-        get_optimizer_state_dict(again, other, options=StateDictOptions(full_state_dict=True)), expected[1])
-
-
-def test_torchs_functions_give_and_take_parts() -> None:
-    assert all(run_ranks(in_parts, 2))
+    with pytest.raises(ConfigError, match="'exp_avg' of last.bias"):
+        set_optimizer_state_dict(model, optimizer, state, options=FROM_THE_FIRST)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from megatron.fsdp.sharded_tensor import local_tensor
 from megatron.errors import ConfigError
-from tests.distributed import run_ranks
+from megatron.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from megatron.fsdp.sharded_tensor import local_tensor
+from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import EPS, batch
 from tests.megatron.helpers import ROOT
 from tests.megatron.zero.models import Net
@@ -52,29 +54,18 @@ def script(fully_shard: Any, MixedPrecisionPolicy: Any, rank: int, settings: dic
     return losses
 
 
-def both(rank: int, world: int, settings: dict[str, Any], dtype: torch.dtype | None) -> list[float]:
-    """How far each loss is apart."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy as theirs_policy, fully_shard as theirs
-
-    from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-
+@on_ranks(2)
+def test_losses_are_those_of_torchs_fully_shard(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-    one = script(theirs, theirs_policy, rank, {"mesh": mesh, **settings}, dtype)
-    other = script(fully_shard, MixedPrecisionPolicy, rank, {"mesh": mesh, **settings}, dtype)
-    return [abs(a - b) / max(1, abs(a)) for a, b in zip(one, other, strict=True)]
-
-
-@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}])
-def test_losses_are_those_of_torchs_fully_shard(settings: dict[str, Any]) -> None:
-    assert max(map(max, run_ranks(both, 2, settings, None))) <= 1e-6
-
-
-def test_losses_in_bf16_are_those_of_torchs_but_for_roundings() -> None:
-    # Parameters are cut elsewhere, so that AdamW's last bits differ, and with them a few roundings to 8 bits, of which
-    # there are some ten in a row in this model: exact in the first two steps, and within some roundings after twenty.
-    for found in run_ranks(both, 2, {}, torch.bfloat16):
-        assert max(found[:6]) == 0
-        assert max(found) <= 10 * 2**-8
+    for reshards, dtype in ((True, None), (False, None), (True, torch.bfloat16)):
+        settings = {"mesh": mesh, "reshard_after_forward": reshards}
+        one = script(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy, rank, settings, dtype)
+        other = script(fully_shard, MixedPrecisionPolicy, rank, settings, dtype)
+        found = [abs(a - b) / max(1, abs(a)) for a, b in zip(one, other, strict=True)]
+        # In bf16: parameters are cut elsewhere, so that AdamW's last bits differ, and with them a few roundings to 8
+        # bits, of which there are some ten in a row in this model: exact in the first two steps, and within some
+        # roundings after twenty.
+        assert max(found) <= (10 * 2**-8 if dtype else 1e-6) and (dtype is None or max(found[:6]) == 0)
 
 
 NOT_HERE = {"reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook",
@@ -84,16 +75,9 @@ NOT_HERE = {"reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scat
 """How torch's own buffers and streams work."""
 
 
-def methods(rank: int, world: int) -> set[str]:
-    """Of torch's FSDPModule, those that ours has not."""
-    from torch.distributed.fsdp import FSDPModule as theirs
-
-    from megatron.fsdp import FSDPModule
-    return {name for name in vars(theirs) if not name.startswith("_") and not hasattr(FSDPModule, name)}
-
-
 def test_the_methods_of_torchs_module_are_there() -> None:
-    assert run_ranks(methods, 1)[0] <= NOT_HERE
+    assert {name for name in vars(torch_fsdp.FSDPModule)
+            if not name.startswith("_") and not hasattr(FSDPModule, name)} <= NOT_HERE
 
 
 def four_steps(run: Any, model: nn.Module, rank: int, rate: float) -> list[float]:
@@ -109,11 +93,9 @@ def four_steps(run: Any, model: nn.Module, rank: int, rate: float) -> list[float
     return losses
 
 
-def unsharded_early(rank: int, world: int) -> bool:
-    """`unshard` before a forward begins to gather, and what is gathered are the weights after the step; `reshard` gives
-    them back."""
-    from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-
+@on_ranks(2)
+def test_unshard_brings_the_weights_after_a_step_and_reshard_takes_them_back(rank: int, world: int) -> None:
+    """`unshard` before a forward begins to gather."""
     def losses(early: bool) -> list[float]:
         model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
@@ -128,75 +110,47 @@ def unsharded_early(rank: int, world: int) -> bool:
 
         return four_steps(run, model, rank, 0.1)
 
-    return losses(True) == losses(False)
+    assert losses(True) == losses(False)
 
 
-def test_a_divisor_of_gradients_is_above_zero() -> None:
-    from megatron.fsdp import fully_shard
-
-    model: Any = Net()
-    fully_shard(model)
-    for factor in (0, -2.0):
-        with pytest.raises(ConfigError, match="give a number above 0"):
-            model.set_gradient_divide_factor(factor)
-
-
-def test_unshard_brings_the_weights_after_a_step() -> None:
-    assert run_ranks(unsharded_early, 2) == [True, True]
-
-
-def divided(rank: int, world: int, early: bool) -> dict[str, float]:
-    """How many times the mean a gradient is, where a block's is divided by 1."""
-    from megatron.fsdp import fully_shard
-
+@on_ranks(2)
+def test_a_divisor_of_gradients_is_that_of_a_module_and_above_zero(rank: int, world: int) -> None:
     norms = []
-    for factor in (None, 1.0):
+    for factor, early in ((None, False), (1.0, False), (1.0, True)):
         model: Any = Net()
         fully_shard(model.blocks[0])
-        if early and factor:
+        if early:
             model.blocks[0].set_gradient_divide_factor(factor)
         fully_shard(model)
         if factor and not early:
             model.blocks[0].set_gradient_divide_factor(factor)
         model(batch(0, 0)).backward()
-        norms.append({name: local_tensor(parameter.grad).norm() for name, parameter in model.named_parameters()
+        norms.append({name: float(local_tensor(parameter.grad).norm()) for name, parameter in model.named_parameters()
                       if local_tensor(parameter).numel()})
-    return {name: float(norms[1][name] / norm) for name, norm in norms[0].items()}
+    for name, norm in norms[0].items():
+        assert all(found[name] / norm == pytest.approx(2 if name.startswith("blocks.0") else 1) for found in norms[1:])
+    for factor in (0, -2.0):
+        with pytest.raises(ConfigError, match="give a number above 0"):
+            model.set_gradient_divide_factor(factor)
 
 
-def test_a_divisor_is_that_of_a_module() -> None:
-    for early in (False, True):
-        for found in run_ranks(divided, 2, early):
-            assert all(abs(ratio - (2 if name.startswith("blocks.0") else 1)) < 1e-5 for name, ratio in found.items())
-
-
-def compiled(how: str, rank: int) -> list[float]:
-    """Losses; `aot_eager` takes the graphs apart and runs them as they are."""
-    from megatron.fsdp import fully_shard
-
-    torch._dynamo.reset()
-    model: Any = Net()
-    if how == "blocks before":
+@on_ranks(2, timeout=120)
+def test_compiled_modules_are_sharded_as_others(rank: int, world: int) -> None:
+    """`aot_eager` takes the graphs apart and runs them as they are."""
+    losses = {}
+    for how in ("not", "blocks before", "blocks after", "model"):
+        torch._dynamo.reset()
+        model: Any = Net()
         for block in model.blocks:
-            block.compile(backend="aot_eager")
-    for block in model.blocks:
-        fully_shard(block)
-    if how == "blocks after":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    fully_shard(model)
-    run: Any = torch.compile(model, backend="aot_eager") if how == "model" else model
-    return four_steps(run, model, rank, 0.01)
-
-
-def compiled_in_all_ways(rank: int, world: int) -> dict[str, list[float]]:
-    return {how: compiled(how, rank) for how in ("not", "blocks before", "blocks after", "model")}
-
-
-def test_compiled_modules_are_sharded_as_others() -> None:
-    for found in run_ranks(compiled_in_all_ways, 2, timeout=120):
-        for how, losses in found.items():
-            assert losses == pytest.approx(found["not"], rel=1e-6), how
+            if how == "blocks before":
+                block.compile(backend="aot_eager")
+            fully_shard(block)
+            if how == "blocks after":
+                block.compile(backend="aot_eager")
+        fully_shard(model)
+        run: Any = torch.compile(model, backend="aot_eager") if how == "model" else model
+        losses[how] = four_steps(run, model, rank, 0.01)
+        assert losses[how] == pytest.approx(losses["not"], rel=1e-6), how
 
 
 SCRIPT = """
@@ -212,8 +166,8 @@ assert dist.get_world_size() == 2
 """
 
 
-@pytest.mark.parametrize("meets", ['dist.init_process_group("gloo")', ""])
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("meets", "times"), [("", 1), *(pytest.param(meets, 5, marks=pytest.mark.slow) for meets in (
+    'dist.init_process_group("gloo")', ""))])
 def test_a_script_that_meets_by_itself_or_not_at_all_ends_well(times: int, meets: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(meets=meets))
     for _ in range(times):

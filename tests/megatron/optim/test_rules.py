@@ -79,10 +79,10 @@ def torch_run(make: Any, hyper: dict[str, Any], dtype: torch.dtype = torch.float
         if isinstance(value, Tensor) and value.shape == parameter.shape}}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], of: str = "") -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
+        assert torch.equal(found[name], value), f"{of} {name}: {(found[name] - value).abs().max()}"
     assert found[""].isfinite().all() and not torch.equal(found[""], weights())
 
 
@@ -134,11 +134,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("decoupled, decay", [(True, 0.1), (False, 0.1)])
-def test_adam_without_bias_correction_divides_nothing(decoupled: bool, decay: float) -> None:
-    config = OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay, adam_beta1=0.8, adam_beta2=0.95,
-                         optimizer_params=("bias_correction=false",))
-    rule, hyper = build_rule(config, MAX_TILE_NUMEL)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_bias_correction_divides_nothing(decoupled: bool) -> None:
+    decay = 0.1
+    given = dict(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay, adam_beta1=0.8, adam_beta2=0.95)
+    rule, hyper = build_rule(OptimConfig(**given, optimizer_params=("bias_correction=false",)), MAX_TILE_NUMEL)
     found = flat_run(rule, hyper)
     weight, first, second = weights().double(), torch.zeros(SIZE).double(), torch.zeros(SIZE).double()
     for grad, lr in grads():
@@ -147,8 +147,7 @@ def test_adam_without_bias_correction_divides_nothing(decoupled: bool, decay: fl
         first, second = 0.8 * first + 0.2 * g, 0.95 * second + 0.05 * g * g
         weight = weight - lr * first / (second.sqrt() + 1e-8)
     assert torch.allclose(found[""].double(), weight, rtol=1e-6, atol=1e-6)
-    corrected = flat_run(*build_rule(OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay,
-                                                 adam_beta1=0.8, adam_beta2=0.95), MAX_TILE_NUMEL))
+    corrected = flat_run(*build_rule(OptimConfig(**given), MAX_TILE_NUMEL))
     assert not torch.allclose(corrected[""], found[""], atol=1e-4), "the correction is far more than rounding"
     assert_equal(flat_run(rule, hyper, CUTS["five spans"]), found)
 
@@ -160,14 +159,14 @@ def made(name: str) -> tuple[Optimizer, dict[str, Any]]:
     return optimizer, {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_spans_tiles_and_a_restart_from_json_change_no_bit_of_a_torch_optimizer(name: str) -> None:
-    optimizer, hyper = made(name)
-    for cuts in CUTS.values():
-        assert_equal(flat_run(from_torch(optimizer), hyper, cuts), torch_run(*CASES[name]))
-    found = flat_run(from_torch(optimizer, tile=ALIGNMENT), hyper, CUTS["two spans"], torch.float16, reload_at=7,
-                     fresh=lambda: from_torch(optimizer))
-    assert_equal(found, torch_run(*CASES[name], torch.float16))
+def test_spans_tiles_and_a_restart_from_json_change_no_bit_of_a_torch_optimizer() -> None:
+    for name in CASES:
+        optimizer, hyper = made(name)
+        for cuts in CUTS.values():
+            assert_equal(flat_run(from_torch(optimizer), hyper, cuts), torch_run(*CASES[name]), name)
+        found = flat_run(from_torch(optimizer, tile=ALIGNMENT), hyper, CUTS["two spans"], torch.float16, reload_at=7,
+                         fresh=lambda: from_torch(optimizer))
+        assert_equal(found, torch_run(*CASES[name], torch.float16), name)
 
 
 def test_the_clients_optimizer_is_left_as_it_was() -> None:
@@ -332,49 +331,49 @@ def lamb_run(hyper: dict[str, Any], tile: int) -> Tensor:
     return master
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"bias_correction": False}, {"eps_inside_sqrt": True}, {"max_coeff": 0.5}, {"min_coeff": 9.0},
-], ids=str)
-def test_lamb_is_the_published_loop_over_whole_parameters(change: dict[str, Any]) -> None:
-    hyper = {**LAMB, **change}
-    found = lamb_run(hyper, MAX_TILE_NUMEL)
-    for (start, stop), expected in zip(SLOTS, slow_lamb(hyper), strict=True):
-        # fp32 against fp64: 20 roundings of weights up to 4, and of ratios up to 10.
-        torch.testing.assert_close(found[start:stop].double(), expected, atol=2e-5, rtol=0)
-    assert torch.equal(found[300:384], weights()[300:384]), "padding is left alone"
-    # Sums of squares of fp32 rows, taken in fp64 in another order.
-    torch.testing.assert_close(lamb_run(hyper, ALIGNMENT), found, atol=1e-6, rtol=0)
+def test_lamb_is_the_published_loop_over_whole_parameters() -> None:
+    for change in ({}, {"bias_correction": False}, {"eps_inside_sqrt": True}, {"max_coeff": 0.5}, {"min_coeff": 9.0}):
+        hyper = {**LAMB, **change}
+        found = lamb_run(hyper, MAX_TILE_NUMEL)
+        for (start, stop), expected in zip(SLOTS, slow_lamb(hyper), strict=True):
+            # fp32 against fp64: 20 roundings of weights up to 4, and of ratios up to 10.
+            torch.testing.assert_close(found[start:stop].double(), expected, atol=2e-5, rtol=0)
+        assert torch.equal(found[300:384], weights()[300:384]), "padding is left alone"
+        # Sums of squares of fp32 rows, taken in fp64 in another order.
+        torch.testing.assert_close(lamb_run(hyper, ALIGNMENT), found, atol=1e-6, rtol=0)
 
 
 # ---- from the configuration --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) -> None:
-    rule, hyper = build_rule(OptimConfig(optimizer=name), MAX_TILE_NUMEL)
-    assert "lr" not in hyper and hyper.get("weight_decay") == (None if name == "rprop" else 0.01)
-    found = flat_run(rule, {**hyper, "use_muon": False, "lr_scale": 1.0} if name == "muon" else hyper)
-    assert found[""].isfinite().all() and not torch.equal(found[""], weights())
-    takes = OPTIMIZERS[name]
-    if takes.torch_name and name != "adam":
-        defaults = torch_run(getattr(torch.optim, takes.torch_name), {
-            key: value for key, value in hyper.items() if key not in takes.extra})[""]
-        # The fused kernels of Adam and SGD round in another place.
-        torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
+def test_every_optimizer_that_can_be_named_steps_with_its_defaults() -> None:
+    for name, takes in OPTIMIZERS.items():
+        rule, hyper = build_rule(OptimConfig(optimizer=name), MAX_TILE_NUMEL)
+        assert "lr" not in hyper and hyper.get("weight_decay") == (None if name == "rprop" else 0.01), name
+        found = flat_run(rule, {**hyper, "use_muon": False, "lr_scale": 1.0} if name == "muon" else hyper)
+        assert found[""].isfinite().all() and not torch.equal(found[""], weights()), name
+        if takes.torch_name and name != "adam":
+            defaults = torch_run(getattr(torch.optim, takes.torch_name), {
+                key: value for key, value in hyper.items() if key not in takes.extra})[""]
+            # The fused kernels of Adam and SGD round in another place.
+            torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
 
 
 ADAM = {"weight_decay": 0.5, "betas": (0.9, 0.99), "fused": True}
 
 
-@pytest.mark.parametrize("given, cls, hyper", [
+CONFIGURED: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
     ({"adam_w_mode": False}, torch.optim.Adam, ADAM),
     ({"optimizer_params": ("amsgrad=true",)}, torch.optim.AdamW, {**ADAM, "amsgrad": True}),
     ({"optimizer_params": ("amsgrad=true",), "adam_w_mode": False}, torch.optim.Adam, {**ADAM, "amsgrad": True}),
     ({"optimizer": "sgd", "sgd_momentum": 0.5, "optimizer_params": ("nesterov=true",)}, torch.optim.SGD,
-     {"momentum": 0.5, "nesterov": True, "fused": True, "weight_decay": 0.5})], ids=str)
-def test_what_is_configured_is_torchs_optimizer(given: dict[str, Any], cls: Any, hyper: dict[str, Any]) -> None:
-    optim = OptimConfig(**{"optimizer": "adam", "weight_decay": 0.5, "adam_beta2": 0.99, **given})
-    assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)), torch_run(cls, hyper))
+     {"momentum": 0.5, "nesterov": True, "fused": True, "weight_decay": 0.5})]
+
+
+def test_what_is_configured_is_torchs_optimizer() -> None:
+    for given, cls, hyper in CONFIGURED:
+        optim = OptimConfig(**{"optimizer": "adam", "weight_decay": 0.5, "adam_beta2": 0.99, **given})
+        assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)), torch_run(cls, hyper), str(given))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -63,31 +63,23 @@ def published(kind: str, warmup_type: str, it: int) -> list[float]:
     return [0.5 * share, 2.0 * share] if kind == "WarmupCosineLR" else [0.1 + 1.0 * share, 3.0 * share]
 
 
-@pytest.mark.parametrize("warmup_type", ["log", "linear"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rate_of_every_group_is_the_formulas(kind: str, warmup_type: str) -> None:
-    groups = Groups()
-    scheduler = made(kind, groups, warmup_type)
-    assert groups.rates == ([0, 0] if kind == "WarmupCosineLR" else [0.1, 0]), "before the first step"
-    for it in range(STEPS):
-        scheduler.step()
-        assert all(map(close, groups.rates, published(kind, warmup_type, it))), it
-        assert scheduler.get_last_lr() == scheduler.get_lr() == groups.rates
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_resumes_at_any_step(kind: str) -> None:
-    whole = made(kind, Groups())
-    for _ in range(STEPS):
-        whole.step()
-        if whole.last_batch_iteration % 250 in (0, 249):
-            resumed = made(kind, Groups())
-            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-            assert resumed.get_last_lr() == whole.get_last_lr()
-            resumed.step()
-            jumped = made(kind, Groups())
-            jumped.step(whole.last_batch_iteration + 1)
-            assert resumed.get_lr() == jumped.get_last_lr()
+def test_every_rate_of_every_group_is_the_formulas_also_where_a_state_dict_resumes(kind: str) -> None:
+    for warmup_type in ("log", "linear"):
+        groups = Groups()
+        scheduler = made(kind, groups, warmup_type)
+        assert groups.rates == ([0, 0] if kind == "WarmupCosineLR" else [0.1, 0]), "before the first step"
+        for it in range(STEPS):
+            scheduler.step()
+            assert all(map(close, groups.rates, published(kind, warmup_type, it))), it
+            assert scheduler.get_last_lr() == scheduler.get_lr() == groups.rates
+            if it % 250 in (0, 249):
+                resumed, jumped = made(kind, Groups(), warmup_type), made(kind, Groups(), warmup_type)
+                resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+                assert resumed.get_last_lr() == scheduler.get_last_lr()
+                resumed.step()
+                jumped.step(it + 1)
+                assert resumed.get_lr() == jumped.get_last_lr()
 
 
 def test_a_scheduler_that_starts_in_the_middle_leaves_the_rates_until_its_first_step() -> None:
@@ -133,32 +125,32 @@ def cycle_of(it: int, cycle_first_step_size: int, cycle_second_step_size: int = 
     return [low + (1.0 - low) * height for low in (0.1, 0.2)], 0.9 - 0.1 * height if cycle_momentum else None
 
 
-@pytest.mark.parametrize("given", CYCLE, ids=str)
-def test_one_cycle(given: dict[str, Any]) -> None:
-    groups = Groups([{"lr": 0.5, "betas": (0.5, 0.9)}, {"lr": 2.0, "betas": (0.5, 0.9)}])
-    scheduler = OneCycle(groups, [0.1, 0.2], 1.0, **given)
-    assert groups.rates == [0.1, 0.2] and groups.param_groups[0]["betas"][0] == (0.8 if "cycle_momentum" not in given
-                                                                                 else 0.5)
-    for it in range(15):
-        scheduler.step()
-        rates, momentum = cycle_of(it, **given)
-        assert all(map(close, groups.rates, rates)), it
-        assert scheduler.get_mom() == (None if momentum is None else [(pytest.approx(momentum), 0.99)] * 2)
-        assert momentum is None or groups.param_groups[1]["betas"] == (pytest.approx(momentum), 0.99)
-        resumed = OneCycle(Groups(), [0.1, 0.2], 1.0, **given)
-        resumed.load_state_dict(scheduler.state_dict())
-        assert resumed.get_last_lr() == groups.rates and resumed.get_mom() is None, "groups without betas keep theirs"
+def test_one_cycle() -> None:
+    for given in CYCLE:
+        groups = Groups([{"lr": 0.5, "betas": (0.5, 0.9)}, {"lr": 2.0, "betas": (0.5, 0.9)}])
+        scheduler = OneCycle(groups, [0.1, 0.2], 1.0, **given)
+        first = 0.8 if "cycle_momentum" not in given else 0.5
+        assert groups.rates == [0.1, 0.2] and groups.param_groups[0]["betas"][0] == first
+        for it in range(15):
+            scheduler.step()
+            rates, momentum = cycle_of(it, **given)
+            assert all(map(close, groups.rates, rates)), it
+            assert scheduler.get_mom() == (None if momentum is None else [(pytest.approx(momentum), 0.99)] * 2)
+            assert momentum is None or groups.param_groups[1]["betas"] == (pytest.approx(momentum), 0.99)
+            resumed = OneCycle(Groups(), [0.1, 0.2], 1.0, **given)
+            resumed.load_state_dict(scheduler.state_dict())
+            assert resumed.get_last_lr() == groups.rates and resumed.get_mom() is None, "without betas none are kept"
 
 
-@pytest.mark.parametrize("stairs", [False, True])
-def test_range_test(stairs: bool) -> None:
-    groups = Groups()
-    scheduler = LRRangeTest(groups, [0.1, 0.2], 3, 0.5, stairs)
-    assert groups.rates == [0.1, 0.2]
-    for it in range(10):
-        scheduler.step()
-        grown = 1 + 0.5 * ((it + 1) // 3 if stairs else (it + 1) / 3)
-        assert all(map(close, groups.rates, [0.1 * grown, 0.2 * grown])), it
+def test_range_test() -> None:
+    for stairs in (False, True):
+        groups = Groups()
+        scheduler = LRRangeTest(groups, [0.1, 0.2], 3, 0.5, stairs)
+        assert groups.rates == [0.1, 0.2]
+        for it in range(10):
+            scheduler.step()
+            grown = 1 + 0.5 * ((it + 1) // 3 if stairs else (it + 1) / 3)
+            assert all(map(close, groups.rates, [0.1 * grown, 0.2 * grown])), it
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -199,14 +191,15 @@ def closed_form(style: str, step: int, floor: float, warm: int, end: int) -> flo
             "inverse-square-root": max(floor, PEAK * math.sqrt(max(1, warm) / max(max(1, warm), step + 1)))}[style]
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "exponential", "inverse-square-root",
-                                   *(f"WSD-{shape}" for shape in WSD)])
-def test_every_rate_of_the_trainers_styles_is_the_closed_form(style: str) -> None:
-    name, _, shape = style.partition("-") if style.startswith("WSD") else (style, "", "")
-    for (warm, end), floor in product([(10, 100), (0, 7), (3, 10), (6, 10)], [0.0, 1e-4]):
+STYLES = ["constant", "linear", "cosine", "exponential", "inverse-square-root", *(f"WSD-{shape}" for shape in WSD)]
+
+
+def test_every_rate_of_the_trainers_styles_is_the_closed_form() -> None:
+    for style, (warm, end), floor in product(STYLES, [(10, 100), (0, 7), (3, 10), (6, 10)], [0.0, 1e-4]):
+        name, _, shape = style.partition("-") if style.startswith("WSD") else (style, "", "")
         schedule = build_lr_schedule(build_config({
             "lr_decay_style": name, "lr": PEAK, "min_lr": floor, "lr_warmup_iters": warm, "lr_decay_iters": end,
             "train_iters": end, **({"lr_wsd_decay_style": shape, "lr_wsd_decay_iters": WSD_STEPS} if shape else {})}))
         for step in range(end + 30):
             assert schedule(step) == pytest.approx(closed_form(style, step, floor, warm, end), rel=1e-12, abs=1e-18), (
-                warm, end, floor, step)
+                style, warm, end, floor, step)
