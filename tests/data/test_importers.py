@@ -128,22 +128,13 @@ def warned(files: list[Path], tmp_path: Path) -> list[str]:
     return order_warnings(list(map(inspect_token_file, files)), BYTE.eod)
 
 
-def test_a_first_shard_that_begins_inside_of_a_document_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                                ) -> None:
-    first, second = llmc(tmp_path / "a.bin", [EOD, 1, 2]), llmc(tmp_path / "b.bin", [3, EOD, 4])
-    (line,) = warned([second, first], tmp_path)
-    assert line.startswith(f"{second}: has a header of llm.c, ") and f"begins with 3 instead of {EOD}" in line
-    assert "python -m data.importers --input SHARD..." in line
-    main(["--input", str(second), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
-    assert capsys.readouterr().err == f"warning: {line}\n"
-
-
 def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> None:
     shards = {k: llmc(tmp_path / f"train_{k}.bin", [EOD, k]) for k in (1, 2, 10)}
     none = nanogpt(tmp_path / "n.bin", [1, 2, EOD])
     begins = nanogpt(tmp_path / "begins.bin", [EOD, 3])
+    inside = llmc(tmp_path / "inside.bin", [3, EOD, 4])
     for files, said in (
-            ([shards[1], shards[2], shards[10]], ""),
+            ([inside, shards[1]], f"{inside}: has a header of llm.c, "), ([shards[1], shards[2], shards[10]], ""),
             ([none, nanogpt(tmp_path / "2.bin", [4, EOD])], ""),
             ([shards[1], shards[10], shards[2]], f"{shards[2]}: comes after {shards[10]}: are the"),
             ([shards[1], none], f"{shards[1]}: has a header of llm.c, and {none} has none"),

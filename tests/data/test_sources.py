@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from data import default_corpus, sources
-from data.default_corpus import build_default_corpus, documents_in, source_files
+from data.default_corpus import build_default_corpus, source_files
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files
@@ -397,14 +397,3 @@ def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch
     (tmp_path / "a" / "corpus.bin").unlink()
     with pytest.raises(pytest.fail.Exception):
         build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
-
-
-def test_documents_are_docstrings_with_methods_under_their_class(tmp_path: Path) -> None:
-    long = "word " * 30
-    path = tmp_path / "m.py"
-    path.write_text(f'"""{long}module"""\nclass A:\n  """{long}A"""\n  def f(self):\n    """{long}f"""\n'
-                    '  def g(self):\n    """Short."""\n' f'def h():\n  """{long}h"""\ndef i(): pass\n')
-    assert documents_in(("p.m", path)) == [
-        f"p.m\n\n{long}module", f"p.m.A\n\n{long}A\n\np.m.A.f\n\n{long}f", f"p.m.h\n\n{long}h"]
-    path.write_text("not python at all")
-    assert documents_in(("p.m", path)) == []

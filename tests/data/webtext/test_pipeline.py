@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.storage import DataError, StorageFault, hold_writer_lock
+from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import split
-from data.webtext.__main__ import main, origin_file_of, tokenize_part
+from data.webtext.__main__ import main
 from data.webtext.documents import Document, DocumentCounts, shard_name
 from tests.data.killing import in_a_fork
 from tests.data.webtext.test_filters import TEXTS
@@ -154,27 +154,6 @@ def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Pat
         assert left == {name: finished[name] for name in left}, f"after a kill at event {stop}"
         in_a_fork(lambda: main(arguments(raw, out)))
         assert contents(out) == finished, f"kill at event {stop} of {events}"
-
-
-def test_a_corpus_that_another_run_made_is_not_taken_for_ours_nor_removed_while_it_is_written(tmp_path: Path) -> None:
-    prefix, tokenizer = tmp_path / "corpus", ByteLevelTokenizer()
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
-        main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
-    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
-    ours = Path(f"{prefix}.bin").read_bytes()
-    mark = origin_file_of(prefix).read_bytes()
-    tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)  # as large as ours
-    origin_file_of(prefix).write_bytes(mark)  # the run that began first came to this point last
-    assert Path(f"{prefix}.bin").read_bytes() != ours
-    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
-    assert Path(f"{prefix}.bin").read_bytes() == ours
-    before = Path(f"{prefix}.idx").stat().st_mtime_ns
-    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
-    assert Path(f"{prefix}.idx").stat().st_mtime_ns == before, "what is there is made again"
-    with hold_writer_lock(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
-        tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)
-    assert IndexedCorpus(prefix).num_documents == 1
 
 
 # --------------------------------------------------------------------------------------------------- shuffle and split
