@@ -25,6 +25,7 @@ from data import cli
 from data.storage import DataError
 from megatron.distributed import exit_codes
 from megatron.inference.prompts import prompts_from_args, prompts_from_file
+from tests.covering import pairs
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest, train, write_corpus
 
 TEXT = "Grüße, 你好, 😀 and a \u2028 line"
@@ -122,7 +123,6 @@ def listing(scene: Scene, folder: Path) -> tuple[list[object], Callable[[str], o
 COMMANDS: dict[str, Ours] = {
     "train": training(1), "train on 2 ranks": training(2), "generate": generating, "print": printing,
     "preprocess": preprocessing, "list": listing}
-QUICK = (("ASCII", "print"),)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +165,8 @@ def run(name: str, place: Place, scene: Scene, folder: Path) -> tuple[int, str, 
     return ended.returncode, out, err, told(out) if ended.returncode == 0 and place.has_streams else None
 
 
-@pytest.mark.parametrize(("where", "name"), [
-    pytest.param(where, name, marks=[] if (where, name) in QUICK else pytest.mark.slow)
-    for where in PLACES for name in COMMANDS])
+@pytest.mark.parametrize(("where", "name"), [("ASCII", "print"), *(
+    pytest.param(*case.values, marks=pytest.mark.slow) for case in pairs([*PLACES], [*COMMANDS], each=1))])
 def test_a_command_does_the_same_in_another_environment(where: str, name: str, scene: Scene, usual: Usual,
                                                         tmp_path: Path) -> None:
     if "unshare" in PLACES[where].before and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:

@@ -15,6 +15,7 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, 
 import pytest
 
 from megatron.checkpoint.cli import main as checkpoint
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import LIMIT, alive, begin, environment, wait_until
@@ -111,16 +112,9 @@ def check(run: Run, number: Signals, target: str) -> None:
                 and not path.name.startswith("global_step")]
 
 
-QUICK = [("start-up", SIGHUP, "both"), ("meeting", SIGQUIT, "launcher"), ("evaluation", SIGUSR2, "rank"),
-         ("background", SIGTERM, "group")]
-"""For every run of the suite."""
-
-
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("phase", "number", "target"), [
-    pytest.param(phase, number, target, id=f"{phase}-{number.name}-{target}",
-                 marks=() if (phase, number, target) in QUICK else pytest.mark.slow)
-    for phase in FLAGS for number in SIGNALS for target in TARGETS])
+    ("meeting", SIGQUIT, "launcher"), ("background", SIGTERM, "group"),
+    *(pytest.param(*case.values, marks=pytest.mark.slow) for case in pairs([*FLAGS], SIGNALS, TARGETS))])
 def test_a_request_in_any_phase_is_honoured_in_five_seconds(phase, number, target, tmp_path, capsys):
     with Run(tmp_path, phase) as run:
         run.reaches(phase)
@@ -131,8 +125,8 @@ def test_a_request_in_any_phase_is_honoured_in_five_seconds(phase, number, targe
 
 
 @pytest.mark.parametrize(("phase", "number"), [
-    ("start-up", SIGQUIT), *(pytest.param("step", number, marks=pytest.mark.slow) for number in SIGNALS),
-    pytest.param("index", SIGHUP, marks=pytest.mark.slow), pytest.param("evaluation", SIGHUP, marks=pytest.mark.slow)])
+    ("start-up", SIGQUIT), *(pytest.param(phase, number, marks=pytest.mark.slow) for phase, number in (
+        ("step", SIGTERM), ("step", SIGINT), ("index", SIGHUP), ("evaluation", SIGUSR1)))])
 def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
     with Run(tmp_path, phase, ranks=1) as run:
         run.reaches(phase)
@@ -140,9 +134,7 @@ def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
         check(run, number, "group")
 
 
-@pytest.mark.parametrize(("number", "debug"), [
-    (SIGTERM, "0"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (SIGINT, "1"), (SIGQUIT, "0"), (SIGQUIT, "1")))])
+@pytest.mark.parametrize(("number", "debug"), [(SIGTERM, "0"), pytest.param(SIGQUIT, "1", marks=pytest.mark.slow)])
 def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path, port):
     """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
     script = tmp_path / "program.py"
@@ -253,8 +245,6 @@ def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(ranks, tmp_path
 # -- programs beside training ---------------------------------------------------------------------------------------
 
 
-ENDING = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU)
-"""Ctrl-C is Python's."""
 PROGRAM = """
 import pathlib, sys, time
 from data.storage import staged_file
@@ -278,8 +268,9 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("home, runner", [("megatron.distributed.exit_codes", "run"), ("data.cli", "run_command")])
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("home, runner, number", [
+    ("megatron.distributed.exit_codes", "run", SIGHUP), ("megatron.distributed.exit_codes", "run", SIGXCPU),
+    ("data.cli", "run_command", SIGTERM), ("data.cli", "run_command", SIGUSR2)])
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
     process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment(),
                     stderr=subprocess.PIPE, text=True)
@@ -327,22 +318,6 @@ def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
         (tmp_path / f"{name}-enough").touch()
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
-
-
-def test_a_program_that_is_over_leaves_nothing_that_ends_its_process(tmp_path):
-    """Tests and notebooks run several in one process; a signal that comes later is another one's."""
-    job = subprocess.run([sys.executable, "-c", f"""
-import os, signal, sys, threading, time
-sys.path.insert(0, {str(ROOT)!r})
-import pretrain_gpt2
-sys.argv = ["pretrain_gpt2.py", "--no-such-flag"]
-assert pretrain_gpt2.program() == 2
-signal.signal(signal.SIGTERM, lambda *_: None)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(1.5)
-print([thread.name for thread in threading.enumerate()])
-"""], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert (job.returncode, job.stdout) == (0, "['MainThread']\n"), job.stderr
 
 
 def test_a_run_in_a_process_that_goes_on_gives_its_signals_and_its_place_back(tmp_path):
