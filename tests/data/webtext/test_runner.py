@@ -22,8 +22,8 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
 from data.webtext.__main__ import main, tokenize_part
 from data.webtext.readers import WebReadOptions, shards_of_stage
-from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, remove_stage,
-                                 run_global_stage, run_map_stage)
+from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, run_global_stage,
+                                 run_map_stage)
 from tests.data.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
@@ -228,17 +228,6 @@ def test_a_file_of_the_users_is_not_replaced(current_folder: Path) -> None:
         precious.rename("mine")
         run(*command)
         assert len(texts_in(Path(command[-1]))) == 60
-
-
-def test_names_of_a_record_that_lead_elsewhere_are_not_followed(current_folder: Path) -> None:
-    run("read", "raw", "--output", "A")
-    record = json.loads(Path("A/stage.json").read_text())
-    for name in ("../raw/a.jsonl", "../part-00000.jsonl", str(Path("part-00000.jsonl").absolute()), "./a/../a.jsonl"):
-        record["outputs"].append(record["outputs"][0] | {"name": name})
-    Path("A/stage.json").write_text(json.dumps(record))
-    Path("part-00000.jsonl").write_text("precious\n")
-    remove_stage(Path("A"))
-    assert [*everything()] == ["part-00000.jsonl", "raw/a.jsonl"]
 
 
 def test_a_stage_killed_at_every_second_point_while_it_takes_the_place_of_another(current_folder: Path) -> None:

@@ -7,9 +7,8 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,12 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import zero
-from megatron.distributed import exit_codes, process_group
+from megatron.distributed import process_group
 from megatron.distributed.preflight import check_ranks_match
 from megatron.distributed.process_group import Environment, device_for
-from megatron.distributed.rank_status import RUNNING, STATUS
-from megatron.errors import ConfigError, PeerError
+from megatron.errors import ConfigError
 from mpu.store import StoreKV
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, records, total_digest, train_all
@@ -52,48 +49,6 @@ def test_a_port_in_use_is_a_config_error_that_names_it(busy_port: int, environ: 
     with pytest.raises(ConfigError, match=f"port {busy_port} .* in use.*--master-port.*MASTER_PORT"):
         process_group.init(timeout_seconds=5)
     assert not torch.distributed.is_initialized()
-
-
-def test_a_program_that_is_not_rank_0_is_named(environ: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = other.accept()
-                    with connection, suppress(OSError):
-                        connection.settimeout(1)
-                        if connection.recv(100):
-                            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=serve, daemon=True).start()
-        port = other.getsockname()[1]
-        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            environ.setenv(name, str(value))
-        with pytest.raises(PeerError, match=rf"what answers at 127\.0\.0\.1:{port} is not rank 0 .*MASTER_PORT"):
-            process_group.init(timeout_seconds=1)
-        other.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ: pytest.MonkeyPatch) -> None:
-    environ.setattr(sys, "excepthook", sys.excepthook)
-    environ.setenv("MASTER_ADDR", "127.0.0.1")
-    before, asked, states = dict(os.environ), dict(rank=0, world_size=2, timeout=5), []
-    with pytest.raises(ConfigError, match=f"port {busy_port} .* in use"):
-        zero.init_distributed("gloo", distributed_port=busy_port, **asked)
-    assert dict(os.environ) == before
-
-    def check_alike(*arguments: object) -> None:
-        states.append((os.environ["MASTER_PORT"], STATUS.snapshot.state))
-        raise RuntimeError("what became of the others, in other words")
-
-    environ.setattr(process_group, "check_ranks_match", check_alike)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        free_port = found.getsockname()[1]
-    with pytest.raises(RuntimeError) as lost:
-        zero.init_distributed("gloo", distributed_port=free_port, **asked)
-    assert states == [(str(free_port), RUNNING)] and exit_codes.is_peer_loss(lost.value)
-    assert not exit_codes.is_peer_loss(RuntimeError("an error of the program that went on alone"))
-    assert dict(os.environ) == before
 
 
 def test_a_port_in_use_ends_the_launcher_with_exit_2(busy_port: int) -> None:
