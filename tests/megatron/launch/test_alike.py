@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -25,10 +24,9 @@ from megatron.config.schema import flag_name
 from megatron.config.tree import SECTIONS, Config
 from megatron.distributed import preflight
 from megatron.distributed.preflight import check_ranks_match, code_digest, mismatch_message
-from megatron.distributed.rank_text import describe_differences, format_ranks
+from megatron.distributed.rank_text import format_ranks
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.inference.model_args import flags_to_compare, model_parser
-from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 from tests.megatron.launch.processes import ROOT, begin, environment
@@ -68,24 +66,6 @@ def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank
     assert "--lr is 0.001 on ranks 0, 2-4, 0.002 on rank 1;" in found[0]
     assert "torch is 2.13.0 on ranks 0-3, 2.11.0 on rank 4;" in found[0]
     assert "--new is not there on ranks 0-3, null on rank 4." in found[0] and "zero-stage" not in found[0]
-
-
-def made_up(rank: int) -> dict[str, Any]:
-    """Of one of 4,000 ranks, each of which was told something of its own; in every second one a value is missing."""
-    return {**{f"lr of param group {k}": 0.1 + rank + k for k in range(24)}, "x" * 500: "value " * 500 + str(rank),
-            **({"odd": 1} if rank % 2 else {})}
-
-
-def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
-    told = [(made_up(rank), [rank]) for rank in range(4000)]
-    text = mismatch_message(told)
-    assert text.count(" and 3992 other values") == 12 and "; and 14 more. Start all" in text
-    assert "lr of param group 0 is 0.1 on rank 0, 1.1 on rank 1, " in text
-    assert len(json.dumps({"error_line": text})) < 20_000 < node_monitor.MAX_MESSAGE_BYTES
-    pairs = describe_differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
-    assert "odd is 0 on ranks 0, 2, 4, " in pairs and "1 on ranks 1, 3, 5, " in pairs and len(pairs) < 300
-    long = describe_differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
-    assert long.count("(5007 characters, checksum ") == 8 and long.endswith(" and 1 other value")
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +160,10 @@ def test_no_two_values_of_any_setting_are_taken_for_the_same() -> None:
             if isinstance(value, tuple) else [f"{value}x", f"{value}y"])
         for config, other in zip((theirs, elsewhere), others, strict=True):
             object.__setattr__(getattr(config, section), name, other)  # unchecked
-        found = compare([ours.rank_invariant_settings(), theirs.rank_invariant_settings()])
-        assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
+        found = mismatch_message([(ours.rank_invariant_settings(), [0]), (theirs.rank_invariant_settings(), [1])])
+        assert f"{flag_name(name)} is " in found
         if name in PLACES:
-            assert f"{flag_name(name)} is not given on rank 0, given on rank 1" in found[0]
+            assert f"{flag_name(name)} is not given on rank 0, given on rank 1" in found
         same = theirs.rank_invariant_settings() == elsewhere.rank_invariant_settings()
         assert same == (name in PLACES)
 
@@ -217,17 +197,13 @@ STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
     "by hand": by_hand}
 
 
-@pytest.mark.parametrize(("rank", "size", "words"), [
-    (0, 2, "rank 1 of 2 did not come within 2 s"),
-    (1, 2, "rank 0 did not answer at localhost:PORT within 2 s (Connection refused)")])
-def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(rank: int, size: int, words: str, port: int
-                                                                      ) -> None:
+def test_a_rank_by_hand_that_does_not_find_rank_0_says_so(port: int) -> None:
     """In one line, and no stack of torch's."""
     done = subprocess.run(
         [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", "2"], cwd=ROOT, capture_output=True,
-        env=environment(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size), text=True, timeout=90)
+        env=environment(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=1, WORLD_SIZE=2), text=True, timeout=90)
     assert done.returncode == 5 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: ") and words.replace("PORT", str(port)) in done.stderr
+    assert f"rank 0 did not answer at localhost:{port} within 2 s (Connection refused)" in done.stderr
 
 
 @pytest.mark.parametrize("starter", [pytest.param(one, marks=[] if one == "by hand" else pytest.mark.slow)
@@ -346,15 +322,13 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("module", ["generate", "evaluate", "serve"])
+@pytest.mark.parametrize("module", ["serve", "generate"])
 def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: Path) -> None:
-    rest = ["--task", "perplexity", "--data", "a.jsonl"] if module == "evaluate" else []
-    (tmp_path / "a.jsonl").touch()
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(WRAPPER.partition("runpy.run_path")[0] +
                        f"runpy.run_module('megatron.{module}', run_name='__main__', alter_sys=True)\n")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path), *rest,
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path),
          "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90, env=environment())
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
