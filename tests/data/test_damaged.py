@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import threading
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,23 +16,20 @@ from unittest.mock import patch
 import pytest
 
 from data import text_files
-from data.cli import format_count
-from data.compressed import CorruptStreamError, open_decompressed
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
 from data.split_json import main as split_json
 from data.storage import DataError
-from data.text_files import DamagedRest, MalformedDocument, Separator, read_line_chunks
-from data.tokenizer import ByteLevelTokenizer
+from data.text_files import Separator
 from data.verify import verify_corpus
 from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, DroppedDocument
 from data.webtext.readers import WebReadOptions as WebReading, find_source_files, plan_units, read_unit
 from data.webtext.runner import MapStage, ReadOptions, StageRunOptions, make_read_function, run_map_stage
+from tests.data.helpers import BYTE
 from tests.data.damaging import (COMPRESS, PADDING, accidents, flipped, slow_array, slow_document, slow_lines,
                                  slow_text, slow_texts, text_before_damage)
 
-BYTE = ByteLevelTokenizer()
 READ = MapStage("read", make_read_function, ReadOptions())
 EVERY = pytest.mark.parametrize("ending", COMPRESS)
 
@@ -62,27 +57,6 @@ def web_read(path: Path) -> tuple[list[str], list[str]]:
 
 
 @EVERY
-def test_every_document_before_the_damage_is_kept_by_both_readers(ending: str, tmp_path: Path,
-                                                                  capfd: pytest.CaptureFixture[str]) -> None:
-    path, good = tmp_path / f"a.jsonl{ending}", tmp_path / "good.jsonl"
-    good.write_bytes(lines(["after"]))
-    other = COMPRESS[ending](lines(texts(2, 60)))
-    for content in (lines(texts(1, 60)), lines(texts(1, 60))[:-1]):  # a last line needs no end
-        for name, damaged in accidents(COMPRESS[ending](content), other, ending):
-            path.write_bytes(damaged)
-            before, is_damaged = text_before_damage(damaged, ending)
-            assert is_damaged, name
-            found = slow_lines(before, True, slow_text)
-            expected, bad = [text for text in found if text is not None], found.count(None)
-            assert preprocessed([path, good], tmp_path / "c") == (expected + ["after"], bad + 1), name
-            told = [line for line in capfd.readouterr().err.splitlines() if "skipped the rest" in line]
-            assert len(told) == 1 and f"{path}: cannot read: the compressed data is damaged at byte " in told[0], name
-            assert told[0].endswith(f"; before the damage: {format_count(len(expected), 'document')}"), name
-            assert web_read(path)[0] == expected, name
-            assert len(web_read(path)[1]) == bad + 1 and web_read(path)[1][-1] == "unreadable", name
-
-
-@EVERY
 def test_what_is_not_damaged_is_read_to_its_end(ending: str, tmp_path: Path) -> None:
     found, zeros = texts(3, 2000), bytes(PADDING[ending])
     content = lines(found)
@@ -97,24 +71,6 @@ def test_what_is_not_damaged_is_read_to_its_end(ending: str, tmp_path: Path) -> 
     (tmp_path / "good.jsonl").write_bytes(lines(["after"]))
     assert preprocessed([path, tmp_path / "good.jsonl"], tmp_path / "c") == (["after"], 0)
     assert web_read(path) == ([], [])
-
-
-@EVERY
-@pytest.mark.parametrize("size", [777, 1 << 20])
-def test_the_bytes_before_damage_do_not_depend_on_how_they_are_read(ending: str, size: int, tmp_path: Path) -> None:
-    """Text that compresses a hundredfold, so that few bytes of the file are megabytes."""
-    whole = COMPRESS[ending](b"".join(b'{"text": "%d"}\n' % (number // 5000) for number in range(50_000)))
-    path = tmp_path / f"a{ending}"
-    for damaged in (flipped(whole, len(whole) // 2), whole[:-3]):
-        path.write_bytes(damaged)
-        found = []
-        for step in (size, 1 << 18):
-            with open_decompressed(str(path)) as file, pytest.raises(CorruptStreamError) as caught:
-                parts = []
-                while part := file.read1(step):
-                    parts.append(part)
-            found.append((b"".join(parts), str(caught.value)))
-        assert found[0] == found[1]
 
 
 @EVERY
@@ -172,8 +128,8 @@ def test_what_came_before_the_damage_is_counted_by_file(tmp_path: Path, capsys: 
         assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out2{suffix}").read_bytes()
 
 
-@EVERY
-def test_a_web_stage_names_the_damaged_files_whatever_its_workers(ending: str, tmp_path: Path) -> None:
+def test_a_web_stage_names_the_damaged_files_whatever_its_workers(tmp_path: Path) -> None:
+    ending = ".xz"
     whole = COMPRESS[ending](lines(texts(9, 200)))
     (tmp_path / "in").mkdir()
     for name, content in (("a", whole + b"x"), ("b", whole), ("c", b""), ("d", whole)):
@@ -186,32 +142,8 @@ def test_a_web_stage_names_the_damaged_files_whatever_its_workers(ending: str, t
     assert f"damaged at byte {len(whole) + 1} " in records[0].notes[0] and "damaged at byte 0 " in records[0].notes[1]
 
 
-@EVERY
-def test_nonsense_in_a_damaged_file_is_told_as_damage(ending: str, tmp_path: Path) -> None:
-    """Where a wrong bit is decompressed into other text, and the checksum at the end of the stream finds it."""
-    content = lines(texts(14, 40))
-    # gzip: each byte of text as it is, so that every place will do
-    whole = gzip.compress(content, 0) if ending == ".gz" else COMPRESS[ending](content)
-    path, tried = tmp_path / f"a.jsonl{ending}", 0
-    for place in range(len(whole) // 4, len(whole) - 40, len(whole) // 40):
-        path.write_bytes(damaged := whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1:])
-        before, is_damaged = text_before_damage(damaged, ending)
-        if None not in slow_lines(before, is_damaged, slow_text):
-            continue
-        assert is_damaged
-        tried += 1
-        for read in (lambda: build_corpus([path], tmp_path / "c", BYTE),
-                     lambda: split_json([str(path), "--output-prefix", str(tmp_path / "p")])):
-            with pytest.raises(DataError, match=rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*"
-                               r"; before that, line \d+ is malformed: (not UTF-8|not JSON|no key|key)"):
-                read()
-        with pytest.raises(DataError, match=rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*; "
-                           rf"before that, {path}:\d+ \(byte \d+\) (not|no|key)"):
-            run_map_stage(READ, [path], tmp_path / "out")
-    assert tried >= {".gz": 25, ".xz": 5, ".zst": 1}[ending]
-
-
-def test_a_malformed_line_in_a_whole_file_is_no_damage(tmp_path: Path) -> None:
+def test_nonsense_is_told_as_damage_in_a_damaged_file_and_as_a_malformed_line_in_a_whole_one(tmp_path: Path) -> None:
+    """A wrong bit may be decompressed into other text, and only the checksum at the end of the stream tells."""
     content = lines(texts(15, 40)) + b"{]\n" + lines(texts(16, 5))
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(content))
@@ -219,42 +151,18 @@ def test_a_malformed_line_in_a_whole_file_is_no_damage(tmp_path: Path) -> None:
         build_corpus([path], tmp_path / "c", BYTE)
     with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
         run_map_stage(READ, [path], tmp_path / "out")
+    place = (stored := gzip.compress(content, 0)).index(b"document 7")  # each byte of text as it is
+    path.write_bytes(flipped(stored, place - 1))
+    damage = rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*; before that, "
+    with pytest.raises(DataError, match=rf"{damage}line 8 is malformed: not JSON"):
+        build_corpus([path], tmp_path / "c", BYTE)
+    with pytest.raises(DataError, match=rf"{damage}{path}:8 \(byte \d+\) not JSON"):
+        run_map_stage(READ, [path], tmp_path / "out")
     path.write_bytes(gzip.compress(content)[:-1])  # what is skipped needs no second look
     with patch("data.text_files.find_damage", side_effect=AssertionError), \
             patch("data.webtext.runner.find_damage", side_effect=AssertionError):
         assert preprocessed([path], tmp_path / "c")[1] == 2
         run_map_stage(READ, [path], tmp_path / "out", WebReading(on_error="skip"))
-
-
-def test_a_drive_or_pipe_that_fails_is_no_damage_of_the_file(tmp_path: Path) -> None:
-    """The same command may work tomorrow."""
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(lines(texts(13, 100))))
-    fault = MalformedDocument(str(path), 0, 0, "not JSON")
-    with patch("data.compressed._decompressed_blocks", side_effect=OSError(5, "Input/output error")):
-        assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
-        with pytest.raises(DataError, match="a.jsonl.gz: cannot read: Input/output error"):
-            preprocessed([path], tmp_path / "c")
-    path.unlink()
-    os.mkfifo(path)
-    assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
-    whole = gzip.compress(lines(texts(12, 100)))
-    writer = threading.Thread(target=path.write_bytes, args=(whole[:-1],))
-    writer.start()
-    *_, last = read_line_chunks(path)  # a pipe tells its damage though it cannot be read again
-    writer.join()
-    assert isinstance(last.damage, DamagedRest) and last.data is not None and last.data.count(b"\n") == 100
-
-
-def test_the_whole_file_stays_in_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.xz"
-    path.write_bytes(COMPRESS[".xz"](b'{"text": "a"}\n' * 4_000_000)[:-5])
-    tracemalloc.start()
-    try:
-        assert sum(chunk.size for chunk in read_line_chunks(path)) > 50_000_000
-        assert tracemalloc.get_traced_memory()[1] < 16_000_000
-    finally:
-        tracemalloc.stop()
 
 
 # ----------------------------------------------------------------------------------------------------- random accidents
@@ -372,7 +280,7 @@ def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"\xef\xbb\xbf" * (rng.random() < 0.1) + made(kind, rng)
     if ending and rng.random() < 0.7:
         whole, other = COMPRESS[ending](content), COMPRESS[ending](made(kind, rng))
-        raw = mutated(whole, rng) if rng.random() < 0.7 else rng.choice([*accidents(whole, other, ending)])[1]
+        raw = mutated(whole, rng) if rng.random() < 0.5 else rng.choice([*accidents(whole, other, ending)])[1]
         before, is_damaged = text_before_damage(raw, ending)
         assert is_damaged or before in (content, content * 2), "checksums: what is read is what was written"
     else:

@@ -12,13 +12,11 @@ import pytest
 
 from data import importers
 from data.importers import import_tokens, inspect_token_file, main, order_warnings
-from data.indexed import IndexedCorpus
 from data.sources import Datasets, open_datasets
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer
 from data.verify import verify_corpus
+from tests.data.helpers import BYTE, documents_of
 
-BYTE = ByteLevelTokenizer()
 EOD = BYTE.eod
 
 
@@ -31,11 +29,6 @@ def llmc(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1,
     header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
     path.write_bytes(header + np.array(tokens, "<u2").tobytes())
     return path
-
-
-def documents_of(prefix: Path) -> list[list[int]]:
-    corpus = IndexedCorpus(prefix)
-    return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 
 
 def plainly_cut(tokens: list[int]) -> list[list[int]]:
@@ -60,13 +53,12 @@ def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_pat
     assert "5 tokens (uint16), ids 0 to 256 of 257" in verify_corpus(str(tmp_path / "cd"))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 1000])
-def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path: Path, block: int,
+def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """llm.c ends a shard where it is full, also inside of a document."""
-    monkeypatch.setattr(importers, "BLOCK_ENTRIES", block)
-    draw = np.random.default_rng(block)
-    for i in range(30):
+    draw = np.random.default_rng(1)
+    for i in range(90):
+        monkeypatch.setattr(importers, "BLOCK_ENTRIES", (1, 3, 1000)[i % 3])
         count = int(draw.integers(1, 200))
         tokens = np.where(draw.random(count) < draw.choice([0.1, 0.5]), EOD, np.arange(count)).tolist()
         edges = [0, *sorted({int(edge) for edge in draw.integers(1, count + 1, draw.integers(0, 5))} - {count}), count]
@@ -78,34 +70,33 @@ def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_pa
             assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
 
 
-@pytest.mark.parametrize(("magic", "version", "count", "cut", "message"), [
+DAMAGED_HEADERS = [
     (20240520, 2, 3, 0, "version: expected 1, found 2"),
     (20240520, 1, 4, 0, "expected 1032 bytes, found 1030"), (20240520, 1, -1, 0, "expected 1022 bytes, found 1030"),
     (20240520, 1, 3, 1, "expected 1030 bytes, found 1029"),
     (20240520, 1, 3, 1023, "cut off: expected 1024 bytes, found 7"),
     (20240520, 1, 0, 6, "for 0 tokens: expected at least 1"),
-    (20240521, 1, 3, 1, "size: expected uint16 tokens, found 1029 bytes"),
-])
-def test_a_damaged_header_is_refused(tmp_path: Path, magic: int, version: int, count: int, cut: int,
-                                     message: str) -> None:
-    path = llmc(tmp_path / "a.bin", [1, 2, 3], magic, version, count)
-    path.write_bytes(path.read_bytes()[:max(1030 - cut, 4)])
-    with pytest.raises(DataError, match=f"a.bin: .*{message}"):
-        import_tokens([path], tmp_path / "c", BYTE)
-    assert os.listdir(tmp_path) == ["a.bin"]
+    (20240521, 1, 3, 1, "size: expected uint16 tokens, found 1029 bytes")]
+"""Magic number, version and count of the header, bytes that are cut off, and the message."""
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("odd.bin", b"abc", "found 3 bytes"), ("none.bin", None, "No such file"),
-    ("a.jsonl.gz", b"a pair of bytes ", "expected a file of tokens, found text"),
-    ("a.bin.gz", b"a pair of bytes ", "expected a file of tokens, found a compressed"),
-    (".", None, "expected a file, found a folder")])
-def test_what_is_no_token_file_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{tmp_path / name}: .*{message}"):
-        import_tokens([tmp_path / name], tmp_path / "c", BYTE)
-    assert not (tmp_path / "c.idx").exists()
+def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    for magic, version, count, cut, message in DAMAGED_HEADERS:
+        content = llmc(path, [1, 2, 3], magic, version, count).read_bytes()
+        path.write_bytes(content[:max(1030 - cut, 4)])
+        with pytest.raises(DataError, match=f"a.bin: .*{message}"):
+            import_tokens([path], tmp_path / "c", BYTE)
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    for name in ("a.jsonl.gz", "a.bin.gz"):
+        (tmp_path / name).write_bytes(b"a pair of bytes ")
+    for name, message in (("odd.bin", "found 3 bytes"), ("none.bin", "No such file"),
+                          ("a.jsonl.gz", "expected a file of tokens, found text"),
+                          ("a.bin.gz", "expected a file of tokens, found a compressed"),
+                          (".", "expected a file, found a folder")):
+        with pytest.raises(DataError, match=f"{tmp_path / name}: .*{message}"):
+            import_tokens([tmp_path / name], tmp_path / "c", BYTE)
+    assert not [*tmp_path.glob("c.*"), *tmp_path.glob(".*")]
 
 
 def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
@@ -121,10 +112,9 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     import_tokens([path, near], tmp_path / "c", BYTE)
 
 
-@pytest.mark.parametrize("block", [1, 3])
-def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Path, block: int,
+def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importers, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(importers, "BLOCK_ENTRIES", 3)
     good = llmc(tmp_path / "good.bin", [EOD, 1, 2])
     bad = llmc(tmp_path / "bad.bin", [3, 4, 5, 6, 300, 301])
     with pytest.raises(DataError, match=r"/bad.bin: token 4 \(of 6, from 0\): expected an id from 0 to 256, found 300; "
@@ -133,35 +123,18 @@ def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["bad.bin", "good.bin"]
 
 
-def test_a_document_that_no_index_can_count_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                                  ) -> None:
-    monkeypatch.setattr(importers, "MAX_DOCUMENT_TOKENS", 4)
-    files = [nanogpt(tmp_path / "a.bin", [1, 2, EOD, 1, 2]), nanogpt(tmp_path / "b.bin", [3, 4, 5])]
-    with pytest.raises(DataError, match="b.bin: a document that ends here, or goes on, has more than 4 tokens"):
-        import_tokens(files, tmp_path / "c", BYTE)
-
-
 def warned(files: list[Path], tmp_path: Path) -> list[str]:
     import_tokens(files, tmp_path / "out" / "c", BYTE)
     return order_warnings(list(map(inspect_token_file, files)), BYTE.eod)
-
-
-def test_a_first_shard_that_begins_inside_of_a_document_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                                ) -> None:
-    first, second = llmc(tmp_path / "a.bin", [EOD, 1, 2]), llmc(tmp_path / "b.bin", [3, EOD, 4])
-    (line,) = warned([second, first], tmp_path)
-    assert line.startswith(f"{second}: has a header of llm.c, ") and f"begins with 3 instead of {EOD}" in line
-    assert "python -m data.importers --input SHARD..." in line
-    main(["--input", str(second), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
-    assert capsys.readouterr().err == f"warning: {line}\n"
 
 
 def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> None:
     shards = {k: llmc(tmp_path / f"train_{k}.bin", [EOD, k]) for k in (1, 2, 10)}
     none = nanogpt(tmp_path / "n.bin", [1, 2, EOD])
     begins = nanogpt(tmp_path / "begins.bin", [EOD, 3])
+    inside = llmc(tmp_path / "inside.bin", [3, EOD, 4])
     for files, said in (
-            ([shards[1], shards[2], shards[10]], ""),
+            ([inside, shards[1]], f"{inside}: has a header of llm.c, "), ([shards[1], shards[2], shards[10]], ""),
             ([none, nanogpt(tmp_path / "2.bin", [4, EOD])], ""),
             ([shards[1], shards[10], shards[2]], f"{shards[2]}: comes after {shards[10]}: are the"),
             ([shards[1], none], f"{shards[1]}: has a header of llm.c, and {none} has none"),
@@ -169,15 +142,6 @@ def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> N
             ([none, begins], f"{none}: ends with the end-of-document id, and {begins} begins with it")):
         lines = warned(files, tmp_path)
         assert len(lines) == bool(said) and "".join(lines).startswith(said)
-
-
-def test_shards_named_one_by_one_for_training_are_told_at_every_start(tmp_path: Path) -> None:
-    names = [str(llmc(tmp_path / "a.bin", [EOD, *range(50)])), str(llmc(tmp_path / "b.bin", [1, EOD, *range(50)]))]
-    for _ in range(2):
-        notes = open_datasets(train_data=names, split="1", seq_length=9, seed=1, tokenizer=BYTE,
-                              cache_path=str(tmp_path / "cache")).notes
-        (line,) = [note for note in notes if note.startswith("warning: ")]
-        assert line.startswith(f"warning: {names[1]}: has a header of llm.c, ") and "data.importers" in line
 
 
 def test_the_command_and_train_data_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

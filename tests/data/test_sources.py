@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import errno
 import hashlib
 import json
 import os
@@ -13,23 +11,21 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from data import default_corpus, input_files, sources
-from data.default_corpus import build_default_corpus, documents_in, source_files
+from data import default_corpus, sources
+from data.default_corpus import build_default_corpus, source_files
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files
-from data.preprocess import TextReadOptions, build_corpus
-from data.sources import (CHECKSUMS_FILE, Datasets, cached_corpus, check_sources, open_datasets,
-                          parse_sources)
+from data.preprocess import build_corpus
+from data.sources import CHECKSUMS_FILE, Datasets, check_sources, open_datasets, parse_sources
 from data.storage import DataError
-from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer
+from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer
+from tests.data.helpers import BYTE
 
-BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,21 +51,17 @@ def letters(dataset: object, count: int = 200) -> str:
 
 # ------------------------------------------------------------------------------------------------- names and weights
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ("a", [("a", None)]), ("a b c", [("a", None), ("b", None), ("c", None)]),
-    ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)]),
-])
-def test_sources_are_names_or_weighted_names(words: str, expected: list[tuple[str, Fraction | None]]) -> None:
-    assert parse_sources(words.split(), "--train-data") == expected
+def test_sources_are_names_or_weighted_names() -> None:
+    for words, expected in (
+            ("a", [("a", None)]), ("a b c", [("a", None), ("b", None), ("c", None)]),
+            ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)])):
+        assert parse_sources(words.split(), "--train-data") == expected
+    for words in ("1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"):
+        with pytest.raises(DataError, match="--train-data .*weight and name in turn"):
+            parse_sources(words.split(), "--train-data")
 
 
-@pytest.mark.parametrize("words", ["1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"])
-def test_half_weighted_lists_are_refused(words: str) -> None:
-    with pytest.raises(DataError, match="--train-data .*weight and name in turn"):
-        parse_sources(words.split(), "--train-data")
-
-
-@pytest.mark.parametrize("there", ["2023", "2024.idx", "2023.bin"])
+@pytest.mark.parametrize("there", ["2024.idx", "2023.bin"])
 def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(
         there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,14 +109,14 @@ def test_a_corpus_that_has_a_name_is_refused_with_the_command_that_makes_it(
     assert set(letters(opened("webtext").train)) == {"a"}
 
 
-@pytest.mark.parametrize("suffix", ["", ".jsonl", ".txt", ".bin", ".pdf"])
-def test_training_text_that_can_be_read_only_once_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_training_text_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
     """Its checksum would take what the tokenizer is to read."""
-    os.mkfifo(tmp_path / f"pipe{suffix}")
-    with pytest.raises(DataError, match=f"--train-data: .*pipe{suffix}: is no file but a pipe or a device"):
-        check_sources([str(tmp_path / f"pipe{suffix}")], "--train-data")
-    with pytest.raises(DataError, match=f"pipe{suffix}: is no file but a pipe or a device"):
-        IndexedCorpus(tmp_path / f"pipe{suffix}")
+    for name in ("pipe", "pipe.jsonl", "pipe.bin"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=f"--train-data: .*{name}: is no file but a pipe or a device"):
+            check_sources([str(tmp_path / name)], "--train-data")
+        with pytest.raises(DataError, match=f"{name}: is no file but a pipe or a device"):
+            IndexedCorpus(tmp_path / name)
 
 
 def test_a_file_of_unknown_kind_is_refused_with_what_is_expected(folder: Path) -> None:
@@ -325,20 +317,6 @@ def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(
     assert contents(path, tmp_path) != found[0] and read == ["a.jsonl"]
 
 
-@pytest.mark.parametrize("module, name", [(sources, "crc32_file"), (input_files, "sha256_file")])
-def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    path = settled(tmp_path / "part-00000.jsonl", '{"text": "x"}\n')
-    (tmp_path / "stage.json").write_text(json.dumps({"outputs": [{"name": "part-00000.jsonl", "sha256": "0"}]}))
-
-    def fails(path: str) -> str:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(module, name, fails)
-    with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
-        cached_corpus(path, BYTE, TextReadOptions(), str(tmp_path / "cache"))
-
-
 # -------------------------------------------------------------------------------------------------------------- folders
 
 def touch(folder: Path, *names: str) -> None:
@@ -419,22 +397,3 @@ def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch
     (tmp_path / "a" / "corpus.bin").unlink()
     with pytest.raises(pytest.fail.Exception):
         build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
-
-
-def test_documents_are_docstrings_with_methods_under_their_class(tmp_path: Path) -> None:
-    long = "word " * 30
-    path = tmp_path / "m.py"
-    path.write_text(f'"""{long}module"""\nclass A:\n  """{long}A"""\n  def f(self):\n    """{long}f"""\n'
-                    '  def g(self):\n    """Short."""\n' f'def h():\n  """{long}h"""\ndef i(): pass\n')
-    assert documents_in(("p.m", path)) == [
-        f"p.m\n\n{long}module", f"p.m.A\n\n{long}A\n\np.m.A.f\n\n{long}f", f"p.m.h\n\n{long}h"]
-    path.write_text("not python at all")
-    assert documents_in(("p.m", path)) == []
-
-
-def test_the_language_reference_is_among_the_sources() -> None:
-    modules = dict(source_files("python"))
-    topics = documents_in(("pydoc_data.topics", modules["pydoc_data.topics"]))
-    assert len(topics) > 50 and all(isinstance(topic, str) for topic in topics)
-    assert "os.path" not in modules and "posixpath" in modules and "test.support" not in modules
-    assert isinstance(ast.parse(modules["ast"].read_text()), ast.Module)

@@ -17,10 +17,8 @@ from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
 from data.storage import DataError
 from data.text_files import Separator, read_text_chunks
-from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
-from tests.data.test_writer import Stop, files_of
-
-BYTE = ByteLevelTokenizer()
+from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
+from tests.data.helpers import BYTE, Stop, documents_of, files_of
 
 
 def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tokenizer = BYTE,
@@ -28,8 +26,7 @@ def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tok
     prefix = files[0].parent / "corpus"
     build_corpus(files, prefix, tokenizer, TextReadOptions(separator=Separator.parse(separator)),  # type: ignore
                  **settings)
-    corpus = IndexedCorpus(prefix)
-    return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
+    return documents_of(prefix)
 
 
 def texts(path: Path, content: bytes, separator: str | None = None) -> list[str]:
@@ -39,26 +36,23 @@ def texts(path: Path, content: bytes, separator: str | None = None) -> list[str]
     return [BYTE.decode(ids[:-1]) for ids in found]
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    (b"one\n\ntwo\n", ["one\n\ntwo\n"]), (b"\xef\xbb\xbfone", ["one"]), (b"a\r\nb\r\n", ["a\nb\n"]),
-    ("a\rb\u2028c\ufeff\x00".encode(), ["a\rb\u2028c\ufeff\x00"]), (b" \n a", [" \n a"]),
-    (b"<|endoftext|>", ["<|endoftext|>"]),
-])
-def test_a_file_is_one_document(tmp_path: Path, content: bytes, expected: list[str]) -> None:
-    assert texts(tmp_path / "a.txt", content) == expected
-
-
-@pytest.mark.parametrize(("separator", "content", "expected"), [
+DOCUMENTS_OF: list[tuple[str | None, bytes, list[str]]] = [
+    (None, b"one\n\ntwo\n", ["one\n\ntwo\n"]), (None, b"\xef\xbb\xbfone", ["one"]), (None, b"a\r\nb\r\n", ["a\nb\n"]),
+    (None, "a\rb\u2028c\ufeff\x00".encode(), ["a\rb\u2028c\ufeff\x00"]), (None, b" \n a", [" \n a"]),
+    (None, b"<|endoftext|>", ["<|endoftext|>"]),
     ("<|endoftext|>", b"one\n<|endoftext|>\ntwo\n<|endoftext|>\n", ["one", "two"]),
     ("<|endoftext|>", b"<|endoftext|><|endoftext|>one<|endoftext|> \n<|endoftext|>\n  two", ["one", "  two"]),
     ("blank-line", b"\n\none\n1\n\n\n  \n \t\r\n  two\r\n\r\nthree\n\n", ["one\n1", "  two", "three"]),
     (r"\n---\n", b"one --- 1\n---\ntwo\r\n---\r\nthree\n--", ["one --- 1", "two", "three\n--"]),
     (r"\n", b"one\n\ntwo\r\nthree", ["one", "two", "three"]), (r"\\n", rb"one\ntwo", ["one", "two"]),
     ("a.c", b"abc a.c d", ["abc ", " d"]), ("\u00e9", "a\u00e9b".encode(), ["a", "b"]),
-    ("x", b"\xef\xbb\xbfaxb", ["a", "b"]), ("absent", b"one\n", ["one"]),
-])
-def test_a_separator_ends_documents(tmp_path: Path, separator: str, content: bytes, expected: list[str]) -> None:
-    assert texts(tmp_path / "a.txt", content, separator) == expected
+    ("x", b"\xef\xbb\xbfaxb", ["a", "b"]), ("absent", b"one\n", ["one"])]
+"""Separator, file, documents."""
+
+
+def test_a_file_is_one_document_or_those_between_separators(tmp_path: Path) -> None:
+    for separator, content, expected in DOCUMENTS_OF:
+        assert texts(tmp_path / "a.txt", content, separator) == expected, (separator, content)
 
 
 def test_files_without_text_are_no_documents(tmp_path: Path) -> None:
@@ -82,9 +76,9 @@ def sentencepiece(folder: Path) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(str(folder / "model"))
 
 
-@pytest.mark.parametrize("make", [lambda _: BYTE, lambda _: GPT2BPETokenizer(), sentencepiece],
-                         ids=["byte", "gpt2", "sentencepiece"])
-@pytest.mark.parametrize("separator", [None, "<|eot|>", "blank-line", r"\n"])
+@pytest.mark.parametrize("make, separator", [
+    (sentencepiece, None), (lambda _: GPT2BPETokenizer(), "<|eot|>"), (sentencepiece, "blank-line"),
+    (lambda _: BYTE, r"\n")], ids=["whole", "marked", "blank-line", "lines"])
 def test_where_a_file_is_cut_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            make: Callable[[Path], Tokenizer], separator: str | None) -> None:
     tokenizer, rng = make(tmp_path), random.Random(7)
@@ -151,7 +145,7 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
 
 # --------------------------------------------------------- a malformed part of a long document takes the others with it
 
-GPT2, SIZE = GPT2BPETokenizer(), 300
+SIZE = 300
 SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=False)
 
 
@@ -173,11 +167,8 @@ def spoiled(document: bytes, places: list[float]) -> bytes:
 
 
 LONG = words(1, 1000)
-CASES = {
-    "several": [spoiled(LONG, [0.1, 0.5, 0.51, 0.9])],
-    "between good ones": [words(2, 800), spoiled(LONG, [0.3]), words(3, 900), b"short", spoiled(LONG, [0.9])],
-    "highest letter in it": [b"plain", LONG + "\u00ff \U0001f600 ".encode() + spoiled(words(5, 400), [0.7]), b"plain"],
-}
+DOCUMENTS = [words(2, 800), spoiled(LONG, [0.3, 0.5, 0.51]), b"short",
+             LONG + "\u00ff \U0001f600 ".encode() + spoiled(words(5, 400), [0.7]), b"after"]
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -190,18 +181,16 @@ def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> 
     assert skipped == 1 and IndexedCorpus(tmp_path / "c").sizes.tolist() == [6]
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("small_parts")
-def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, case: str,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
-    (tmp_path / "a.txt").write_bytes(b"<|end|>".join([*CASES[case], b"after"]))
+    (tmp_path / "a.txt").write_bytes(b"<|end|>".join(DOCUMENTS))
 
     def build(name: str) -> int:
         return build_corpus([tmp_path / "a.txt"], tmp_path / name, BYTE, SEPARATED, skip_malformed=True)[1]
 
     expected = build("whole")
-    for stop in (1, 4, 8, 11):
+    for stop in (1, 4, 8, 11, 20, 30, 38):
         Stop(monkeypatch, stop, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             build("c")

@@ -8,6 +8,7 @@ import pickle
 import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import regex
 
-from data import gpt2_bpe, tokenizer as tokenizers
+from data import tokenizer as tokenizers
 from data.gpt2_bpe import (END_OF_TEXT, GPT2_PATTERN, UNICODE_17_LETTERS, GigatokenEngine, TiktokenEngine,
                            byte_alphabet, fastest_engine, packaged_merges, parse_merges)
 from data.storage import DataError, UsageError
@@ -151,7 +152,7 @@ def test_sentencepiece_training_is_deterministic_and_exact_in_size(tmp_path: Pat
     assert not (tmp_path / "tiny.model").exists()
 
 
-@pytest.mark.parametrize(("settings", "message"), [
+REFUSED: list[tuple[dict[str, str], str]] = [
     ({"kind": "GPT3BPETokenizer"}, "did you mean GPT2BPETokenizer"),
     ({"kind": "sentencpiece"}, "did you mean SentencePieceTokenizer"),
     ({"kind": "gpt2", "vocab_file": "/missing/v"}, "--vocab-file /missing/v: no such file"),
@@ -162,11 +163,13 @@ def test_sentencepiece_training_is_deterministic_and_exact_in_size(tmp_path: Pat
     ({"kind": "gpt2", "merge_file": __file__}, "test_tokenizer.py:1: expected two tokens"),
     ({"kind": "sentencepiece"}, "needs --tokenizer-path"),
     ({"kind": "sentencepiece", "tokenizer_path": __file__}, "not a SentencePiece model"),
-    ({"kind": "character"}, "needs --vocab-file"),
-])
-def test_errors_name_the_flag(settings: dict[str, str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        tokenizers.build(**settings)
+    ({"kind": "character"}, "needs --vocab-file")]
+
+
+def test_errors_name_the_flag() -> None:
+    for settings, message in REFUSED:
+        with pytest.raises(DataError, match=message):
+            tokenizers.build(**settings)
 
 
 # ----------------------------------------------------------------------------------------------------- tokenizer.json
@@ -174,15 +177,20 @@ def test_errors_name_the_flag(settings: dict[str, str], message: str) -> None:
 TEXTS = ["", " ", "The quick brown fox's  tail\n\n\tand 2019.", "naïve 日本語 🙂 \x00", "ab ba aab bba " * 9, "  x"]
 
 
-def trained() -> dict[str, Any]:
-    """What the tokenizers library writes of a small byte-level BPE."""
+@cache
+def trained_text() -> str:
+    """The tokenizer.json that the tokenizers library writes of a small byte-level BPE."""
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.train_from_iterator([Path(__file__).read_text()] * 3, library.trainers.BpeTrainer(
         vocab_size=600, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()))
-    found: dict[str, Any] = json.loads(made.to_str())
+    return str(made.to_str())
+
+
+def trained() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(trained_text())
     return found
 
 
@@ -191,16 +199,16 @@ def written(folder: Path, fast: Any) -> str:
     return str(folder / "tokenizer.json")
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_it_gives_the_ids_of_the_library(tmp_path: Path, joined: bool) -> None:
+def test_it_gives_the_ids_of_the_library(tmp_path: Path) -> None:
     fast, library = trained(), pytest.importorskip("tokenizers")
-    if joined:  # as former versions wrote merges
+    for _ in range(2):
+        path = written(tmp_path, fast)
+        ours, theirs = GPT2BPETokenizer(path), library.Tokenizer.from_file(path)
+        assert ours.vocab_size == theirs.get_vocab_size() and ours.eod == theirs.token_to_id(END_OF_TEXT) == 0
+        for text in [*TEXTS, Path(__file__).read_text().replace(END_OF_TEXT, "")[:4000]]:
+            assert ours.encode(text) == theirs.encode(text).ids, text
+        # as former versions wrote merges
         fast["model"]["merges"] = [" ".join(pair) for pair in fast["model"]["merges"]]
-    path = written(tmp_path, fast)
-    ours, theirs = GPT2BPETokenizer(path), library.Tokenizer.from_file(path)
-    assert ours.vocab_size == theirs.get_vocab_size() and ours.eod == theirs.token_to_id(END_OF_TEXT) == 0
-    for text in [*TEXTS, Path(__file__).read_text().replace(END_OF_TEXT, "")[:4000]]:
-        assert ours.encode(text) == theirs.encode(text).ids, text
 
 
 def test_openais_is_the_built_in_one(tmp_path: Path) -> None:
@@ -224,7 +232,7 @@ def without_a_byte(fast: dict[str, Any]) -> None:
     del fast["model"]["vocab"]["!"]
 
 
-@pytest.mark.parametrize(("change", "words"), [
+OTHER_KINDS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (changed("model", type="Unigram"), "its model is Unigram"),
     (changed("model", byte_fallback=True), "byte_fallback True"),
     (changed("pre_tokenizer", type="Metaspace"), "its pre_tokenizer is Metaspace"),
@@ -233,17 +241,15 @@ def without_a_byte(fast: dict[str, Any]) -> None:
     (lambda fast: fast.update(post_processor={"type": "TemplateProcessing"}), "a post_processor, TemplateProcessing"),
     (lambda fast: fast["added_tokens"].append({"id": 600, "content": "<pad>"}), "a token '<pad>' beside the merges"),
     (lambda fast: fast["model"]["vocab"].update(zzzz=600), "1 tokens that no merge makes, 'zzzz'"),
-    (without_a_byte, "1 of the 256 bytes are not"), (lambda fast: fast["model"].pop("merges"), "not a tokenizer.json"),
-])
-def test_another_kind_is_refused_with_the_flags_of_the_right_one(
-        tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
-    fast = trained()
-    change(fast)
-    with pytest.raises(DataError, match=f"tokenizer.json.*{words}.*--tokenizer-type with its files"):
-        GPT2BPETokenizer(written(tmp_path, fast))
+    (without_a_byte, "1 of the 256 bytes are not"), (lambda fast: fast["model"].pop("merges"), "not a tokenizer.json")]
 
 
-def test_a_vocabulary_alone_still_wants_its_merges(tmp_path: Path) -> None:
+def test_another_kind_is_refused_with_the_flags_of_the_right_one(tmp_path: Path) -> None:
+    for change, words in OTHER_KINDS:
+        fast = trained()
+        change(fast)
+        with pytest.raises(DataError, match=f"tokenizer.json.*{words}.*--tokenizer-type with its files"):
+            GPT2BPETokenizer(written(tmp_path, fast))
     with pytest.raises(UsageError, match="--vocab-file without --merge-file"):
         GPT2BPETokenizer(written(tmp_path, {"a": 0, "model": 1}))
 
@@ -308,7 +314,9 @@ def lately_assigned() -> list[int]:
 
 @fast
 def test_engines_agree_on_awkward_texts(tiktoken: TiktokenEngine, gigatoken: GigatokenEngine) -> None:
-    assert_equal_ranks(gigatoken, tiktoken, [*AWKWARD, *random_texts(500), *mixtures(3000)])
+    assert_equal_ranks(gigatoken, tiktoken, [*AWKWARD, *random_texts(500), *mixtures(1500)])
+    assert tiktoken.encode_to_ranks("a\ud800b").tolist() == tiktoken.encode_to_ranks("a\ufffdb").tolist()
+    assert_equal_ranks(gigatoken, tiktoken, ["\ud800", "a\udfff b", "\ude00\ud83d", "\U0001f600\ud83d"])
 
 
 @fast
@@ -320,13 +328,6 @@ def test_engines_agree_on_the_characters_of_every_block_of_unicode(tiktoken: Tik
 
 
 @fast
-@pytest.mark.slow
-def test_engines_agree_on_every_character_and_many_texts(tiktoken: TiktokenEngine, gigatoken: GigatokenEngine) -> None:
-    assert_equal_ranks(gigatoken, tiktoken, beside_others(range(0x110000)))
-    assert_equal_ranks(gigatoken, tiktoken, [*random_texts(20_000), *mixtures(20_000)])
-
-
-@fast
 def test_common_scripts_are_left_to_gigatoken(gigatoken: GigatokenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TiktokenEngine, "encode_to_ranks", Mock(side_effect=AssertionError))
     for text in ("plain", "\u201ccurly\u201d", "\U0001f600\U0001f3f3\ufe0f", "\ud55c\uad6d\uc5b4", "\u0939\u093f\u0928",
@@ -334,23 +335,6 @@ def test_common_scripts_are_left_to_gigatoken(gigatoken: GigatokenEngine, monkey
         gigatoken.encode_to_ranks(text)
     with pytest.raises(AssertionError):
         gigatoken.encode_to_ranks("Telugu \u0c5c")
-
-
-@fast
-def test_lone_surrogates_are_replaced_alike(tiktoken: TiktokenEngine, gigatoken: GigatokenEngine) -> None:
-    assert tiktoken.encode_to_ranks("a\ud800b").tolist() == tiktoken.encode_to_ranks("a\ufffdb").tolist()
-    assert_equal_ranks(gigatoken, tiktoken, ["\ud800", "a\udfff b", "\ude00\ud83d", "\U0001f600\ud83d"])
-
-
-@fast
-def test_a_renewed_encoder_gives_the_same_ranks(spelling: list[bytes], tiktoken: TiktokenEngine,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2_bpe, "REBUILD_AFTER_CHARACTERS", 100)
-    engine, encoders = GigatokenEngine(spelling), []
-    for text in ("one " * 20, "two " * 20, "three " * 3, "more than a hundred bytes " * 10):
-        assert_equal_ranks(engine, tiktoken, [text])
-        encoders.append(engine._encoder)
-    assert encoders[0] is not encoders[1] is encoders[2] is not encoders[3]
 
 
 def test_gigatoken_runs_only_the_spelling_it_was_proven_for(spelling: list[bytes], tmp_path: Path,

@@ -1,11 +1,10 @@
-"""Corpora on their way to a disk: one process writes, nothing is ever a mixture, and an interrupted one goes on."""
+"""Writing corpora: one process writes a name, readers never see a mixture, and an interrupted run goes on."""
 
 from __future__ import annotations
 
 import fcntl
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -13,8 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.synchronize import Barrier
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,23 +20,21 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import indexed, preprocess, text_files
+from data import preprocess, text_files
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
-from data.parallel import ordered_map
-from data.preprocess import EncodedChunk, TextReadOptions, build_corpus
+from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import parse_split
 from data.split_json import split_json
 from data.storage import DataError, ResumableError, StorageFault, hold_writer_lock, stale_temporary_files
 from data.text_files import Separator
 from data.tokenizer import ByteLevelTokenizer
-from data.writer import CORPUS_SUFFIXES, CorpusWriter
+from data.writer import CorpusWriter
+from tests.data.helpers import BYTE, Stop, files_of
 from tests.data.killing import in_a_fork
 
-BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 40
 SHAPES = {1: [500, 100, 400], 2: [100, 800, 100]}
 """Token of a writer to the sizes of its documents: as many bytes in all three files as the other's have."""
 
@@ -51,48 +47,6 @@ def write(prefix: Path | str, token: int) -> None:
 def is_whole(corpus: IndexedCorpus) -> bool:
     token = int(corpus.document(0)[0])
     return corpus.sizes.tolist() == SHAPES[token] and all((block == token).all() for _, block in corpus.token_blocks())
-
-
-def rounds_of(prefix: str, token: int, start: Barrier, told: Any) -> None:
-    """Both writers begin each round together."""
-    for _ in range(ROUNDS):
-        start.wait(60)
-        try:
-            write(prefix, token)
-            told.put((token, ""))
-        except StorageFault as fault:
-            told.put((token, str(fault)))
-        start.wait(60)
-
-
-def test_two_writers_of_one_name_leave_the_corpus_of_one(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    start, told = context.Barrier(3), context.Queue()
-    writers = [context.Process(target=rounds_of, args=(str(tmp_path / "c"), token, start, told), daemon=True)
-               for token in SHAPES]
-    for process in writers:
-        process.start()
-    refused = 0
-    for _ in range(ROUNDS):
-        start.wait(60)
-        while True:  # a reader in between
-            try:
-                assert is_whole(IndexedCorpus(tmp_path / "c"))
-            except DataError as error:
-                assert "c.idx: cannot read: No such file" in str(error) or "was replaced while" in str(error), error
-            if start.n_waiting == 2:
-                break
-            assert all(process.is_alive() for process in writers)
-        start.wait(60)
-        said = [told.get(timeout=60) for _ in writers]
-        refused += sum(words != "" for _, words in said)
-        assert any(words == "" for _, words in said), said
-        assert all(words == "" or "is writing under this name now" in words for _, words in said), said
-        assert is_whole(IndexedCorpus(tmp_path / "c"))
-        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
-    for process in writers:
-        process.join()
-    assert refused, "they never met: this test shows nothing"
 
 
 def holder(path: Path) -> subprocess.Popen[str]:
@@ -150,14 +104,6 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_a_lock_is_no_link_and_empties_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("words")
-    (tmp_path / ".c.writing").symlink_to("mine")
-    with pytest.raises(StorageFault, match="c: cannot write"), hold_writer_lock(tmp_path / "c"):
-        pass
-    assert (tmp_path / "mine").read_text() == "words"
-
-
 def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
@@ -182,31 +128,16 @@ def test_a_file_of_another_corpus_is_refused_when_it_is_opened(tmp_path: Path, s
         assert not is_whole(IndexedCorpus(tmp_path / "1")), "nothing but the identity could tell"
 
 
-@pytest.mark.parametrize("place", [0, 1, 30_000, 499_999])
-def test_other_tokens_are_found_wherever_they_are(tmp_path: Path, place: int) -> None:
+def test_other_tokens_are_found_wherever_they_are(tmp_path: Path) -> None:
     """A document of another text, a page long, anywhere in a megabyte."""
-    tokens = np.zeros(500_000, "<u2")
     with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
-        writer.add_documents(tokens, [len(tokens)])
-    tokens[max(0, place - 20_000):place + 20_000] = 1
-    tokens.tofile(tmp_path / "c.bin")
-    with pytest.raises(DataError, match="c.bin: not the one that"):
-        IndexedCorpus(tmp_path / "c")
-
-
-def test_a_reader_that_opens_one_file_of_each_corpus_is_told(tmp_path: Path) -> None:
-    """The worst moment: the old index is open, the new tokens are there, and what would tell them apart is not yet."""
-    write(tmp_path / "c", 1)
-    really = indexed.StableFile
-
-    def meanwhile(path: str) -> Any:
-        if path.endswith(".bin"):
-            write(tmp_path / "c", 2)
-            os.unlink(tmp_path / "c.json")
-        return really(path)
-
-    with patch.object(indexed, "StableFile", meanwhile), pytest.raises(DataError, match="c.idx: was replaced while"):
-        IndexedCorpus(tmp_path / "c")
+        writer.add_documents(np.zeros(500_000, "<u2"), [500_000])
+    for place in (0, 30_000, 499_999):
+        tokens = np.zeros(500_000, "<u2")
+        tokens[max(0, place - 20_000):place + 20_000] = 1
+        tokens.tofile(tmp_path / "c.bin")
+        with pytest.raises(DataError, match="c.bin: not the one that"):
+            IndexedCorpus(tmp_path / "c")
 
 
 def test_a_writer_killed_at_any_step_leaves_no_mixture(tmp_path: Path) -> None:
@@ -267,8 +198,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
         writer.add_documents([1] * 400, SHAPES[1][2:])
     assert is_whole(IndexedCorpus(tmp_path / "c"))
     write(tmp_path / "d", 1)
-    for suffix in CORPUS_SUFFIXES:
-        assert (tmp_path / f"c{suffix}").read_bytes() == (tmp_path / f"d{suffix}").read_bytes()
+    assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
     assert len(os.listdir(tmp_path)) == 6
     said = capsys.readouterr().err
     assert bool(said) == bool(damage) and ("which has other inputs" in said) == (damage not in (None, "no mark")), said
@@ -286,11 +216,6 @@ def test_only_an_interruption_leaves_something_to_go_on_from_and_the_old_corpus_
 
 # --------------------------------------------------------------------------- one corpus under two names, through links
 
-def every_file(folder: Path) -> Path:
-    for suffix in CORPUS_SUFFIXES:
-        (folder / f"link{suffix}").symlink_to(f"real{suffix}")
-    return folder / "link"
-
 
 def the_folder(folder: Path) -> Path:
     (folder / "also").symlink_to(folder)
@@ -306,7 +231,7 @@ def the_index_twice(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["the link is first", "the link is second"])
-@pytest.mark.parametrize("link", [lambda folder: folder / "real", every_file, the_folder, the_index_twice])
+@pytest.mark.parametrize("link", [the_folder, the_index_twice])
 def test_a_second_writer_is_refused_by_any_name_and_harms_nothing(
         tmp_path: Path, link: Callable[[Path], Path], is_second: bool) -> None:
     names = [link(tmp_path), tmp_path / "real"][::-1 if is_second else 1]
@@ -325,8 +250,6 @@ def test_a_second_writer_is_refused_by_any_name_and_harms_nothing(
 
 # -------------------------------------------------------------------------------------- tokenizing that was interrupted
 
-SUFFIXES = (".bin", ".idx", ".json")
-
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -340,10 +263,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         text = lines if "jsonl" in path.name else " ".join(f"word{i}" for i in range(1500))
         path.write_bytes(gzip.compress(text.encode()) if path.name.endswith("gz") else text.encode())
     return paths
-
-
-def files_of(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES]
 
 
 def chunks_marked(prefix: Path) -> int:
@@ -368,26 +287,9 @@ def test_a_run_killed_at_random_moments_makes_the_files_of_one_that_was_not(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-class Stop:
-    """Raises an error when so many chunks were encoded."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunks: int, error: BaseException) -> None:
-        self.left, self.error, self.encoded = chunks, error, 0
-        monkeypatch.setattr(preprocess, "ordered_map", self.map)
-
-    def map(self, *arguments: Any) -> Iterator[EncodedChunk]:
-        for encoded in ordered_map(*arguments):
-            if self.left == 0:
-                raise self.error
-            self.left, self.encoded = self.left - 1, self.encoded + 1
-            yield encoded
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ResumableError("a worker process died")],
-                         ids=["ctrl-c", "worker"])
-@pytest.mark.parametrize("reading", [TextReadOptions(),
-                                     TextReadOptions(separator=Separator.parse("word7"), append_eod=False)],
-                         ids=["files", "separated"])
+@pytest.mark.parametrize(("error", "reading"), [
+    (KeyboardInterrupt(), TextReadOptions(separator=Separator.parse("word7"), append_eod=False)),
+    (ResumableError("a worker process died"), TextReadOptions())], ids=["ctrl-c, separated", "worker, files"])
 def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch,
                                                    error: BaseException, reading: TextReadOptions,
                                                    capsys: pytest.CaptureFixture[str]) -> None:

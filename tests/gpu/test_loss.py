@@ -1,4 +1,4 @@
-"""The kernels of the loss and of norms on a GPU, and the product that adds up in fp32, which torch has on CUDA only."""
+"""The kernels of the loss, of norms and of the update on a GPU, and the product that adds up in fp32 on CUDA only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from mpu.groups import SOLO
 pytestmark = pytest.mark.gpu
 
 
-def test_the_kernel_is_used_on_a_gpu(device: torch.device) -> None:
+@pytest.mark.parametrize("kernels", ["mpu.kernels", "megatron.optim.adam_kernel"])
+def test_the_kernels_are_used_on_a_gpu(kernels: str, device: torch.device) -> None:
     """Else the tests below compare torch with torch. Triton comes with torch for CUDA."""
-    assert load_kernels("mpu.kernels", device, "") is not None or device.type == "cpu"
+    assert load_kernels(kernels, device, "") is not None or device.type == "cpu"
 
 
 if torch.cuda.is_available():
+    from tests.megatron.optim.adam_kernel_cases import *  # noqa: F401, F403
     from tests.mpu.kernel_cases import *  # noqa: F401, F403
 
 

@@ -42,11 +42,8 @@ def test_a_check_for_which_no_time_is_left_is_said_to_be_left_out() -> None:
     assert done.returncode == 1 and done.stdout.count("not run no time was left") == CHECKS
 
 
-@pytest.mark.parametrize("preset, batch, card, fits", [
-    ("345M", 16, "80", True), ("345M", 16, "16", False), ("124M", 16, "24", True)])
-def test_recomputation_is_on_where_the_planner_finds_no_room_without_it(
-    preset: str, batch: int, card: str, fits: bool
-) -> None:
-    done = bash(f". scripts/lib.sh; FLAGS=(--preset {preset} --bf16 --batch-size {batch}); GPUS_PER_NODE=1\n"
+@pytest.mark.parametrize("card, fits", [("80", True), ("16", False)])
+def test_recomputation_is_on_where_the_planner_finds_no_room_without_it(card: str, fits: bool) -> None:
+    done = bash(". scripts/lib.sh; FLAGS=(--preset 345M --bf16 --batch-size 16); GPUS_PER_NODE=1\n"
                 "if fits --lr 1e-3; then echo fits; else echo recompute; fi", CARD_GB=card)
     assert done.stdout.split()[-1:] == ["fits" if fits else "recompute"], done.stderr

@@ -1,4 +1,4 @@
-"""A made corpus of which everything is known: what is a copy of what, what is foreign, broken or contaminated.
+"""A made corpus of which everything is known: what is a copy of what, what is foreign or contaminated.
 
 Original pages are babble: a chain of words in which each follows the one before as often as in Python's own English
 documentation. So they look like English to every stage, there is any amount of them, and two of them share next to no
@@ -11,7 +11,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -41,13 +41,9 @@ class Page:
 
     text: str
     kind: str
-    """original, exact, near (edited), foreign, broken, boilerplate, contaminated."""
-    source: int | None = None
-    """Place of the page it was made of; copies come after their source."""
+    """original, exact, near (edited), foreign, boilerplate, contaminated."""
     rate: float = 0.0
     """Share of the words that were changed."""
-    clean: str = field(default="", repr=False)
-    """What a broken text should be mended to."""
 
 
 @cache
@@ -88,27 +84,19 @@ def scrambled(rng: random.Random, sentence: str) -> str:
     return space.join(part for _ in range(12) for part in rng.sample(parts, len(parts)))
 
 
-def mojibake(text: str) -> str:
-    """UTF-8 read as if it were cp1252."""
-    return text.encode().decode("cp1252")
-
-
 def plant(seed: int, originals: int, rates: Sequence[float] = (0.01, 0.05, 0.2), words: int = 400) -> list[Page]:
     """Originals of half to twice as many `words`, and as many each of exact copies, copies at every edit rate,
-    boilerplate pages, contaminated pages; a tenth as many foreign and broken ones. Copies come later, anywhere."""
+    boilerplate pages, contaminated pages; a tenth as many foreign ones. Copies come later, anywhere."""
     rng = random.Random(seed)
     pages = [Page(babble(rng, rng.randint(words // 2, 2 * words)), "original") for _ in range(originals)]
     made = []
-    for number, page in enumerate(pages):
-        made.append(Page(page.text.replace("\n\n", "\n"), "exact", number))
-        made += [Page(edited(rng, page.text, rate), "near", number, rate) for rate in rates]
+    for page in pages:
+        made.append(Page(page.text.replace("\n\n", "\n"), "exact"))
+        made += [Page(edited(rng, page.text, rate), "near", rate) for rate in rates]
         made.append(Page(BOILERPLATE + babble(rng, words), "boilerplate"))
-        first, second = babble(rng, words), babble(rng, words)
-        made.append(Page(f"{first} {EVALUATION.upper()} {second}", "contaminated", clean=f"{first} {second}"))
+        made.append(Page(f"{babble(rng, words)} {EVALUATION.upper()} {babble(rng, words)}", "contaminated"))
     for _ in range(max(1, originals // 10)):
         made += [Page(scrambled(rng, sentence), "foreign") for sentence in FOREIGN.values()]
-        clean = f"“Naïve” café — {babble(rng, words)}"
-        made.append(Page(mojibake(clean.replace("”", "“")), "broken", clean=clean.replace("”", "“")))
     rng.shuffle(made)
     return pages + made
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Sequence
 from itertools import combinations
@@ -126,9 +124,7 @@ def test_the_same_goes_as_when_every_pair_is_compared(threshold: float, tmp_path
     assert sum(found[d] != expected[d] for d in found if d in expected) <= 2 * len(missed)
 
 
-@pytest.mark.parametrize(("threshold", "shared", "more"), [
-    (0.3, 30, 70), (0.5, 50, 50), (0.6, 12, 8), (0.7, 70, 30), (0.75, 75, 25), (0.8, 80, 20), (0.8, 8, 2),
-    (0.9, 90, 10), (0.95, 190, 10), (1.0, 100, 0)])
+@pytest.mark.parametrize(("threshold", "shared", "more"), [(0.3, 30, 70), (0.8, 8, 2), (0.95, 190, 10), (1.0, 100, 0)])
 def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(threshold: float, shared: int, more: int,
                                                                          tmp_path: Path) -> None:
     """Each second page is the one before it and some words more."""
@@ -143,18 +139,6 @@ def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(thresho
     kept = set(kept_of(tmp_path / "out"))
     assert kept.issuperset(texts[::2]) and kept.issuperset(texts[41::2])
     assert len(kept.intersection(texts[1:40:2])) <= 6  # 2 are to be expected: bands find such a pair 9 times in 10
-
-
-def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
-    rng = random.Random(4)
-    chain = [babble(rng, 400)]
-    for _ in range(20):
-        chain.append(edited(rng, chain[-1], 0.01))
-    deduplicate(write([Page(text, "chain") for text in chain], tmp_path / "in"), tmp_path / "out")
-    assert kept_of(tmp_path / "out") != chain[:1]
-    sets = shingle_sets(kept_of(tmp_path / "out"))
-    assert 2 <= len(sets) < 21
-    assert all(jaccard(left, right) < 0.8 for k, left in enumerate(sets) for right in sets[:k])
 
 
 def test_a_copy_of_a_near_copy_is_logged_with_what_is_kept(tmp_path: Path) -> None:
@@ -202,50 +186,6 @@ def test_empty_inputs_give_empty_shards_and_a_line_that_is_no_document_is_named(
     (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").to_line() + b"{no\n")
     with pytest.raises(DataError, match=r"part-00000.jsonl: not JSON"):
         deduplicate([shard], tmp_path / "out")
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-PEAK = """
-import sys
-from pathlib import Path
-from data.webtext import minhash
-from data.webtext.dedup import DedupOptions, run_dedup
-from tests.peak import peak
-folder, output, memory, range_bytes = sys.argv[1:]
-minhash.BATCH_BYTES = int(range_bytes)
-list(run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1))
-print(peak())
-"""
-
-
-def peak_memory(tmp_path: Path, documents: int, phrases: int, memory: int, range_bytes: int) -> int:
-    """Bytes that a run of its own takes for a corpus of distinct pages and some copies."""
-    folder, rng, line = tmp_path / f"in{documents}", random.Random(0), b""
-    folder.mkdir()
-    pool = [f"a{n % 97} b{n % 89} c{n % 83} d{n}" for n in range(1 << 16)]  # shorter than a shingle
-    for shard in range(4):
-        with (folder / f"part-{shard:05d}.jsonl").open("wb") as file:
-            for number in range(documents // 4):
-                if number % 10 or not line:
-                    line = Document(" ".join(rng.choices(pool, k=phrases))).to_line()
-                file.write(line)
-    arguments = [folder, tmp_path / f"out{documents}", memory, range_bytes]
-    result = subprocess.run([sys.executable, "-c", PEAK, *map(str, arguments)], cwd=REPOSITORY, capture_output=True,
-                            text=True, check=True)
-    return int(result.stdout)
-
-
-# Short pages show what is kept for each, and budgets are such that the small corpus uses them up.
-@pytest.mark.parametrize(("few", "many", "phrases", "memory", "range_bytes"), [
-    (4000, 16_000, 3, 1 << 20, 1 << 16),
-    pytest.param(2000, 200_000, 280, 16 << 20, 1 << 20, marks=pytest.mark.slow)], ids=["4 times", "10 MB and 1 GB"])
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, few: int, many: int, phrases: int, memory: int,
-                                              range_bytes: int) -> None:
-    small, large = (peak_memory(tmp_path, documents, phrases, memory, range_bytes) for documents in (few, many))
-    assert large <= 1.1 * small
 
 
 # ------------------------------------------------------------------------------------------------- words and signatures
@@ -307,7 +247,7 @@ def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tup
     return np.sort(numbers[:size]), np.sort(numbers[size - shared:])
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("threshold", [0.5, 0.95])
 def test_bands_find_pairs_with_the_probability_promised(threshold: float) -> None:
     rng, banding = np.random.default_rng(2), Banding.for_threshold(threshold)
     assert banding.recall(threshold) >= RECALL_AT_THRESHOLD
@@ -338,8 +278,8 @@ def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> 
     return rng.integers(0, high, (count, width), dtype=np.uint64, endpoint=True)
 
 
-@pytest.mark.parametrize("memory", [1, 2000, 20_000, 1 << 20])
-@pytest.mark.parametrize("high", [0, 3, (1 << 64) - 1])  # all equal, mostly equal, all distinct
+@pytest.mark.parametrize(("memory", "high"), [
+    (1, (1 << 64) - 1), (2000, 3), (2000, (1 << 64) - 1), (20_000, 0), (1 << 20, 3)])  # 0: all are equal, 3: most
 def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(memory)
     for width in (1, 3):
@@ -359,8 +299,7 @@ def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: P
     assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
 
 
-@pytest.mark.parametrize("crowd", [1, 3, 100])
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("crowd", "size"), [(1, 7), (3, 1), (3, 2), (100, 1000)])
 def test_equals_are_paired_across_any_blocks(crowd: int, size: int) -> None:
     rng = random.Random(crowd)
     rows = sorted((rng.choice([0, 1, 1, 1, 7, document]), 0, document) for document in range(300))

@@ -72,24 +72,24 @@ CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, 
 SWALLOWS = {"a tag that never ends": "the rest of the page is its attribute"}
 
 
-@pytest.mark.few(90)
-@pytest.mark.parametrize(("extractor", "context", "construct"),
-                         [*product(EXTRACTORS, CONTEXTS, CONSTRUCTS)])
-def test_what_a_browser_shows_is_kept(extractor: str, context: str, construct: str) -> None:
+@pytest.mark.parametrize(("construct", "number"), [(name, number) for number, name in enumerate(CONSTRUCTS)])
+def test_what_a_browser_shows_is_kept(construct: str, number: int) -> None:
+    """Each construct by each extractor in three contexts; each context is tried with some constructs."""
     markup, shown, hidden = CONSTRUCTS[construct]
-    page = CONTEXTS[context].format(f"<p>Before it.</p>{markup}<p>After it.</p>")
-    found = extract.make_extract(ExtractOptions(extractor))(Document(page))
-    assert isinstance(found, Document)
-    text = found.text if "\n" in shown else without_signs(found.text)
-    expected = ["Before it.", shown, *([] if construct in SWALLOWS else ["After it."])]
-    if context == "shown by a script":  # without styles, all that could be shown
-        hidden = hidden if construct not in ("hidden elements", "dialogs") else ""
-        expected = expected[:1] if not hidden else expected
-    at = 0
-    for part in expected:
-        at = text.find(part, at)
-        assert at >= 0, (part, found.text)
-    assert not hidden or hidden not in found.text
+    for extractor, step in product(EXTRACTORS, (0, 5, 9)):
+        context = [*CONTEXTS][(number + step) % len(CONTEXTS)]
+        page = CONTEXTS[context].format(f"<p>Before it.</p>{markup}<p>After it.</p>")
+        found = extract.make_extract(ExtractOptions(extractor))(Document(page))
+        assert isinstance(found, Document)
+        text = found.text if "\n" in shown else without_signs(found.text)
+        expected = ["Before it.", shown, *([] if construct in SWALLOWS else ["After it."])]
+        # without styles, all that could be shown
+        is_shown = context == "shown by a script" and construct in ("hidden elements", "dialogs")
+        at = 0
+        for part in expected[:1] if is_shown else expected:
+            at = text.find(part, at)
+            assert at >= 0, (context, part, found.text)
+        assert is_shown or not hidden or hidden not in found.text
 
 
 def without_signs(text: str) -> str:
@@ -104,13 +104,12 @@ def test_the_text_of_a_page_in_paragraphs(extractor: str) -> None:
                              "a\n  b", "u", {"a": 1})
 
 
-@pytest.mark.parametrize("page", [
-    "<div class=navbar>{}</div>", "<div role=navigation>{}</div>", "<div class='left sidebar'>{}</div>",
-    "<ul class=menu><li>{}</ul>", "<div id=footer>{}</div>", "<a class=headerlink>{}</a>"])
-def test_the_main_content_is_without_what_is_around_it(page: str) -> None:
-    document = Document(f"<html><body><p>Text.</p>{page.format('AROUND')}</body></html>")
-    main, everything = (extract.make_extract(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
-    assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
+def test_the_main_content_is_without_what_is_around_it() -> None:
+    for page in ("<div class=navbar>{}</div>", "<div role=navigation>{}</div>", "<div class='left sidebar'>{}</div>",
+                 "<ul class=menu><li>{}</ul>", "<div id=footer>{}</div>", "<a class=headerlink>{}</a>"):
+        document = Document(f"<html><body><p>Text.</p>{page.format('AROUND')}</body></html>")
+        main, everything = (extract.make_extract(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
+        assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
@@ -131,14 +130,11 @@ def test_only_pages_are_touched(extractor: str) -> None:
 DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
 COMPLEX = {  # quadratic in the parser: each would take minutes or many GB
     "attributes of one tag": f"<p {DISTINCT}>",
-    "names of elements": "".join(f"<x{k}>" for k in range(120_000)),
-    "end tags of other elements": "<x>" * 160_000 + "</y>" * 120_000,
     "formatting closed late": "<b>" + "<div>" * 100_000 + "</b>" * 100_000,
     "indentation": "<ul><li>x" * 100_000,
 }
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("markup", COMPLEX.values(), ids=COMPLEX)
 def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              markup: str) -> None:
@@ -150,11 +146,9 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
     assert (counts.documents_kept, counts.dropped) == (1, {"too complex to parse": 1})
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("hostile", [
-    "<" * 300_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000, "<nav>" * 100_000,
-    "<main><header>" * 50_000, "<p><b><i>" * 30_000, "<?xml?>" + "<![CDATA[" * 50_000, "<?xml?>" + "<a b='" * 50_000,
-    f"<p {DISTINCT}>", "<a" + " " * 300_000], ids=range(11))
+    '<a "' * 100_000, "<!--" * 100_000, "<script>" + "</script " * 50_000, "<main><header>" * 50_000,
+    "<?xml?>" + "<a b='" * 50_000, "<a" + " " * 300_000], ids=range(6))
 def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quadratic in any of these, outside of the parser, does not come to its end here."""
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
@@ -165,12 +159,11 @@ def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 WARC = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 20\r\n\r\n" + PAGE.encode()
 TAR = b"a.html".ljust(257, b"\0") + b"ustar\x0000" + PAGE.encode()
-ARCHIVES = {"a.warc": WARC, "a.warc.gz": gzip.compress(WARC), "a.tar": TAR, "a.tgz": gzip.compress(TAR),
+ARCHIVES = {"a.warc": WARC, "a.warc.gz": gzip.compress(WARC), "a.tgz": gzip.compress(TAR),
             "a.zip": b"PK\3\4\x14\0" + PAGE.encode()}
 
 
-@pytest.mark.parametrize(("kind", "page"), [
-    *zip(ARCHIVES, ("t.html", "y.html.gz", "folder/t.xhtml", "t.txt", "z.htm"))])
+@pytest.mark.parametrize(("kind", "page"), [*zip(ARCHIVES, ("t.html", "y.html.gz", "folder/t.xhtml", "t.txt"))])
 def test_an_archive_is_not_read_as_one_document(tmp_path: Path, kind: str, page: str) -> None:
     (tmp_path / kind).write_bytes(ARCHIVES[kind])
     for path, format in ((tmp_path / kind, "html"), (tmp_path, "text"), (tmp_path, "urls")):
@@ -197,7 +190,6 @@ JAPANESE = "猫は一日中、暖かい屋根の上で眠っていた"
 KOREAN = "고양이는 하루 종일 따뜻한 지붕 위에서 잤다"
 GREEK = "Η γάτα κοιμόταν όλη μέρα"
 HEBREW = "החתול ישן כל היום"
-ARABIC = "نامت القطة طوال اليوم"
 
 
 def read_page(folder: Path, page: bytes,
@@ -214,22 +206,20 @@ def page_of(text: str, codec: str, head: str = "") -> bytes:
 
 
 LABELS = [
-    ("UTF8", "utf-8", JAPANESE), ("utf-16", "utf-8", RUSSIAN), ("utf-16be", "utf-8", CHINESE),
-    ("ucs-2", "ascii", "plain"), ("latin1", "cp1252", WESTERN), ("us-ascii", "cp1252", WESTERN),
-    ("x-user-defined", "cp1252", WESTERN), ("iso-8859-9", "cp1254", "ağaç – ş"), ("cp1251", "cp1251", RUSSIAN),
-    ("KOI8", "koi8-r", RUSSIAN), ("koi8-u", "koi8-u", "Кіт спав"), ("iso-8859-8-i", "iso8859-8", HEBREW),
-    ("iso-8859-6", "iso8859-6", ARABIC), ("tis-620", "cp874", "แมวนอน"), ("macintosh", "mac-roman", "naïve “café”"),
+    ("UTF8", "utf-8", JAPANESE), ("utf-16", "utf-8", RUSSIAN), ("latin1", "cp1252", WESTERN),
+    ("x-user-defined", "cp1252", WESTERN), ("cp1251", "cp1251", RUSSIAN), ("iso-8859-8-i", "iso8859-8", HEBREW),
+    ("macintosh", "mac-roman", "naïve “café”"),
     ("gb2312", "gbk", "朱镕基" + CHINESE), ("gb2312", "gb18030", "𠀀㐀" + CHINESE), ("big5-hkscs", "big5hkscs", "啲嘢"),
     ("Shift_JIS", "cp932", JAPANESE + "①㈱"), ("windows-31j", "cp932", "～－①"), ("euc-jp", "euc_jp", JAPANESE),
     ("iso-2022-jp", "iso2022_jp", JAPANESE), ("ks_c_5601-1987", "cp949", "똠방각하 펲시콜라")]
 
 
-@pytest.mark.parametrize(("label", "codec", "text"), LABELS, ids=range(len(LABELS)))
-def test_a_label_means_what_it_means_to_browsers(tmp_path: Path, label: str, codec: str, text: str) -> None:
-    for head in (f"<meta charset={label}>",
-                 f'<META content="text/html; charset={label}" HTTP-EQUIV="Content-Type" />'):
-        page = page_of(text, codec, head)
-        assert read_page(tmp_path, page) == (page.decode(codec), ())
+def test_a_label_means_what_it_means_to_browsers(tmp_path: Path) -> None:
+    for label, codec, text in LABELS:
+        for head in (f"<meta charset={label}>",
+                     f'<META content="text/html; charset={label}" HTTP-EQUIV="Content-Type" />'):
+            page = page_of(text, codec, head)
+            assert read_page(tmp_path, page) == (page.decode(codec), ()), label
 
 
 DECLARATIONS = [
@@ -246,10 +236,10 @@ DECLARATIONS = [
     "<script>" + " " * 1200 + "'<meta charset=koi8-r>'</script><meta charset=windows-1251>"]
 
 
-@pytest.mark.parametrize("head", DECLARATIONS, ids=range(len(DECLARATIONS)))
-def test_a_page_says_its_character_set_in_many_ways(tmp_path: Path, head: str) -> None:
-    page = page_of(RUSSIAN, "cp1251", head)
-    assert read_page(tmp_path, page) == (page.decode("cp1251"), ())
+def test_a_page_says_its_character_set_in_many_ways(tmp_path: Path) -> None:
+    for head in DECLARATIONS:
+        page = page_of(RUSSIAN, "cp1251", head)
+        assert read_page(tmp_path, page) == (page.decode("cp1251"), ()), head
 
 
 NO_DECLARATIONS = [
@@ -258,17 +248,17 @@ NO_DECLARATIONS = [
     "<meta http-equiv=content-type content='text/html; charset=\"windows-1251'>", "<meta charset=\u00e9>"]
 
 
-@pytest.mark.parametrize("head", NO_DECLARATIONS, ids=range(len(NO_DECLARATIONS)))
-def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path, head: str) -> None:
-    found = read_page(tmp_path, page_of(RUSSIAN, "cp1251", head.encode().decode("cp1251")))
-    assert isinstance(found, DocumentError) and found.reason == "no character set" and "--charset" in str(found)
-    page = page_of(RUSSIAN, "utf-8", head)
-    assert read_page(tmp_path, page) == (page.decode(), ())
+def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path) -> None:
+    for head in NO_DECLARATIONS:
+        found = read_page(tmp_path, page_of(RUSSIAN, "cp1251", head.encode().decode("cp1251")))
+        assert isinstance(found, DocumentError) and found.reason == "no character set" and "--charset" in str(found)
+        page = page_of(RUSSIAN, "utf-8", head)
+        assert read_page(tmp_path, page) == (page.decode(), ())
 
 
-@pytest.mark.parametrize("declaration", ['<?xml version="1.0" encoding="{}"?>',
-                                         "<?xml\nversion='1.0'\nencoding = '{}'\n?>"])
-@pytest.mark.parametrize(("label", "codec"), [("windows-1251", "cp1251"), ("KOI8-R", "koi8-r"), ("utf-16", "utf-8")])
+@pytest.mark.parametrize(("label", "codec", "declaration"), [
+    ("windows-1251", "cp1251", '<?xml version="1.0" encoding="{}"?>'),
+    ("utf-16", "utf-8", "<?xml\nversion='1.0'\nencoding = '{}'\n?>")])
 def test_the_declaration_of_xml_counts_where_no_meta_does(tmp_path: Path, declaration: str, label: str, codec: str
                                                           ) -> None:
     page = declaration.format(label).encode() + page_of(RUSSIAN, codec)
@@ -281,43 +271,26 @@ def test_the_declaration_of_xml_counts_where_no_meta_does(tmp_path: Path, declar
 MARKS = [("utf-8", b"\xef\xbb\xbf"), ("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff")]
 
 
-@pytest.mark.parametrize(("codec", "mark"), MARKS)
-@pytest.mark.parametrize("says", ["", "<meta charset=windows-1251>", "<meta charset=utf-16>", "<meta charset=sjis>"])
-@pytest.mark.parametrize("server", [None, "windows-1251", "utf-16le"])
-def test_the_mark_is_before_the_server_and_the_server_before_the_page(
-        tmp_path: Path, codec: str, mark: bytes, says: str, server: str | None) -> None:
-    page = page_of(RUSSIAN, codec, says)
-    assert read_page(tmp_path, mark + page, WebReadOptions(charset=server)) == (page.decode(codec), ())
-    if server == "windows-1251":
-        page = page_of(RUSSIAN, "cp1251", says)
-        assert read_page(tmp_path, page, WebReadOptions(charset=server)) == (page.decode("cp1251"), ())
+def test_the_mark_is_before_the_server_and_the_server_before_the_page(tmp_path: Path) -> None:
+    for (codec, mark), says, server in product(
+            MARKS, ("", "<meta charset=windows-1251>", "<meta charset=utf-16>"), (None, "windows-1251", "utf-16le")):
+        page = page_of(RUSSIAN, codec, says)
+        assert read_page(tmp_path, mark + page, WebReadOptions(charset=server)) == (page.decode(codec), ())
+        if server == "windows-1251":
+            page = page_of(RUSSIAN, "cp1251", says)
+            assert read_page(tmp_path, page, WebReadOptions(charset=server)) == (page.decode("cp1251"), ())
+    for codec, start in product(("utf-16-le", "utf-16-be"), ("", '<?xml version="1.0"?>')):  # without a mark
+        page = start.encode(codec) + page_of(CHINESE, codec, "<meta charset=utf-16>")
+        assert read_page(tmp_path, page) == (page.decode(codec), ())
 
 
-@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("start", ["", '<?xml version="1.0"?>'])
-def test_utf_16_without_a_mark_is_known_by_its_first_bytes(tmp_path: Path, codec: str, start: str) -> None:
-    page = start.encode(codec) + page_of(CHINESE, codec, "<meta charset=utf-16>")
-    assert read_page(tmp_path, page) == (page.decode(codec), ())
-
-
-@pytest.mark.parametrize("hostile", [
-    b"<meta " * 300_000, b"<!--" * 500_000, b"<a b=" * 300_000, b"<script>" + b"</script" * 200_000,
-    b"<meta content='" + b"charset" * 200_000, b"<?xml " + b"encoding" * 200_000, b"\x81" * 2_000_000,
-    b"<meta charset=gbk>" + b"\x80" * 500_000, b"<select>" + b"<option>" * 110_000], ids=range(9))
-def test_no_page_takes_long_to_decode(tmp_path: Path, hostile: bytes) -> None:
-    """What is quadratic in any of these does not come to its end here."""
-    read_page(tmp_path, hostile)
-
-
-@pytest.mark.parametrize("reading", [WebReadOptions(), WebReadOptions(on_error="skip"),
-                                     WebReadOptions(on_error="replace")])
 @pytest.mark.parametrize(("label", "codec", "text", "reason"), [
     ("utf-8", "utf-8", RUSSIAN, "not UTF-8"), ("Shift_JIS", "cp932", JAPANESE, "not shift_jis"),
     ("gb2312", "gbk", CHINESE, "not gbk"), ("euc-kr", "euc_kr", KOREAN, "not euc-kr"),
     ("big5", "big5", "貓在溫暖的屋頂上", "not big5"), ("euc-jp", "euc_jp", JAPANESE, "not euc-jp")])
 def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
-        tmp_path: Path, reading: WebReadOptions, label: str, codec: str, text: str, reason: str) -> None:
-    page = page_of(text, codec, f"<meta charset={label}>")
+        tmp_path: Path, label: str, codec: str, text: str, reason: str) -> None:
+    page, reading = page_of(text, codec, f"<meta charset={label}>"), WebReadOptions(on_error="skip")
     for bad in (b"\xff", b"\x81", b"\xfe"):
         assert read_page(tmp_path, page.replace(b"</p>", bad + b"</p>"), reading) == (
             page.decode(codec).replace("</p>", "\ufffd</p>"), (reason,)), "the tag after it is whole"
@@ -325,15 +298,18 @@ def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
     assert read_page(tmp_path, cut, reading) == (page.decode(codec).partition("</p>")[0][:-1] + "\ufffd", (reason,))
 
 
-@pytest.mark.parametrize(("label", "raw", "text"), [
+LEFT_OUT_BY_PYTHON = [
     ("windows-1252", b"\x81\x8d\x9d\x93", "\x81\x8d\x9d\u201c"), ("windows-1251", b"\x98\xcf", "\x98\u041f"),
     ("windows-874", b"\x81\xa1", "\x81\u0e01"),
     ("koi8-u", b"\xae\xbe", "\u045e\u040e"), ("gb2312", b"5 \x80 \xa8\xbc", "5 \u20ac \u1e3f"),
     ("euc-jp", b"\xad\xa1\xa1\xc1\xad\xea", "\u2460\uff5e\u3231"),
     ("iso-2022-jp", b"\x1b$B-!!A0!\x1b(B.", "\u2460\uff5e\u4e9c."), ("euc-jp", b"\x8f\xb0\xa1\x8e\xb1", "\u4e02\uff71"),
-    ("x-user-defined", b"\x80\xe9", "\u20ac\xe9")])
-def test_letters_that_python_leaves_out_are_read(tmp_path: Path, label: str, raw: bytes, text: str) -> None:
-    assert read_page(tmp_path, f"<meta charset={label}>".encode() + raw) == (f"<meta charset={label}>{text}", ())
+    ("x-user-defined", b"\x80\xe9", "\u20ac\xe9")]
+
+
+def test_letters_that_python_leaves_out_are_read(tmp_path: Path) -> None:
+    for label, raw, text in LEFT_OUT_BY_PYTHON:
+        assert read_page(tmp_path, f"<meta charset={label}>".encode() + raw) == (f"<meta charset={label}>{text}", ())
 
 
 @pytest.mark.parametrize(("raw", "text", "repairs"), [
@@ -364,27 +340,19 @@ def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(t
         page.decode(codec), ())
 
 
-@pytest.mark.parametrize("page", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff", b"\xff\xd8\xff\xe0\0\x10JFIF\0",
-                                  b"\x1f\x8b\x08\0\xf1", b"PK\x03\x04\x14\0\xe9"])
-def test_what_is_no_text_is_no_page(tmp_path: Path, page: bytes) -> None:
-    for on_error in ("strict", "skip", "replace"):
-        found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
-        assert isinstance(found, DocumentError) and found.reason == "not text"
-
-
-@pytest.mark.parametrize("label", ["hz-gb-2312", "iso-2022-kr", "ISO-2022-CN", "csiso2022kr"])
-def test_what_no_browser_reads_is_a_fault_that_says_so(tmp_path: Path, label: str) -> None:
-    found = read_page(tmp_path, f"<meta charset={label}><p>text".encode())
-    assert isinstance(found, DocumentError) and found.reason == "refused character set" and "iconv" in str(found)
-    assert read_page(tmp_path, f"<meta charset={label}><p>text".encode(), WebReadOptions(charset="utf-8")) == (
-        f"<meta charset={label}><p>text", ())
-
-
-@pytest.mark.parametrize("codec", ["utf-32", "utf-32-be"])
-def test_utf_32_is_not_taken_for_utf_16(tmp_path: Path, codec: str) -> None:
-    for server in (None, "utf-8"):
-        found = read_page(tmp_path, ("\ufeff" * (codec != "utf-32") + f"<p>{RUSSIAN}").encode(codec),
-                          WebReadOptions(charset=server))
+def test_what_is_no_text_or_what_no_browser_reads_is_a_fault_that_says_so(tmp_path: Path) -> None:
+    for page in (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff", b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"PK\x03\x04\x14\0\xe9"):
+        for on_error in ("strict", "skip", "replace"):
+            found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
+            assert isinstance(found, DocumentError) and found.reason == "not text"
+    for label in ("hz-gb-2312", "ISO-2022-CN", "csiso2022kr"):
+        text = f"<meta charset={label}><p>text"
+        found = read_page(tmp_path, text.encode())
+        assert isinstance(found, DocumentError) and found.reason == "refused character set" and "iconv" in str(found)
+        assert read_page(tmp_path, text.encode(), WebReadOptions(charset="utf-8")) == (text, ())
+    for codec, server in product(("utf-32", "utf-32-be"), (None, "utf-8")):  # not taken for UTF-16
+        text = "\ufeff" * (codec != "utf-32") + f"<p>{RUSSIAN}"
+        found = read_page(tmp_path, text.encode(codec), WebReadOptions(charset=server))
         assert isinstance(found, DocumentError) and found.reason == "refused character set" and "UTF-32" in str(found)
 
 

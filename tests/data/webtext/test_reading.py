@@ -9,13 +9,13 @@ import lzma
 import os
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, parse_json_line, parse_shard_line
 from data.webtext.readers import (ReadResult, WebReadOptions, array_elements, find_source_files, plan_units,
                                   read_unit)
@@ -112,11 +112,9 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("array", ARRAYS, ids=range(len(ARRAYS)))
-def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = json.loads(array.decode("utf-8-sig"))
-    for size in range(1, len(array) + 2):
+def test_array_elements_are_those_of_a_parser_for_any_size_of_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for array, size in ((array, size) for array in ARRAYS for size in range(1, len(array) + 2)):
+        expected = json.loads(array.decode("utf-8-sig"))
         monkeypatch.setattr("data.webtext.readers.ARRAY_READ_BYTES", size)
         found = list(array_elements(io.BytesIO(array), 1000))
         assert [json.loads(content or b"") for _, _, content in found] == expected, size
@@ -124,17 +122,19 @@ def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
             assert content and content in array[offset:offset + length]
 
 
-@pytest.mark.parametrize(("array", "good", "message"), [
+BROKEN_ARRAYS = [
     (b'[{"text": "a"}, {"text": "b"}', 1, "not closed"), (b'[{"text": "a"}] x', 1, "something follows"),
     (b'[{"text": "a"},]', 1, "Expecting value"), (b'[{"text": "a"}, {"text": "b]', 1, "not closed"),
-    (b'[{"text": "a"} {"text": "b"}]', 0, "Extra data"), (b"[,]", 0, "Expecting value"), (b"[", 0, "not closed"),
-])
-def test_a_broken_array_keeps_what_is_whole_and_says_what_is_wrong(tmp_path: Path, array: bytes, good: int,
-                                                                   message: str) -> None:
-    (tmp_path / "a.json").write_bytes(array)
-    reads = read_all([tmp_path / "a.json"])
-    assert reasons(reads)[:good] == [""] * good
-    assert isinstance(reads[good].value, DocumentError) and message in str(reads[good].value)
+    (b'[{"text": "a"} {"text": "b"}]', 0, "Extra data"), (b"[,]", 0, "Expecting value"), (b"[", 0, "not closed")]
+"""And how many of its elements are whole."""
+
+
+def test_a_broken_array_keeps_what_is_whole_and_says_what_is_wrong(tmp_path: Path) -> None:
+    for array, good, message in BROKEN_ARRAYS:
+        (tmp_path / "a.json").write_bytes(array)
+        reads = read_all([tmp_path / "a.json"])
+        assert reasons(reads)[:good] == [""] * good
+        assert isinstance(reads[good].value, DocumentError) and message in str(reads[good].value)
 
 
 def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_path: Path) -> None:
@@ -164,24 +164,12 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
 
 
-@pytest.mark.parametrize("line", [
-    b'{"text": "a", "x": ' + b"[" * depth + b'"' + inner + b'"' + b"]" * depth + b"}"
-    for depth in (120, 700, 5000, 100_000) for inner in (b"y", b"\\ud800")] + [
-    b'{"text": "a", "x": ' + b'{"k":' * depth + b'"\\ud800"' + b"}" * (depth + 1) for depth in (200, 900, 20_000)])
-@pytest.mark.parametrize("mend", [False, True])
-def test_what_is_nested_too_deeply_is_a_fault(line: bytes, mend: bool) -> None:
-    with pytest.raises(DocumentError, match="not JSON we can read"):
-        parse_json_line(line, repair=mend)
-
-
-def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text("<p>one &lt;b&gt; two")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<p>one", "format": "html"}) + "\n")
-    stage = extract.make_extract(extract.ExtractOptions())
-    page, record = (stage(document) for document in documents(read_all([tmp_path / "a.html", tmp_path / "b.jsonl"])))
-    assert isinstance(page, Document) and isinstance(record, Document)
-    assert (page.text, page.meta, record.text) == ("one <b> two", {"file": "a.html"}, "one")
-    assert stage(page) == page
+def test_what_is_nested_too_deeply_is_a_fault() -> None:
+    for depth, mend in product((120, 900, 100_000), (False, True)):
+        for line in (b"[" * depth + b'"y"' + b"]" * depth, b"[" * depth + b'"\\ud800"' + b"]" * depth,
+                     b'{"k":' * depth + b'"\\ud800"' + b"}" * depth):
+            with pytest.raises(DocumentError, match="not JSON we can read"):
+                parse_json_line(b'{"text": "a", "x": ' + line + b"}", repair=mend)
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -211,19 +199,18 @@ DIRT: list[tuple[bytes, str, str, Document | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "reason", "message", "mended"), DIRT, ids=range(len(DIRT)))
-def test_dirt_is_named_and_repaired_only_where_that_is_asked_for(line: bytes, reason: str, message: str,
-                                                                 mended: Document | None) -> None:
-    with pytest.raises(DocumentError) as caught:
-        parse_json_line(line)
-    assert caught.value.reason == reason and message in str(caught.value)
-    if mended is None:
-        with pytest.raises(DocumentError):
-            parse_json_line(line, repair=True)
-    else:
-        document, repairs = parse_json_line(line, repair=True)
-        assert document == mended and repairs
-        assert parse_json_line(document.to_line()) == (mended, ()), "what was repaired is clean"
+def test_dirt_is_named_and_repaired_only_where_that_is_asked_for() -> None:
+    for line, reason, message, mended in DIRT:
+        with pytest.raises(DocumentError) as caught:
+            parse_json_line(line)
+        assert caught.value.reason == reason and message in str(caught.value)
+        if mended is None:
+            with pytest.raises(DocumentError):
+                parse_json_line(line, repair=True)
+        else:
+            document, repairs = parse_json_line(line, repair=True)
+            assert document == mended and repairs
+            assert parse_json_line(document.to_line()) == (mended, ()), "what was repaired is clean"
 
 
 CLEAN: list[tuple[bytes, Document]] = [
@@ -240,13 +227,9 @@ CLEAN: list[tuple[bytes, Document]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "document"), CLEAN, ids=range(len(CLEAN)))
-@pytest.mark.parametrize("mend", [False, True])
-def test_clean_lines_are_read_alike_with_and_without_repairs(line: bytes, document: Document, mend: bool) -> None:
-    assert parse_json_line(line, repair=mend) == (document, ())
-
-
-def test_other_keys_can_hold_text_and_address() -> None:
+def test_clean_lines_are_read_alike_with_and_without_repairs() -> None:
+    for line, document in CLEAN:
+        assert parse_json_line(line) == parse_json_line(line, repair=True) == (document, ())
     line = b'{"content": "a", "link": "u", "text": "other"}'
     assert parse_json_line(line, "content", "link")[0] == Document("a", "u", {"text": "other"})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,7 +17,7 @@ from megatron.distributed import exit_codes
 from megatron.distributed.process_group import Environment, init_process_group, read_environment
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
 from mpu.split import ParallelError
-from tests.megatron.launch.processes import PATIENCE, begin, catches, wait_until
+from tests.megatron.launch.processes import PATIENCE, begin
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,7 +42,7 @@ def failing(error: BaseException):
     return main
 
 
-@pytest.mark.parametrize("error, code", [
+CODES: list[tuple[BaseException, int]] = [
     (ConfigError("x"), 2), (ParallelError("x"), 2), (DataError("x"), 3), (CheckpointError("x"), 4), (PeerError("x"), 5),
     (NumericsError("x"), 6), (StorageError("x"), 7),
     (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 7),
@@ -51,29 +50,31 @@ def failing(error: BaseException):
     (DistBackendError("anything"), 5), (OutOfMemoryError("CUDA out of memory. Tried\nmore"), 5), (MemoryError(), 5),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 5),
     (UsageError("x"), 2), (KeyboardInterrupt(), 130), (ZeroDivisionError("a bug"), 5), (SystemExit("usage"), 2),
-    (SystemExit(3), 3),
-])
-def test_every_failure_is_one_line_and_its_code(error, code, capfd):
-    assert exit_codes.run(failing(error), debug=False) == code
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == (0 if isinstance(error.args[0] if error.args else "", int) and code == 3 else 1)
-    assert all(line.startswith("error: ") for line in lines)
+    (SystemExit(3), 3)]
 
 
-def test_success_is_zero_and_silent(capfd):
+def test_every_failure_is_one_line_and_its_code_and_success_is_zero_and_silent(capfd):
+    for error, code in CODES:
+        assert exit_codes.run(failing(error), debug=False) == code
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == (0 if isinstance(error.args[0] if error.args else "", int) and code == 3 else 1)
+        assert all(line.startswith("error: ") for line in lines)
     assert [exit_codes.run(main) for main in (lambda: None, lambda: 0, failing(SystemExit()))] == [0, 0, 0]
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("error, is_job, printed", [
+PRINTED: list[tuple[BaseException, bool, str]] = [
     (KeyboardInterrupt(), False, "interrupted\n"),
     (KeyboardInterrupt(), True, "interrupted before training could save; start the same command to resume\n"),
     (ConfigError("error: first\n   second\n\nthird"), False, "first second third\n"),
     (ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n"), False,
-     "f: 2 errors:\n  (1) one of them\n  (2) two\n")])
-def test_a_message_is_folded_and_marked_once_and_errors_that_are_listed_have_a_line_each(error, is_job, printed, capfd):
-    exit_codes.run(failing(error), debug=False, is_job=is_job)
-    assert capfd.readouterr().err == f"error: {printed}"
+     "f: 2 errors:\n  (1) one of them\n  (2) two\n")]
+
+
+def test_a_message_is_folded_and_marked_once_and_errors_that_are_listed_have_a_line_each(capfd):
+    for error, is_job, printed in PRINTED:
+        exit_codes.run(failing(error), debug=False, is_job=is_job)
+        assert capfd.readouterr().err == f"error: {printed}"
 
 
 def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
@@ -152,7 +153,7 @@ def test_every_entry_to_the_engine_answers_for_its_errors(monkeypatch):
         assert sys.excepthook is hook
 
 
-@pytest.mark.parametrize("environ, expected", [
+ENVIRONMENTS = [
     ({}, Environment()),
     ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Environment(5, 1, 8, 4)),
     ({"RANK": "1", "WORLD_SIZE": "2"}, Environment(1, 1, 2, 2)),
@@ -162,22 +163,21 @@ def test_every_entry_to_the_engine_answers_for_its_errors(monkeypatch):
     ({"SLURM_NTASKS": "8"}, Environment()),
     ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, Environment(3, 1, 4, 2)),
-    ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, Environment()),
-])
-def test_the_place_of_a_rank_is_read_from_every_launcher(environ, expected):
-    assert read_environment(environ) == expected
-
-
-@pytest.mark.parametrize("environ, words", [
+    ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, Environment())]
+BROKEN = [
     ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2"),
     ({"RANK": "one", "WORLD_SIZE": "2"}, "'one'"),
-    ({"RANK": "-1", "WORLD_SIZE": "2"}, "'-1'"),
-])
-def test_a_broken_environment_is_named(environ, words):
-    with pytest.raises(ConfigError, match=words):
-        read_environment(environ)
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "'-1'")]
+
+
+def test_the_place_of_a_rank_is_read_from_every_launcher():
+    for environ, expected in ENVIRONMENTS:
+        assert read_environment(environ) == expected
+    for environ, words in BROKEN:
+        with pytest.raises(ConfigError, match=words):
+            read_environment(environ)
 
 
 def test_one_rank_needs_no_process_group_and_wrong_settings_are_named(monkeypatch):
@@ -232,17 +232,3 @@ def test_an_error_of_all_ranks_is_said_once_a_job_and_other_errors_by_everyone(t
     assert all(rank.returncode == 2 for of_it in ranks.values() for rank in of_it)
     assert all(line.startswith("error: ") for lines in told.values() for line in lines)
     assert {job: len(lines) for job, lines in told.items()} == {**jobs, (5, SAME): 3, (6, SAME): 3}
-
-
-def test_a_launcher_that_ends_the_speaker_learns_its_code(tmp_path: Path) -> None:
-    speaker = speak(tmp_path, 7, SAME, 0, COMPANY="1", PATIENT="1000")
-    assert speaker.stderr is not None and speaker.stderr.readline() == "error: no such flag\n"
-    wait_until(lambda: catches(speaker.pid, signal.SIGTERM))
-
-    def ends() -> bool:
-        """A signal that comes just before Python sleeps is heard with the next one."""
-        speaker.send_signal(signal.SIGTERM)
-        return speaker.poll() is not None
-
-    wait_until(ends)
-    assert speaker.returncode == 2

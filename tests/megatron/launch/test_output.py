@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -46,10 +45,8 @@ def without_reader(argv: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("argv", [
-    *(["-c", LINES, str(count)] for count in (FEW, MANY)),
-    ["-m", "megatron.plan", "--preset", "tiny"], ["-m", "megatron.plan", "--preset", "tiny", "--json"],
-    ["-m", "megatron.plan", "--help"], ["-m", "megatron.checkpoint", "--help"], ["-m", "data.verify", "--help"],
-    *(["pretrain_gpt2.py", flag] for flag in ("--help", "--help_all")),
+    *(["-c", LINES, str(count)] for count in (FEW, MANY)), ["-m", "megatron.plan", "--preset", "tiny"],
+    ["-m", "data.verify", "--help"], ["pretrain_gpt2.py", "--help_all"],
     ["-c", "import sys; from megatron.commands import train; sys.exit(train())", "--version"],
 ], ids=lambda argv: " ".join(argv[1:])[-30:].strip())
 def test_a_reader_that_leaves_ends_a_command_quietly(argv: list[str]) -> None:
@@ -57,8 +54,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [
-    *(["-c", LINES, str(count)] for count in (FEW, MANY)), ["-m", "megatron.plan", "--preset", "tiny"],
-], ids=lambda argv: " ".join(argv[1:])[-30:].strip())
+    ["-c", LINES, str(FEW)], ["-c", LINES, str(MANY)]], ids=["few", "many"])
 def test_a_full_disk_under_standard_output_is_a_storage_error(argv: list[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
@@ -69,14 +65,6 @@ def test_a_full_disk_under_standard_output_is_a_storage_error(argv: list[str]) -
         os.close(full)
     assert (code, error.count("\n")) == (7, 1)
     assert error.startswith("error: cannot write standard output or a file: No space left on device; free space")
-
-
-def test_another_pipe_that_breaks_is_still_an_error() -> None:
-    program = ("import os, sys; from megatron.distributed.exit_codes import run\n"
-               "def main(): reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')\n"
-               "sys.exit(run(main))")
-    code, error = ended(command("-c", program), subprocess.DEVNULL)
-    assert code == 7 and error.startswith("error: cannot write a pipe: Broken pipe")
 
 
 TRAINING = ["pretrain_gpt2.py", "--preset", "tiny", "--mock-data", "--train-iters", "2", "--eval-interval", "0"]
@@ -93,13 +81,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.few(3)
-@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "closed"), [
-    ("train", ">&-"), ("train", "2>&-"), ("plan", "2>&-"), ("plan wrong", ">&-"), ("train wrong", ">&-"),
-    *(pytest.param(name, "<&- >&- 2>&-", marks=[] if number % 2 else pytest.mark.slow)
-      for number, name in enumerate(COMMANDS) if name != "train"),
-])
+    ("train", ">&-"), ("plan wrong", "2>&-"), ("train wrong", ">&-"),
+    *(pytest.param(name, "<&- >&- 2>&-", marks=[] if name == "verify wrong" else pytest.mark.slow)
+      for name in COMMANDS)])
 def test_closed_streams_change_no_exit_code(name: str, closed: str) -> None:
     argv, code = COMMANDS[name]
     line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(*argv)]
@@ -110,14 +95,7 @@ def test_closed_streams_change_no_exit_code(name: str, closed: str) -> None:
         assert ended.stderr.count("error:") == (code != 0) and "Traceback" not in ended.stderr, ended.stderr
 
 
-def test_a_file_that_a_command_opens_is_not_taken_for_a_closed_stream(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(*TRAINING), "--metrics-file", str(metrics)]
-    subprocess.run(line, check=True, cwd=ROOT, timeout=120, env=environment())
-    assert [json.loads(record).get("iteration") for record in metrics.read_text().splitlines()] == [None, 1, 2]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_costs_no_training(ranks: int, tmp_path: Path) -> None:
     argv = command("-m", "megatron.launch", "--nproc-per-node", str(ranks), "pretrain_gpt2.py", "--preset", "tiny",
                    "--mock-data", "--train-iters", "100000", "--eval-interval", "0", "--log-interval", "1",

@@ -15,10 +15,10 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, 
 import pytest
 
 from megatron.checkpoint.cli import main as checkpoint
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import LIMIT, alive, begin, environment, wait_until
-from tests.terminal import AtTerminal
 
 PATIENCE = 60.0
 """For a phase to begin: torch is imported until then."""
@@ -111,16 +111,9 @@ def check(run: Run, number: Signals, target: str) -> None:
                 and not path.name.startswith("global_step")]
 
 
-QUICK = [("start-up", SIGHUP, "both"), ("meeting", SIGQUIT, "launcher"), ("evaluation", SIGUSR2, "rank"),
-         ("background", SIGTERM, "group")]
-"""For every run of the suite."""
-
-
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("phase", "number", "target"), [
-    pytest.param(phase, number, target, id=f"{phase}-{number.name}-{target}",
-                 marks=() if (phase, number, target) in QUICK else pytest.mark.slow)
-    for phase in FLAGS for number in SIGNALS for target in TARGETS])
+    ("meeting", SIGQUIT, "launcher"), ("background", SIGTERM, "group"),
+    *(pytest.param(*case.values, marks=pytest.mark.slow) for case in pairs([*FLAGS], SIGNALS, TARGETS))])
 def test_a_request_in_any_phase_is_honoured_in_five_seconds(phase, number, target, tmp_path, capsys):
     with Run(tmp_path, phase) as run:
         run.reaches(phase)
@@ -131,42 +124,13 @@ def test_a_request_in_any_phase_is_honoured_in_five_seconds(phase, number, targe
 
 
 @pytest.mark.parametrize(("phase", "number"), [
-    ("start-up", SIGQUIT), *(pytest.param("step", number, marks=pytest.mark.slow) for number in SIGNALS),
-    pytest.param("index", SIGHUP, marks=pytest.mark.slow), pytest.param("evaluation", SIGHUP, marks=pytest.mark.slow)])
+    ("start-up", SIGQUIT), *(pytest.param(phase, number, marks=pytest.mark.slow) for phase, number in (
+        ("step", SIGTERM), ("step", SIGINT), ("index", SIGHUP), ("evaluation", SIGUSR1)))])
 def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
     with Run(tmp_path, phase, ranks=1) as run:
         run.reaches(phase)
         run.ask(number, "group")
         check(run, number, "group")
-
-
-@pytest.mark.parametrize(("number", "debug"), [
-    (SIGTERM, "0"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (SIGINT, "1"), (SIGQUIT, "0"), (SIGQUIT, "1")))])
-def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path, port):
-    """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
-    script = tmp_path / "program.py"
-    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.distributed import process_group\n"
-                      "meet = process_group._open_store\n"
-                      "def waits(*args):\n    pathlib.Path('waits').touch()\n    return meet(*args)\n"
-                      "process_group._open_store = waits\nsys.exit(pretrain_gpt2.program())\n")
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-             "MEGATRON_DEBUG": debug}
-    process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,
-                               env={**os.environ, **place, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until((tmp_path / "waits").exists, PATIENCE)
-        time.sleep(0.2)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=LIMIT)
-        how = "interrupted" if number == SIGINT else f"interrupted by {number.name}"
-        stacks, _, said = err.partition("error: ")
-        assert process.returncode == 130
-        assert ("process_group.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
-        assert said == f"{how} before the first step, so that nothing was lost: start the same command again\n"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.slow
@@ -230,31 +194,9 @@ def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
         process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(ranks, tmp_path):
-    """Its progress bar and its lines have nowhere to go any more; that is no failure."""
-    save, marks = tmp_path / "save", tmp_path / "marks"
-    marks.mkdir()
-    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    program = [str(Path(__file__).with_name("phased.py")), "step", str(marks)]
-    flags = [*TINY, "--mock-data", "--batch-size", "1", "--save", str(save), "--train-iters", LONG, "--log-interval",
-             "1"]
-    command = [sys.executable, *launch, *program, *flags]
-    with AtTerminal(command, environment(TMPDIR=tmp_path), limit=PATIENCE) as program_there:
-        program_there.sees("iteration        3/")
-        program_there.hangs_up()
-        assert program_there.process.wait(LIMIT) == 0
-        pids = [int(path.read_text()) for path in marks.glob("pid*")]
-        assert len(pids) == ranks and not any(alive(pid) for pid in pids)
-    assert checkpoint(["verify", str(save)]) == 0
-
-
 # -- programs beside training ---------------------------------------------------------------------------------------
 
 
-ENDING = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU)
-"""Ctrl-C is Python's."""
 PROGRAM = """
 import pathlib, sys, time
 from data.storage import staged_file
@@ -278,8 +220,9 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("home, runner", [("megatron.distributed.exit_codes", "run"), ("data.cli", "run_command")])
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("home, runner, number", [
+    ("megatron.distributed.exit_codes", "run", SIGHUP), ("megatron.distributed.exit_codes", "run", SIGXCPU),
+    ("data.cli", "run_command", SIGTERM), ("data.cli", "run_command", SIGUSR2)])
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
     process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment(),
                     stderr=subprocess.PIPE, text=True)
@@ -292,57 +235,6 @@ def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, 
     _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (130, f"error: interrupted by {number.name}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["enough"]
-
-
-AT_THE_END = """
-import atexit, pathlib, sys, threading, time
-from megatron.distributed.exit_codes import run
-def wait(name):
-    pathlib.Path(name).touch()
-    while not pathlib.Path(f"{{name}}-enough").exists():
-        time.sleep(0.01)
-atexit.register(wait, "atexit")
-def main():
-    {listen}
-    threading.Thread(target=wait, args=("thread",)).start()
-    print("done")
-sys.exit(run(main))
-"""
-
-
-@pytest.mark.parametrize("listen",
-                         ["pass", "from megatron.distributed.signals import StopListener; StopListener().listen()"])
-def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
-    """While the interpreter waits for a thread, and in a callback of atexit."""
-    process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,
-                    env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    text=True)
-    assert process.stdout.readline() == "done\n"
-    time.sleep(0.3)  # for `run` to return
-    for name in ("thread", "atexit"):
-        wait_until((tmp_path / name).exists)
-        for number in (SIGINT, SIGINT, SIGTERM, SIGHUP):
-            process.send_signal(number)
-            time.sleep(0.02)
-        (tmp_path / f"{name}-enough").touch()
-    _, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, err) == (0, "")
-
-
-def test_a_program_that_is_over_leaves_nothing_that_ends_its_process(tmp_path):
-    """Tests and notebooks run several in one process; a signal that comes later is another one's."""
-    job = subprocess.run([sys.executable, "-c", f"""
-import os, signal, sys, threading, time
-sys.path.insert(0, {str(ROOT)!r})
-import pretrain_gpt2
-sys.argv = ["pretrain_gpt2.py", "--no-such-flag"]
-assert pretrain_gpt2.program() == 2
-signal.signal(signal.SIGTERM, lambda *_: None)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(1.5)
-print([thread.name for thread in threading.enumerate()])
-"""], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert (job.returncode, job.stdout) == (0, "['MainThread']\n"), job.stderr
 
 
 def test_a_run_in_a_process_that_goes_on_gives_its_signals_and_its_place_back(tmp_path):
@@ -368,22 +260,3 @@ for wrong, last in (["--plan"], metrics), (["--load", "missing"], metrics), ([],
 print("ends well")
 """], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment())
     assert job.returncode == 0 and job.stdout.endswith("ends well\n"), job.stdout + job.stderr
-
-
-def test_an_error_that_one_rank_catches_is_no_good_end_for_the_others(tmp_path):
-    """They wait for it, and its launcher says so."""
-    (tmp_path / "script.py").write_text(f"""
-import os, sys
-import pretrain_gpt2
-sys.argv = ["x", "--train-iters", "2"] + {TINY!r}
-sys.argv += (["--mock-data"], ["--data-path", "missing"])[int(os.environ["RANK"])]
-try:
-    pretrain_gpt2.main()
-except Exception as error:
-    print("caught", error)
-""")
-    command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path,
-                         env=environment())
-    assert job.returncode == 5 and "caught" in job.stdout, job.stderr
-    assert "error: rank 1 " in job.stderr and "left with exit code 0 at start-up, without the others" in job.stderr
