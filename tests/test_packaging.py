@@ -135,16 +135,6 @@ def test_the_scripts_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["runs"]
 
 
-def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    monkeypatch.setattr("sys.argv", ["gpt2-train", "--version"])
-    assert commands.train() == 0
-    expected = f"{setup['metadata']['name']} {__version__}\n"
-    assert capsys.readouterr().out == expected
-
-
 MODULES = [
     ("train", "python pretrain_gpt2.py"), ("launch", "python -m megatron.launch"), ("plan", "python -m megatron.plan"),
     ("checkpoint", "python -m megatron.checkpoint"), ("preprocess", "python -m data.preprocess"),

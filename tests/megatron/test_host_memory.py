@@ -79,12 +79,6 @@ def test_the_tightest_limit_around_a_process_counts(tmp_path: Path, monkeypatch:
         assert found() == expected, groups
 
 
-def test_what_the_kernel_keeps_for_speed_is_available(kernel: Path) -> None:
-    put(kernel, {"proc/self/cgroup": "0::/", **second("", 100 * MIB, 95), "sys/fs/cgroup/memory.stat":
-                 f"active_file {80 * MIB}\ninactive_file {MIB}\nslab_reclaimable {2 * MIB}\nslab_unreclaimable 9"})
-    assert found() == (88, 100, JOB)
-
-
 def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel / "proc/meminfo").unlink()
     told = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2048}

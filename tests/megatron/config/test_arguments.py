@@ -244,26 +244,6 @@ def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused() -> None:
     assert parse_args([*argv, "99"]).optim.onebit_freeze_step == "99"
 
 
-def said_in(tmp_path: Path, offload: dict[str, str] | None) -> list[str]:
-    """The flag, beside a file with this section."""
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": offload}}))
-    return ["--cpu-optimizer", "--deepspeed-config", str(file)]
-
-
-def test_the_optimizer_on_the_host_is_where_the_file_says_if_it_says_more(tmp_path: Path) -> None:
-    on_drive = {"device": "nvme", "nvme_path": "/x"}
-    for offload, place in ((None, "cpu"), ({"device": "cpu"}, "cpu"), (on_drive, "nvme")):
-        assert parse_args(said_in(tmp_path, offload)).offload.offload_optimizer_device == place
-    assert re.search(r"--cpu-optimizer keeps .* but zero_optimization\S*\.device is none: give",
-                     refusal(said_in(tmp_path, {"device": "none"})))
-    kept = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    (tmp_path / "ds.json").write_text(json.dumps(kept))
-    argv = ["--remote-device", "none", "--deepspeed-config", str(tmp_path / "ds.json")]
-    assert parse_args(argv).offload.offload_param_device == "cpu", "none says nothing there"
-    assert parse_args(["--no-cpu-optimizer"]) == parse_args(["--cpu-optimizer=False"]) == Config()
-
-
 def outcome(argv: list[str]) -> Config | str:
     try:
         return parse_args(argv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +11,6 @@ from data.cli import suggest_spelling
 from data.storage import UsageError
 from data.webtext.__main__ import build_parser as webtext
 from megatron.checkpoint.cli import parse_arguments as checkpoint
-from megatron.distributed.exit_codes import exit_reason_of
 from megatron.errors import ConfigError
 from megatron.evaluate.cli import build_parser as evaluate
 from megatron.inference.cli import build_parser as generate
@@ -58,10 +56,3 @@ def test_how_near_a_flag_has_to_be() -> None:
                         ("--laod", "--load"), ("--mx-conections", "--max-connections"), ("--m-conections", "")):
         hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
         assert hint == (f"did you mean {found}?" if found else "")
-
-
-def test_the_way_to_a_traceback_is_one_that_the_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x"])
-    monkeypatch.delenv("MEGATRON_DEBUG", raising=False)
-    assert "run with --debug" in exit_reason_of(KeyError("a"), is_job=True).text
-    assert "set MEGATRON_DEBUG=1" in exit_reason_of(KeyError("a"), is_job=False).text

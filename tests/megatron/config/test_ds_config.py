@@ -623,12 +623,6 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
     assert build_ds_config(tmp_path / "bom") == Config()
 
 
-def test_notes_are_told_and_not_saved():
-    config = build_ds_config({"wall_clock_breakdown": True})
-    assert len(config.notes) == 1 and config == Config()
-    assert "notes" not in config.as_dict() and json.loads(json.dumps(config.as_dict())) == config.as_dict()
-
-
 # ---- learning rate -----------------------------------------------------------------------------------------------
 
 

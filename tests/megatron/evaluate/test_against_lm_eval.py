@@ -14,12 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data.tokenizer import Tokenizer
 from megatron.checkpoint.cli import main as convert
-from megatron.evaluate.scoring import document_requests
 from megatron.evaluate.tasks import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
@@ -158,17 +156,6 @@ def test_the_detokeniser_is_lm_evals(lm_eval: Any) -> None:
     for _ in range(3000):
         text = "".join(rng.choices(parts, k=rng.randint(1, 30)))
         assert detokenize(text) == wikitext_detokenizer({"page": text}), repr(text)
-
-
-def test_rolling_windows_are_lm_evals(lm_eval: Any) -> None:
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    for count in range(1, 40):
-        for length in (1, 2, 5, 8, 39, 50):
-            ids = list(range(count))
-            expected = [make_disjoint_window(pair) for pair in get_rolling_token_windows(ids, -1, length, 1)]
-            assert [([*one.tokens[:one.first_target]], [*one.tokens[one.first_target:]])
-                    for one in document_requests(np.array(ids), length, -1)] == expected
 
 
 def requests(*args: tuple[Any, ...]) -> list[Any]:

@@ -93,16 +93,6 @@ def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path
     assert found["loss"] == pytest.approx(line["lm_loss"], rel=0.02)
 
 
-def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
-    new = values("--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", "--stride", 5)
-    old = values("--load", folder / "run", "--task", "WIKITEXT103", "--valid-data", folder / "wiki.txt",
-                 "--overlapping-eval", 5)
-    assert without_time(new) == without_time(old)
-    strict = values("--load", folder / "run", "--task", "LAMBADA", "--valid-data", folder / "lambada.jsonl",
-                    "--strict-lambada")
-    assert strict["target"] == "last word" and strict["tokens"] == len(" three" + " four")
-
-
 SCRIPT = ("--num-layers 2 --hidden-size 32 --num_attention_heads 4 --seq-length 32 --max-position-embeddings 32 "
           "--log-interval 10 --no-load-optim --no-load-rng --activations-checkpoint-method uniform --num-workers 2 "
           "--micro-batch-size 3 --tensor-model-parallel-size 1")
@@ -232,10 +222,3 @@ def test_what_is_too_large_for_a_number_is_null_in_json() -> None:
 
 def refuse(word: str) -> float:
     raise AssertionError(f"{word} is no JSON")
-
-
-def test_without_words_or_bytes_there_is_nothing_to_divide_by() -> None:
-    found = metrics(-3.0, 2, 0, 0) | TOKENIZER
-    assert found["adjusted_perplexity"] is None and found["bits_per_byte"] is None
-    assert "\nadjusted perplexity  -\nbits per byte        -\n" in format_table(found)
-    assert format_table(found).endswith("\ntokenizer            Bytes 0123 (257 ids)\nseconds              1.2")

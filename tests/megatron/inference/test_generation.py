@@ -113,14 +113,6 @@ def test_a_text_is_drawn_alike_whatever_runs_beside_it(settings: Sampling) -> No
     assert [text.tokens for text in alone] != [text.tokens for text in answers(model, 5, settings, seed=4)]
 
 
-def test_logprobs_are_the_models() -> None:
-    model = GPT2(SHAPE)
-    for text in answers(model, 3, Sampling(temperature=2.0, top_k=5)):
-        for number, (token, logprob) in enumerate(zip(text.tokens, text.logprobs, strict=True)):
-            before = [*text.request.prompt, *text.tokens[:number]]
-            assert logprob == pytest.approx(float(whole(model, before).log_softmax(-1)[token]), abs=1e-4)
-
-
 def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
     """As under a server: one begins when there is room, one is dropped, each has settings of its own."""
     model, drawn = GPT2(SHAPE), Sampling(temperature=0.9)

@@ -182,3 +182,22 @@ def test_the_weights_are_those_at_work_at_any_tensor_parallel_size_and_int8_is_t
         else:
             assert alone[name].to(value.dtype).equal(value), name
     assert sum(name.endswith("scale") for name in alone) == 1 + 4 * 2
+
+
+def test_levels_that_int8_does_not_hold_are_quantised_like_any_others(tmp_path: Path) -> None:
+    """Of 12 bits, of a grid that does not lie around 0, and of none: within half a step of max / 127."""
+    for number, values in enumerate((dict(quantize_start_bits=12), RUNS["asymmetric"] | dict(quantize_start_bits=8),
+                                     dict(quantize_start_bits=8, frozen=FROZEN))):
+        folder = tmp_path / str(number)
+        expected = trained(folder, **values)
+        found = loaded(0, 1, str(folder), torch.int8)
+        name = next(name for name in expected if f"{name} scale" in found and name.startswith("blocks"))
+        scale = found[f"{name} scale"]
+        assert scale.allclose(expected[name].abs().amax(1) / 127)
+        assert ((found[name].float() * scale[:, None] - expected[name]).abs() <= scale[:, None] * 0.501).all()
+
+
+def test_a_conversion_says_that_it_writes_the_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path / "run", quantize_start_bits=8)
+    checkpoint(["convert", str(tmp_path / "run"), "--output", str(tmp_path / "int8"), "--dtype", "int8"])
+    assert "global_step3 was quantised in training, and these are its exact masters" in capsys.readouterr().out

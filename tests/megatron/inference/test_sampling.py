@@ -20,7 +20,7 @@ from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPE
                             Tokenizer)
 from megatron.errors import ConfigError
 from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, candidate_probabilities,
-                                           gumbel_noise, sample_tokens)
+                                           sample_tokens)
 from megatron.inference.request import Request, Sampling
 from tests.megatron.counting import Launches
 
@@ -83,19 +83,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     chi = ((counts - expected * draws).square() / (expected * draws))[likely].sum().item()
     freedom = int(likely.sum()) - 1
     assert chi < freedom + 4 * math.sqrt(2 * freedom), "more than four deviations away"
-
-
-def test_random_numbers_of_neighbours_in_key_and_token_are_as_good_as_any() -> None:
-    """Their mean and deviation, that of products of neighbours, and the shares below some bounds: four deviations."""
-    found = gumbel_noise(torch.arange(500)[:, None], torch.arange(1000)[None])
-    uniform = (-(-found).exp()).exp()
-    count = uniform.numel()
-    assert bool(found.isfinite().all()) and abs(uniform.mean().item() - 0.5) < 4 * (12 * count) ** -0.5
-    for bound in (0.001, 0.1, 0.5, 0.9, 0.999):
-        share = (uniform < bound).double().mean().item()
-        assert abs(share - bound) < 4 * (bound * (1 - bound) / count) ** 0.5
-    for first, second in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1])):
-        assert abs(((first - 0.5) * (second - 0.5)).mean().item()) < 4 / 12 * first.numel() ** -0.5
 
 
 def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device() -> None:

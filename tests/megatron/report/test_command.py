@@ -126,16 +126,6 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
     assert sorted(os.listdir()) == before
 
 
-def test_a_page_an_empty_file_and_a_device_are(tmp_path: Path, cli: Cli) -> None:
-    write(tmp_path / "m", CONFIG, step(1))
-    (tmp_path / "r.html").touch()
-    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
-    write(tmp_path / "m", CONFIG, step(1), step(2))
-    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
-    assert data_of(tmp_path / "r.html")["runs"][0]["step"] == [1, 2]
-    assert cli(tmp_path / "m", "--output", os.devnull) == (0, "")
-
-
 def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     write(tmp_path / "m", CONFIG, step(1))
     program = ("import sys; from megatron.report.run_report import main; code = main(); "

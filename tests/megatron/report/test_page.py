@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from html.parser import HTMLParser
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from data.storage import escape_to_one_line
 from megatron.metrics.metrics_file import MetricsFileReader
 from megatron.report.run_report import MOST_POINTS, RunHistory, chart_data, report_page
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
@@ -70,15 +68,6 @@ def test_a_page_loads_nothing() -> None:
         assert word not in text.replace("http://www.w3.org/2000/svg", ""), word
 
 
-@pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<b>&amp;", "a\"b'c", "\udcff"])
-def test_no_name_and_no_setting_is_taken_for_html(name: str) -> None:
-    values = {**CONFIG["values"], "data": {"train_data": [name], "seq_length": 8}}
-    found = Parsed(report_page([history({**CONFIG, "values": values}, step(1), name=name)], [f"{name}: note"]))
-    assert json.loads(found.data)["runs"][0]["name"] == name
-    assert found.row("data.train_data") == [escape_to_one_line(name)
-                                            ] and f"{escape_to_one_line(name)}: note" in "".join(found.notes)
-
-
 def test_the_summary_says_what_came_of_each_run() -> None:
     one = history(start(0), *(step(n, lm_loss=9 - n, skipped=n == 2) for n in range(1, 6)), evaluation(2, 1.25),
                   evaluation(5, 1.5), evaluation(5, 2.0, "test"), save(5), start(3), step(4, lm_loss=None), save(4),
@@ -92,18 +81,6 @@ def test_the_summary_says_what_came_of_each_run() -> None:
     assert found.row("steps without a finite loss") == ["1", "–", "–"]
     assert found.row("saves") == ["1, the last at step 4", "0", "–"] and found.row("ranks") == ["2", "2", "–"]
     assert not [row for row in found.rows if row[0] == "test loss"], "it was taken back"
-
-
-def test_charts_are_those_that_have_something_to_show() -> None:
-    def titles(*records: dict[str, Any]) -> list[str]:
-        return [chart["title"] for chart in chart_data([history(CONFIG, *records)])["charts"]]
-
-    always = ["Loss", "Learning rate", "Gradient norm", "Tokens a second", "Peak memory"]
-    assert titles(step(1)) == always and titles() == []
-    assert titles(step(1, skipped=True, loss_scale=65536.0)) == [*always, "Skipped steps", "Loss scale"]
-    run = chart_data([history(CONFIG, *(step(n, skipped=n in (2, 3)) for n in range(1, 6)))])["runs"][0]
-    assert run["curves"]["skipped"] == {"mean": [0, 1, 2, 2, 2]}, "they are counted up"
-    assert titles(step(1, drive_wait_ms=1.0, pld_theta=0.5)) == [*always, "Waiting for drives", "Layer dropping"]
 
 
 @pytest.fixture(scope="module")
