@@ -45,11 +45,12 @@ TIMES_AND_MEMORY = ("step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_byte
 """The only fields in which the metrics of two equal runs may differ."""
 
 
+TINY_SHAPE: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16,
+                                  vocab_size=257, attention_dropout=0.0, hidden_dropout=0.0)
+
+
 def tiny_model(**changes: Any) -> ModelConfig:
-    settings: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16,
-                                    vocab_size=257,
-                                    attention_dropout=0.0, hidden_dropout=0.0)
-    return ModelConfig(**(settings | changes))
+    return ModelConfig(**(TINY_SHAPE | changes))
 
 
 def engine_of(model: GPT2, groups: Groups, *, accumulation: int = 1, **values: Any) -> ZeroEngine:

@@ -79,27 +79,6 @@ def test_the_tightest_limit_around_a_process_counts(tmp_path: Path, monkeypatch:
         assert found() == expected, groups
 
 
-def test_a_limit_whose_use_is_not_told_is_a_limit(kernel: Path) -> None:
-    put(kernel, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 100 * MIB})
-    assert found() == (100, 100, JOB)
-    put(kernel, {"sys/fs/cgroup/memory.current": 95 * MIB})
-    assert found() == (5, 100, JOB), "what of it could be done without is not told"
-
-
-def test_what_the_kernel_keeps_for_speed_is_available(kernel: Path) -> None:
-    put(kernel, {"proc/self/cgroup": "0::/", **second("", 100 * MIB, 95), "sys/fs/cgroup/memory.stat":
-                 f"active_file {80 * MIB}\ninactive_file {MIB}\nslab_reclaimable {2 * MIB}\nslab_unreclaimable 9"})
-    assert found() == (88, 100, JOB)
-
-
-def test_a_group_may_have_any_name(kernel: Path) -> None:
-    name = os.fsdecode(b"a\xff\x0b\xe2\x80\xa8")
-    put(kernel, second(name, 100 * MIB, 50))
-    (kernel / "proc/self").mkdir()
-    (kernel / "proc/self/cgroup").write_bytes(b"0::/" + os.fsencode(name) + b"\n")
-    assert found() == (50, 100, JOB)
-
-
 def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel / "proc/meminfo").unlink()
     told = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2048}
@@ -111,10 +90,3 @@ def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch:
 
     monkeypatch.setattr(os, "sysconf", sysconf)
     assert found() == (None, 8, "the host")
-
-
-def test_this_machine_tells() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "FILESYSTEM_ROOT", Path("/"))
-        available, installed = host_memory.available_bytes(), host_memory.total_bytes()
-    assert available is not None and installed is not None and 0 < available <= installed

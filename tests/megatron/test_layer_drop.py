@@ -55,12 +55,6 @@ def test_draws_of_steps_blocks_and_seeds_are_independent() -> None:
         assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 4.5 / math.sqrt(DRAWS)
 
 
-def test_no_generator_moves_and_the_same_is_drawn_again() -> None:
-    before = torch.get_rng_state()
-    assert kept(7, 3, 48, 0.5) == kept(7, 3, 48, 0.5) != kept(7, 4, 48, 0.5)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("layers, percent", [(12, 22.9), (24, 24.0)])
 def test_the_saving_is_the_published_one(layers: int, percent: float) -> None:
     assert round(100 * (1 - expected_blocks(layers, 0.5) / layers), 1) == percent
@@ -100,14 +94,6 @@ def test_the_mean_output_of_linear_blocks_is_the_whole_one() -> None:
             mean, sum_of_chances = mean + chance * model.hidden_states(tokens, blocks=blocks), sum_of_chances + chance
     assert sum_of_chances == pytest.approx(1.0)
     torch.testing.assert_close(mean, whole)
-
-
-def test_both_branches_of_a_block_that_runs_are_divided_by_its_own_probability() -> None:
-    model = GPT2(tiny_model(num_layers=3), seed=5)
-    block, x = model.blocks[2], torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
-    scale = 1 / keep_probability(2, 3, 0.5)
-    inner = x + scale * block.attn(block.ln_1(x), None)
-    torch.testing.assert_close(block(x, scale=scale), inner + scale * block.mlp(block.ln_2(inner)))
 
 
 def test_a_model_is_whole_in_evaluation_and_where_nobody_asks() -> None:

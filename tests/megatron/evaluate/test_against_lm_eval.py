@@ -7,27 +7,21 @@ accelerate` for these tests.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data.tokenizer import Tokenizer
 from megatron.checkpoint.cli import main as convert
-from megatron.errors import ConfigError
-from megatron.evaluate import harness
-from megatron.evaluate.scoring import document_requests
 from megatron.evaluate.tasks import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
-from tests.megatron.evaluate.test_command import said, values
+from tests.megatron.evaluate.test_command import values
 from tests.megatron.helpers import train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -164,69 +158,8 @@ def test_the_detokeniser_is_lm_evals(lm_eval: Any) -> None:
         assert detokenize(text) == wikitext_detokenizer({"page": text}), repr(text)
 
 
-def test_rolling_windows_are_lm_evals(lm_eval: Any) -> None:
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    for count in range(1, 40):
-        for length in (1, 2, 5, 8, 39, 50):
-            ids = list(range(count))
-            expected = [make_disjoint_window(pair) for pair in get_rolling_token_windows(ids, -1, length, 1)]
-            assert [([*one.tokens[:one.first_target]], [*one.tokens[one.first_target:]])
-                    for one in document_requests(np.array(ids), length, -1)] == expected
-
-
 def requests(*args: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=each) for each in args]
-
-
-def test_texts_end_where_lm_evals_do(lm_eval: Any, folder: Path) -> None:
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from megatron.evaluate.bridge import MegatronLM
-
-    ours, reference = MegatronLM.of(load=str(folder / "run"), batch_size=3), HFLM(
-        pretrained=str(folder / "hf"), device="cpu", batch_size=1, dtype="float32")
-    free = ours.generate_until(requests(*((text, {"until": [], "max_gen_toks": 12}) for text in PASSAGES)))
-    asked = [(text, {"until": [until], "max_gen_toks": most}) for text, whole in zip(PASSAGES, free)
-             for until in (whole[3:5], whole[:1], "nowhere") for most in (5, 12)]
-    found = ours.generate_until(requests(*asked))
-    assert found == reference.generate_until([
-        Instance("generate_until", {}, args, number) for number, args in enumerate(asked)])  # type: ignore[arg-type]
-    assert "" in found and any(found)
-    with pytest.raises(ConfigError, match="num_beams is not known here"):
-        ours.generate_until(requests(("a", {"num_beams": 2})))
-    with pytest.raises(ConfigError, match="32 new tokens are asked for, and the model has 32 positions"):
-        ours.generate_until(requests(("a", {"max_gen_toks": 32})))
-
-
-TASK = """
-task: my_lambada
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
-doc_to_target: "{{' '+text.split(' ')[-1]}}"
-metric_list:
-  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
-
-
-@pytest.mark.slow
-def test_a_task_of_ones_own_runs_from_the_command_line(lm_eval: Any, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "task.yaml").write_text(TASK.replace("FILE", str(folder / "lambada.jsonl")))
-    typed = ["--load", folder / "run", "--tasks", "my_lambada", "--include-path", tmp_path]
-    out, _ = said(*typed, "--json", program=harness.main)
-    found = json.loads(out)["results"]["my_lambada"]
-    ours = values("--load", folder / "run", "--task", "lambada", "--protocol", "lm-eval", "--data",
-                  folder / "lambada.jsonl")
-    assert (found["acc,none"], found["perplexity,none"]) == (ours["acc"], ours["adjusted_perplexity"])
-    out, _ = said(*typed, "--limit", 3, program=harness.main)
-    assert re.search(r"my_lambada.*acc.*0\.0000", out)
-    with pytest.raises(ConfigError, match="--tasks no_task: lm-eval cannot load this"):
-        harness.main(["--load", str(folder / "run"), "--tasks", "no_task", "--include-path", str(tmp_path)])
 
 
 def bridged(rank: int, world: int, run: str, tp: int) -> tuple[list[Any], ...]:

@@ -82,16 +82,6 @@ def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, d
             assert f"\n{name.replace('_', ' ')} " in f"\n{text}", name
 
 
-def test_texts_longer_than_the_window_are_counted_and_warned_of(folder: Path, tmp_path: Path) -> None:
-    """32 positions read 32 tokens, and the target is one more."""
-    data = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (33, 34, 99)])
-    typed = ["--load", folder / "run", "--task", "lambada"]
-    out, err = said(*typed, "--data", data)
-    assert "\ntruncated            2\n" in out and "warning: 2 examples are longer than the window of 32" in err
-    out, err = said(*typed, "--data", folder / "lambada.jsonl")
-    assert "\ntruncated            0\n" in out and "warning" not in err
-
-
 def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path) -> None:
     """Training's samples are cut from the same row of documents, and it evaluated all whole ones there are."""
     with pytest.raises(ConfigError, match="--seq-length 16, and its own is 32"):
@@ -101,32 +91,6 @@ def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path
     (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "ppl" in line][-1:]
     assert found["part"] == "valid"
     assert found["loss"] == pytest.approx(line["lm_loss"], rel=0.02)
-
-
-def test_a_folder_is_read_as_training_read_it(folder: Path, tmp_path: Path) -> None:
-    """Its held-out part is that of the corpus which training made of it: here of lines, which are documents."""
-    (tmp_path / "text" / "more").mkdir(parents=True)
-    for number in range(6):
-        lines = (f"Line {number * 10 + line} of a text, {'and ' * line}no more." for line in range(10))
-        (tmp_path / "text" / "more" / f"{number}.txt").write_text("\n".join(lines) + "\n")
-    train([*FLAGS.split(), "--train-data", tmp_path / "text", "--document-separator", "\\n", "--save",
-           tmp_path / "run", "--data-cache-path", tmp_path / "cache"])
-    (made,) = [path.with_suffix("") for path in (tmp_path / "cache").glob("text-*.idx") if "-starts" not in path.name]
-    found, expected = (values("--load", tmp_path / "run", "--task", "perplexity", "--data", data, "--part", "valid")
-                       for data in (tmp_path / "text", made))
-    assert found["examples"] == expected["examples"] == 6
-    assert (found.pop("data"), expected.pop("data")) == (str(tmp_path / "text"), str(made))
-    assert without_time(found) == without_time(expected) and not (tmp_path / "text.cache").exists()
-
-
-def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
-    new = values("--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", "--stride", 5)
-    old = values("--load", folder / "run", "--task", "WIKITEXT103", "--valid-data", folder / "wiki.txt",
-                 "--overlapping-eval", 5)
-    assert without_time(new) == without_time(old)
-    strict = values("--load", folder / "run", "--task", "LAMBADA", "--valid-data", folder / "lambada.jsonl",
-                    "--strict-lambada")
-    assert strict["target"] == "last word" and strict["tokens"] == len(" three" + " four")
 
 
 SCRIPT = ("--num-layers 2 --hidden-size 32 --num_attention_heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -166,7 +130,7 @@ def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path
             assert json.loads(first)[name] == close, name
 
 
-@pytest.mark.parametrize(("argv", "words"), [
+REFUSED = [
     (["--task", "wikitext", "--data", "x"], "give one of --load and --load-hf"),
     (["--load", "a", "--task", "arc", "--data", "x"], "invalid choice: 'arc'"),
     (["--load", "a", "--task", "lambada"], "--data"),
@@ -183,32 +147,28 @@ def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path
     (["--load", "a", "--task", "lambada", "--data", "x", "--part", "valid"], "--part belongs to --task perplexity"),
     (["--load", "a", "--task", "wikitext", "--data", "x", "--batch-size", "0"], "--batch-size is 0"),
     (["--load", "a", "--task", "wikitext", "--data", __file__, "--model-parallel-size", "2"], "does not divide"),
-])
-def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        main(argv)
+]
 
 
-def test_a_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_in_words(folder: Path, tmp_path: Path) -> None:
+    for argv, words in REFUSED:
+        with pytest.raises(ConfigError, match=words):
+            main(argv)
+    typed = ["--task", "wikitext", "--data", folder / "wiki.txt"]
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
-        said("--load", tmp_path, "--task", "wikitext", "--data", folder / "wiki.txt")
+        said("--load", tmp_path, *typed)
+    with pytest.raises(ConfigError, match="the model has 32 positions"):
+        said("--load", folder / "run", *typed, "--stride", 33)
 
 
-@pytest.mark.parametrize(("argv", "code", "words"), [
-    (["--task", "wikitext", "--data", "wiki.txt", "--json"], 0, None),
-    (["--task", "wikitext", "--data", "wiki.txt", "--stride", "33"], 2, "the model has 32 positions"),
-    (["--task", "lambada", "--data", "wiki.txt"], 3, "wiki.txt, line 2: not JSON"),
-])
-def test_the_program_ends_with_its_code_and_one_line(folder: Path, argv: list[str], code: int,
-                                                     words: str | None) -> None:
-    result = subprocess.run([sys.executable, "-m", "megatron.evaluate", "--load", "run", *argv], cwd=folder,
-                            capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert result.returncode == code, result.stderr
-    if words is None:
-        assert json.loads(result.stdout)["task"] == "wikitext"
-    else:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-        assert len(errors) == 1 and words in errors[0] and result.stdout == "" and "Traceback" not in result.stderr
+def test_the_program_ends_with_its_code_and_one_line(folder: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "megatron.evaluate", "--load", "run", "--task", "lambada", "--data",
+                             "wiki.txt"], cwd=folder, capture_output=True, text=True,
+                            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 3, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "wiki.txt, line 2: not JSON" in errors[0] and result.stdout == ""
+    assert "Traceback" not in result.stderr
 
 
 def refused(rank: int, world: int, data: list[str], more: list[str]) -> tuple[str, str]:
@@ -262,10 +222,3 @@ def test_what_is_too_large_for_a_number_is_null_in_json() -> None:
 
 def refuse(word: str) -> float:
     raise AssertionError(f"{word} is no JSON")
-
-
-def test_without_words_or_bytes_there_is_nothing_to_divide_by() -> None:
-    found = metrics(-3.0, 2, 0, 0) | TOKENIZER
-    assert found["adjusted_perplexity"] is None and found["bits_per_byte"] is None
-    assert "\nadjusted perplexity  -\nbits per byte        -\n" in format_table(found)
-    assert format_table(found).endswith("\ntokenizer            Bytes 0123 (257 ids)\nseconds              1.2")

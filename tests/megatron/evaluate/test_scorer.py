@@ -12,16 +12,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from data.storage import DataError
 from megatron.errors import NumericsError
 from megatron.evaluate import scoring
-from megatron.evaluate.scoring import (Scorer, ScoringRequest, TargetScore, combine_target_stats, document_requests,
-                                       local_target_stats, overlapping_windows)
+from megatron.evaluate.scoring import Scorer, ScoringRequest, TargetScore, document_requests, overlapping_windows
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
-from mpu.groups import SOLO, Groups
+from mpu.groups import Groups
 from mpu.cross_entropy import VocabShard
 from tests.distributed import RankError, run_ranks
 from tests.megatron.counting import Launches
@@ -56,19 +54,6 @@ def test_a_score_is_the_sum_over_tokens_whatever_runs_beside_it(size: int) -> No
         assert score.logprob == pytest.approx(by_hand(model, piece), abs=TOLERANCE * LENGTH)
 
 
-def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
-    model, pieces = GPT2(SHAPE), list[ScoringRequest]()
-    for start in range(5):
-        ids = [start, 7 * start]
-        for _ in range(4):
-            with torch.no_grad():
-                ids.append(int(model.eval()(torch.tensor([ids]))[0].argmax()))
-        wrong = [*ids[:-2], (ids[-2] + 1) % 257, ids[-1]]
-        pieces += [ScoringRequest(np.array(ids), 2), ScoringRequest(np.array(wrong), 2),
-                   ScoringRequest(np.array(ids), 5)]
-    assert [score.is_greedy for score in Scorer(model, Groups(), 4)(pieces)] == [True, False, True] * 5
-
-
 def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     model, pieces, rows = GPT2(SHAPE), some_pieces(), list[int]()
     whole = Scorer(model, Groups(), 100)(pieces)
@@ -81,14 +66,6 @@ def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     with patch.object(model, "local_logits", logits), patch.object(scoring, "CPU_LOGITS_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
-
-
-def nothing(rank: int, world: int) -> list[TargetScore]:
-    return Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([])
-
-
-def test_nothing_to_score_is_no_score() -> None:
-    assert run_ranks(nothing, 2) == [[], []]
 
 
 def test_a_probability_that_is_no_number_is_an_error() -> None:
@@ -148,23 +125,24 @@ def test_ranks_with_other_data_are_told_so() -> None:
 # ---- windows ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tokens", "length"), list(product((0, 1, 2, 3, 7, 8, 9, 16, 17, 40), (1, 2, 3, 8))))
-def test_windows_score_each_token_once_from_the_context_of_their_protocol(tokens: int, length: int) -> None:
-    """Overlapping ones from the first that reaches a token; the last rolling one reads as much as any."""
-    def contexts(requests: Iterable[ScoringRequest]) -> list[tuple[int, int]]:
-        """(token, first token that is read before it), in the order in which they are scored."""
-        requests = list(requests)
-        assert all(2 <= len(one.tokens) <= length + 1 for one in requests)
-        return [(int(token), int(one.tokens[0])) for one in requests for token in one.tokens[one.first_target:]]
+def contexts(requests: Iterable[ScoringRequest], length: int) -> list[tuple[int, int]]:
+    """(token, first token that is read before it), in the order in which they are scored."""
+    requests = list(requests)
+    assert all(2 <= len(one.tokens) <= length + 1 for one in requests)
+    return [(int(token), int(one.tokens[0])) for one in requests for token in one.tokens[one.first_target:]]
 
-    for stride in range(1, length + 1):
-        expected = [(token, 0 if token <= length else math.ceil((token - length) / stride) * stride)
-                    for token in range(1, tokens)]
-        assert contexts(overlapping_windows(np.arange(tokens), length, stride)) == expected
-    rolling = [*document_requests(np.arange(1, tokens), length, eod=0)]  # token 0 is the end of a document
-    assert [token for token, _ in contexts(rolling)] == list(range(1, tokens))
-    for one in rolling:
-        assert len(one.tokens) - 1 == min(length, tokens - 1) or one is rolling[0]
+
+def test_windows_score_each_token_once_from_the_context_of_their_protocol() -> None:
+    """Overlapping ones from the first that reaches a token; the last rolling one reads as much as any."""
+    for tokens, length in product((0, 1, 2, 3, 7, 8, 9, 16, 17, 40), (1, 2, 3, 8)):
+        for stride in range(1, length + 1):
+            expected = [(token, 0 if token <= length else math.ceil((token - length) / stride) * stride)
+                        for token in range(1, tokens)]
+            assert contexts(overlapping_windows(np.arange(tokens), length, stride), length) == expected
+        rolling = [*document_requests(np.arange(1, tokens), length, eod=0)]  # token 0 is the end of a document
+        assert [token for token, _ in contexts(rolling, length)] == list(range(1, tokens))
+        for one in rolling:
+            assert len(one.tokens) - 1 == min(length, tokens - 1) or one is rolling[0]
 
 
 # ---- a vocabulary that is split over ranks ----------------------------------------------------------------------
@@ -173,68 +151,38 @@ TOKENS = 257
 """Of 512 columns over four ranks the last one's are all padding."""
 
 
-def whole_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """[64, 512], padding larger than all that counts, and targets; in the first rows the likeliest two are equal, in
-    columns of one rank or of two."""
-    made = torch.Generator().manual_seed(5)
-    logits = torch.randn(64, 512, generator=made).mul(4).to(dtype)
-    logits[:, TOKENS:] = 100
-    targets = torch.randint(TOKENS, (64,), generator=made)
-    for row, (low, high) in enumerate([(3, 9), (3, 200), (120, 256), (130, 255)]):
-        logits[row, low] = logits[row, high] = logits[row + 4, low] = logits[row + 4, high] = 30
-        targets[row], targets[row + 4] = low, high
-    targets[8:40] = logits[8:40, :TOKENS].argmax(1)
-    return logits, targets
+def greedy_pieces() -> list[ScoringRequest]:
+    """Of three, the first and the last have targets that are all the likeliest."""
+    model, found = GPT2(SHAPE), list[ScoringRequest]()
+    for start in range(5):
+        ids = [start, 7 * start]
+        for _ in range(4):
+            with torch.no_grad():
+                ids.append(int(model.eval()(torch.tensor([ids]))[0].argmax()))
+        wrong = [*ids[:-2], (ids[-2] + 1) % TOKENS, ids[-1]]
+        found += [ScoringRequest(np.array(ids), 2), ScoringRequest(np.array(wrong), 2),
+                  ScoringRequest(np.array(ids), 5)]
+    return found
 
 
-def plain_formula(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    real = logits[:, :TOKENS].float()
-    logprobs = real.gather(1, targets[:, None])[:, 0] - real.logsumexp(1)
-    return logprobs.double(), real.argmax(1) == targets
-
-
-def test_on_one_rank_it_is_the_plain_formula_to_the_bit() -> None:
-    logits, targets = whole_logits()
-    found = combine_target_stats(local_target_stats(logits, targets, SOLO, TOKENS), SOLO)
-    for one, other in zip(found, plain_formula(logits, targets), strict=True):
-        assert torch.equal(one, other)
-    assert found[1].tolist()[:8] == [True] * 4 + [False] * 4
-
-
-def cut(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    tp, (logits, targets) = mpu_groups.build(world).tp, whole_logits()
-    return combine_target_stats(local_target_stats(logits.chunk(world, 1)[rank], targets, tp, TOKENS), tp)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_cut_over_ranks_it_is_the_same(world: int) -> None:
-    logprobs, greedy = plain_formula(*whole_logits())
-    for found in run_ranks(cut, world):
-        torch.testing.assert_close(found[0], logprobs, atol=1e-5, rtol=0)  # fp32 near 30, summed in another order
-        assert torch.equal(found[1], greedy)
-
-
-def pieces() -> list[ScoringRequest]:
-    rng = np.random.default_rng(3)
-    return [ScoringRequest(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
-
-
-def scored(rank: int, world: int) -> tuple[list[float], dict[str, int]]:
+def scored(rank: int, world: int, requests: list[ScoringRequest]) -> tuple[list[TargetScore], dict[str, int]]:
     """Padding's rows of the table are as wrong as can be."""
     groups = mpu_groups.build(world)
     model = GPT2(SHAPE, groups.tp)
     with torch.no_grad():
         model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
     with patch.object(scoring, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
-        scores = Scorer(model, groups, 5)(pieces())
-    return [score.logprob for score in scores], dict(counted.by_name)
+        scores = Scorer(model, groups, 5)(requests)
+    return scores, dict(counted.by_name)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_ask_each_other_once_a_batch(world: int) -> None:
-    alone, _ = scored(0, 1)
-    for found, counted in run_ranks(scored, world):
-        assert found == pytest.approx(alone, abs=2e-5 * LENGTH)  # fp32 products of 48 numbers, a token at a time
+def test_greedy_is_said_where_every_target_is_the_likeliest_and_ranks_ask_each_other_once_a_batch(world: int) -> None:
+    requests = [*greedy_pieces(), *some_pieces()]
+    alone, _ = scored(0, 1, requests)
+    assert [score.is_greedy for score in alone[:15]] == [True, False, True] * 5
+    for found, counted in run_ranks(scored, world, requests):
+        assert_scores_close(found, alone)
         gathers = {name: count for name, count in counted.items() if "gather" in name and name != "gather"}
         # a word before the first batch says that all have the same data: its length, and itself
-        assert gathers == {"all_gather_into_tensor": -(-len(pieces()) // 5), "_allgather_base_": 2}
+        assert gathers == {"all_gather_into_tensor": -(-len(requests) // 5), "_allgather_base_": 2}

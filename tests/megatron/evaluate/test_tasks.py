@@ -19,7 +19,7 @@ from megatron.evaluate.eval_args import EvalRequest
 from megatron.evaluate.scoring import EvalModelInfo
 from megatron.evaluate.tasks import detokenize, prepare_task, split_articles
 from megatron.model.gpt2 import GPT2
-from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, SUBJECT, WIKITEXT, chain, logprob, outcome, write_lines
+from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, WIKITEXT, chain, logprob, outcome, write_lines
 
 CLOSE = 1e-5
 """Relative, of losses: logits are fp32 products of 48 numbers in another order."""
@@ -71,16 +71,13 @@ def test_megatron_is_what_its_description_says(file: Path, stride: int | None) -
     assert found.bits_per_byte == pytest.approx(total / math.log(2) / len(WIKITEXT.encode()), rel=CLOSE)
 
 
-def test_megatron_shows_no_perplexity_above_that_of_a_loss_of_20(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(f"two {'long' * 9} words\n")
-    found, other = (outcome(GPT2(SHAPE), task="wikitext", protocol=protocol, data=tmp_path / "a.txt")
-                    for protocol in ("megatron", "openai"))
-    assert found.adjusted_perplexity == math.exp(20)
-    assert (other.adjusted_perplexity or 0) > 1e10
-
-
-def test_openai_reads_the_file_in_one_after_the_end_of_a_document(file: Path) -> None:
+def test_openai_reads_the_file_in_one_after_the_end_of_a_document(file: Path, tmp_path: Path) -> None:
+    """And shows a perplexity above that of a loss of 20, as megatron does not."""
     model = GPT2(SHAPE)
+    (tmp_path / "a.txt").write_text(f"two {'long' * 9} words\n")
+    found, other = (outcome(model, task="wikitext", protocol=protocol, data=tmp_path / "a.txt")
+                    for protocol in ("megatron", "openai"))
+    assert found.adjusted_perplexity == math.exp(20) and other.adjusted_perplexity > 1e10
     tokens = [BYTES.eod, *BYTES.encode(detokenize(WIKITEXT))]
     total = 0.0
     for start in range(0, len(tokens) - 1, LENGTH):
@@ -110,17 +107,13 @@ def test_lm_eval_reads_each_article_for_itself_and_the_last_window_is_full(file:
 
 
 @pytest.mark.parametrize("protocol", ["megatron", "openai", "lm-eval"])
-def test_json_lines_of_pages_are_the_file(file: Path, tmp_path: Path, protocol: str) -> None:
+def test_json_lines_of_pages_are_the_file_and_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(
+        file: Path, tmp_path: Path, protocol: str) -> None:
+    """Of 257 tokens; the table has 384 rows."""
     pages = write_lines(tmp_path / "pages.jsonl", [{"page": page} for page in split_articles(WIKITEXT)])
     model = GPT2(SHAPE)
     assert outcome(model, task="wikitext", protocol=protocol, data=pages) == (
         outcome(model, task="wikitext", protocol=protocol, data=file))
-
-
-@pytest.mark.parametrize("protocol", ["megatron", "openai", "lm-eval"])
-def test_the_perplexity_of_a_model_that_knows_nothing_is_its_vocabulary(file: Path, protocol: str) -> None:
-    """Of 257 tokens; the table has 384 rows."""
-    model = GPT2(SHAPE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -140,31 +133,22 @@ RULES = [("megatron", False), ("megatron", True), ("openai", False), ("lm-eval",
 
 
 @pytest.mark.parametrize(("protocol", "strict"), RULES)
-def test_planted_last_words_are_found_and_others_are_not(tmp_path: Path, protocol: str, strict: bool) -> None:
+def test_planted_last_words_are_found_and_the_loss_is_that_of_what_is_to_come(tmp_path: Path, protocol: str,
+                                                                              strict: bool) -> None:
+    """A passage that is longer than the position table loses its beginning."""
     right = [{"text": "abc " * count + "abc"} for count in range(1, 12)]
-    wrong = [{"text": "abc " * count + "abd"} for count in range(1, 12)]
-    for lines, share in ((right, 1.0), (wrong, 0.0), ([*right, *wrong[:1]], 11 / 12)):
+    whole_word = strict or protocol == "lm-eval"
+    for lines, correct in ((right, 11), ([*right, {"text": "abc abc abd"}], 11),
+                           ([*right, {"text": "abc abc bbc"}], 11 if whole_word else 12)):
         found = outcome(WORDS, task="lambada", protocol=protocol, strict=strict,
                         data=write_lines(tmp_path / "a.jsonl", lines))
-        assert found.accuracies == {"acc": share, "correct": round(share * len(lines))}
+        assert found.accuracies == {"acc": correct / len(lines), "correct": correct}
         assert found.examples == found.words == len(lines)
 
-
-def test_the_last_token_may_be_right_where_the_word_is_not(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "a.jsonl", [{"text": "abc abc bbc"}])
-    assert outcome(WORDS, task="lambada", protocol="megatron", data=data).accuracies["acc"] == 1
-    assert outcome(WORDS, task="lambada", protocol="megatron", strict=True, data=data).accuracies["acc"] == 0
-    assert outcome(WORDS, task="lambada", protocol="lm-eval", data=data).accuracies["acc"] == 0
-
-
-@pytest.mark.parametrize(("protocol", "strict"), RULES)
-def test_loss_is_that_of_what_is_to_come_after_the_end_of_what_is_before(tmp_path: Path, protocol: str,
-                                                                         strict: bool) -> None:
-    """A passage that is longer than the position table loses its beginning."""
     model, total, count = GPT2(SHAPE), 0.0, 0
     texts = ["a short one", "a passage, one that is longer than all the positions there are"]
     for text in texts:
-        first = text.rindex(" ") if strict or protocol == "lm-eval" else len(text) - 1
+        first = text.rindex(" ") if whole_word else len(text) - 1
         for place in range(first, len(text)):
             total += logprob(model, list(text.encode())[max(0, len(text) - 1 - LENGTH) : place], text.encode()[place])
             count += 1
@@ -175,21 +159,6 @@ def test_loss_is_that_of_what_is_to_come_after_the_end_of_what_is_before(tmp_pat
     assert found.adjusted_perplexity == pytest.approx(math.exp(-total / 2), rel=1e-3)
 
 
-def test_words_are_cut_off_by_the_rule_of_each_protocol(tmp_path: Path) -> None:
-    """Of a passage with a line end before its last word, and a space behind it."""
-    data = write_lines(tmp_path / "a.jsonl", [{"text": "He said\n no \n  way "}])
-
-    def parts(protocol: str, strict: bool = False) -> tuple[str, str]:
-        (piece,) = prepare_task(EvalRequest(task="lambada", protocol=protocol, data=str(data), strict=strict),
-                                SUBJECT).requests
-        return (BYTES.decode(piece.tokens[: piece.first_target].tolist()),
-                BYTES.decode(piece.tokens[piece.first_target :].tolist()))
-
-    assert parts("megatron") == parts("openai") == ("He said\n no \n  way", " ")
-    assert parts("megatron", strict=True) == ("He said\n no", " way")
-    assert parts("lm-eval") == ("He said\n no \n  way", " ")
-
-
 def test_by_lm_evals_rules_a_target_is_tokenized_with_what_is_before_it(tmp_path: Path) -> None:
     gpt2 = GPT2BPETokenizer()
     for context, target in (("I do", " not"), ("I do ", " not"), ("a\n", " b")):
@@ -198,15 +167,6 @@ def test_by_lm_evals_rules_a_target_is_tokenized_with_what_is_before_it(tmp_path
                                 EvalModelInfo(gpt2, 99)).requests
         assert piece.tokens[: piece.first_target].tolist() == gpt2.encode(context.rstrip())
         assert gpt2.decode(piece.tokens.tolist()) == context + target
-
-
-@pytest.mark.parametrize(("task", "line", "words"), [
-    ("lambada", {"text": " \n"}, "line 1: 'text': expected a passage"),
-    ("lambada", {"text": f"a {'b' * 30}"}, "line 1: 31 tokens to score, and the model has 24 positions"),
-])
-def test_a_line_that_will_not_do_is_refused(tmp_path: Path, task: str, line: dict[str, object], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        outcome(WORDS, task=task, protocol="lm-eval", data=write_lines(tmp_path / "a.jsonl", [line]))
 
 
 # ---- perplexity of any text, in any of its forms ------------------------------------------------------------------
@@ -241,23 +201,13 @@ def test_documents_in_a_row_are_what_training_reads(lines: Path) -> None:
     assert found.logprob == pytest.approx(total, rel=CLOSE)
 
 
-def test_documents_one_by_one_do_not_see_each_other(lines: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_the_text_it_was_made_of(lines: Path, tmp_path: Path) -> None:
     model = GPT2(SHAPE)
-    found = outcome(model, task="perplexity", protocol="lm-eval", data=lines)
-    apart = [outcome(model, task="perplexity", protocol="lm-eval",
-                     data=write_lines(tmp_path / f"{number}.jsonl", [{"text": text}]))
-             for number, text in enumerate(TEXTS) if text]
-    assert found.tokens == sum(len(text.encode()) for text in TEXTS)
-    assert found.logprob == pytest.approx(sum(one.logprob for one in apart), rel=CLOSE)
-
-
-@pytest.mark.parametrize("protocol", ["megatron", "lm-eval"])
-@pytest.mark.parametrize("eod", [False, True])
-def test_a_corpus_is_the_text_it_was_made_of(lines: Path, tmp_path: Path, protocol: str, eod: bool) -> None:
-    model, prefix = GPT2(SHAPE), corpus(tmp_path / "corpus", eod)
-    for part in (None, "train", "valid", "test"):
-        assert outcome(model, task="perplexity", protocol=protocol, data=prefix, part=part) == (
-            outcome(model, task="perplexity", protocol=protocol, data=lines, part=part))
+    for protocol, eod in (("megatron", False), ("lm-eval", True)):
+        prefix = corpus(tmp_path / protocol, eod)
+        for part in (None, "train", "valid", "test"):
+            assert outcome(model, task="perplexity", protocol=protocol, data=prefix, part=part) == (
+                outcome(model, task="perplexity", protocol=protocol, data=lines, part=part))
 
 
 def test_a_part_is_that_of_the_split_that_the_model_was_trained_with(lines: Path, tmp_path: Path) -> None:
@@ -274,14 +224,6 @@ def test_a_part_is_that_of_the_split_that_the_model_was_trained_with(lines: Path
                 subject=EvalModelInfo(BYTES, LENGTH, {"split": "1,1,0"}))
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufefftwo lines\r\nof it\n".encode())
-    same = write_lines(tmp_path / "a.jsonl", [{"text": "two lines\r\nof it\n"}])
-    model = GPT2(SHAPE)
-    assert outcome(model, task="perplexity", protocol="megatron", data=tmp_path / "a.txt") == (
-        outcome(model, task="perplexity", protocol="megatron", data=same))
-
-
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c", tokenizer=BYTES.facts.__class__("Other", "0" * 16, 257, 256)) as writer:
         writer.add_documents([1, 2, 3], [3])
@@ -293,8 +235,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "d")
 
 
-@pytest.mark.parametrize("part", [None, "train"])
-@pytest.mark.parametrize("protocol", ["megatron", "lm-eval"])
+@pytest.mark.parametrize(("protocol", "part"), [("megatron", None), ("lm-eval", "train")])
 def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, part: str | None) -> None:
     text = "a few words " * 200
     data = write_lines(tmp_path / "a.jsonl", [{"text": text, "other": 3 * text} for _ in range(400)])
@@ -310,18 +251,26 @@ def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, par
     assert 2 * tokens < peak < 5 * tokens  # two bytes each, once more while they are put together, and what is small
 
 
-@pytest.mark.parametrize(("content", "words"), [
+BAD_FILES = [
     (b"", "a.jsonl: the file is empty"), (b"\n\n", "the file is empty"), (b'{"text": "a b"}\nx\n', "line 2: not JSON"),
     (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: no key 'text'; found 'txt'"),
     (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found an array"),
     (b'{"text": 3}\n', "line 1: key 'text': expected text, found a number"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
     (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: key 'text': lone surrogate"),
     (b'{"text": "x"}\n', "1 token: the first one is not scored"),
-])
-def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=words):
-        outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "a.jsonl")
+]
+
+
+def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path) -> None:
+    def refused(task: str, protocol: str, content: bytes, words: str) -> None:
+        (tmp_path / "a.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            outcome(WORDS, task=task, protocol=protocol, data=tmp_path / "a.jsonl")
+
+    for content, words in BAD_FILES:
+        refused("perplexity", "megatron", content, words)
+    refused("lambada", "lm-eval", b'{"text": " \\n"}', "line 1: 'text': expected a passage")
+    refused("lambada", "lm-eval", b'{"text": "a %b"}' % (b"b" * 30), "31 tokens to score, and the model has 24 pos")
 
 
 def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
@@ -332,10 +281,3 @@ def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
     expected = outcome(model, task="perplexity", protocol="lm-eval", data=bodies)
     for data in (both, bodies):
         assert outcome(model, task="perplexity", protocol="lm-eval", data=data, subject=other) == expected
-
-
-def test_a_part_that_had_data_of_its_own_is_not_looked_for_in_the_split(lines: Path) -> None:
-    subject = EvalModelInfo(BYTES, LENGTH, {"split": "2,1,1", "valid_data": ("mine.jsonl",)})
-    with pytest.raises(ConfigError, match="--valid-data mine.jsonl: give that as --data, without --part"):
-        outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="valid", subject=subject)
-    assert outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="test", subject=subject)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
@@ -72,13 +70,6 @@ def test_no_token_comes_that_the_tokenizer_does_not_have(settings: Sampling) -> 
     assert all(len(text.tokens) == 9 and max(text.tokens) < 50 for text in texts)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
-def test_greedy_text_is_that_of_the_whole_model_at_any_batch(rows: int) -> None:
-    model = GPT2(SHAPE)
-    for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
-        assert text.tokens == by_hand(model, prompt, 9) and text.finish_reason == "length"
-
-
 @pytest.mark.parametrize("together", [1, 6, 13, 1000])
 def test_prompts_may_be_read_any_number_at_a_time(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = GPT2(SHAPE), [text.tokens for text in answers(GPT2(SHAPE), 1)]
@@ -92,9 +83,12 @@ def test_prompts_may_be_read_any_number_at_a_time(together: int, monkeypatch: py
     assert len(read) == {1: 8, 6: 7, 13: 4, 1000: 1}[together]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_at_the_end_of_the_position_table_a_text_ends_or_slides(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 11])
+def test_greedy_text_is_that_of_the_whole_model_and_at_the_end_of_the_position_table_it_ends_or_slides(
+        rows: int) -> None:
     model = GPT2(SHAPE)
+    for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
+        assert text.tokens == by_hand(model, prompt, 9) and text.finish_reason == "length"
     for text, prompt in zip(answers(model, rows, most=40), PROMPTS, strict=True):
         room = 24 - len(prompt) + 1
         assert text.tokens == by_hand(model, prompt, room) and text.finish_reason == "positions"
@@ -117,14 +111,6 @@ def test_a_text_is_drawn_alike_whatever_runs_beside_it(settings: Sampling) -> No
     alone, together = (answers(model, rows, settings) for rows in (1, 5))
     assert [text.tokens for text in alone] == [text.tokens for text in together]
     assert [text.tokens for text in alone] != [text.tokens for text in answers(model, 5, settings, seed=4)]
-
-
-def test_logprobs_are_the_models() -> None:
-    model = GPT2(SHAPE)
-    for text in answers(model, 3, Sampling(temperature=2.0, top_k=5)):
-        for number, (token, logprob) in enumerate(zip(text.tokens, text.logprobs, strict=True)):
-            before = [*text.request.prompt, *text.tokens[:number]]
-            assert logprob == pytest.approx(float(whole(model, before).log_softmax(-1)[token]), abs=1e-4)
 
 
 def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
@@ -181,12 +167,11 @@ def record(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], T
     return again
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_from_recordings_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT2(SHAPE)
 
     def drawn() -> list[list[int]]:
-        return [text.tokens for text in answers(model, rows, Sampling(top_k=9))]
+        return [text.tokens for text in answers(model, 3, Sampling(top_k=9))]
 
     expected = drawn()
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
@@ -209,23 +194,3 @@ def test_there_is_one_recording_for_each_size_of_rows_and_positions(monkeypatch:
             assert steps(step, tokens, places).flatten().tolist() == [token + place for token in tokens]
     assert set(made) == {(rows, positions) for rows in (1, 2, 4, 6) for positions in (128, 256, 1000)}
     assert len(made) == 6 * 5 + len(set(made))
-
-
-def test_a_decoder_is_gone_with_its_cache_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, not when garbage is looked for: on a GPU it is gigabytes."""
-    def capture(runner: CudaGraphRunner, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        made = run()
-        return lambda: made
-
-    monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
-    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
-    decoder = Decoder(GPT2(SHAPE), 2)
-    decoder.prefill([0, 1], [[1, 2], [3]])
-    decoder.decode_step([4, 5])
-    reference = weakref.ref(decoder)
-    gc.disable()
-    try:
-        del decoder
-        assert reference() is None
-    finally:
-        gc.enable()

@@ -10,14 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron import zero
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from megatron.inference.int8 import Int8
-from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train
 from tests.megatron.inference.gpt2s import CLOSE, PROMPTS, greedy, ours, theirs, tokens
@@ -68,40 +65,6 @@ def test_a_folder_of_transformers_fills_our_model_or_theirs(tmp_path: Path) -> N
             torch.testing.assert_close(logits_of_ours, logits, **CLOSE)
             torch.testing.assert_close(filled, logits, **CLOSE)
             assert torch.equal(text, greedy(whole)) and torch.equal(their_text, greedy(whole))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_in_the_precision_that_is_asked_for(dtype: torch.dtype) -> None:
-    for model in (ours(), theirs()):
-        engine = init_inference(model, dtype=dtype)
-        assert {parameter.dtype for parameter in engine.parameters()} == {dtype}
-        assert engine.generate(PROMPTS, max_new_tokens=2).shape == (3, 6)
-
-
-def in_given_groups(rank: int, world: int) -> tuple[list[torch.Tensor], str]:
-    given: list[dict[str, Any]] = [{"mpu": groups.build(world)}, {"tensor_parallel": {"tp_group": dist.group.WORLD}}]
-    with pytest.raises(TrainerError) as error:
-        init_inference(ours(), mp_size=1, **given[0])
-    return [init_inference(ours(), **one)(tokens()) for one in given], str(error.value)
-
-
-def test_groups_that_exist_are_used() -> None:
-    expected = ours()(tokens()).detach()
-    for found, said in run_ranks(in_given_groups, 2):
-        for one in found:
-            torch.testing.assert_close(one, expected, **CLOSE)
-        assert "tensor_parallel.tp_size is 1, and the given group has 2 ranks" in said
-    with pytest.raises(TrainerError, match="without get_model_parallel_rank"):
-        init_inference(ours(), mpu=3)
-
-
-def test_an_engine_that_trains_is_not_taken() -> None:
-    model = torch.nn.Linear(4, 4)
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
-    engine, *_ = zero.initialize(model=model, config=config)
-    with pytest.raises(TrainerError, match="model is a Engine: expected a module .of an engine that trains, save a"):
-        init_inference(engine)
-    engine.destroy()
 
 
 # ---- the engine ---------------------------------------------------------------------------------------------------
@@ -180,20 +143,6 @@ def test_every_rank_draws_the_same_and_rank_0_says_from_which_numbers() -> None:
             assert texts[0].shape == (12, 13) and len(texts[0].unique(dim=0)) == 12
 
 
-def test_the_fast_decoder_has_the_weights_of_the_module_and_no_others() -> None:
-    engine = init_inference(theirs(), replace_with_kernel_inject=True)
-    gpt2 = engine._decoder_cache.model
-    held = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
-    assert {parameter.untyped_storage().data_ptr() for parameter in gpt2.parameters()} == held
-
-
-def test_what_the_fast_decoder_would_compute_differently_stays_with_transformers(capsys: Any) -> None:
-    engine = init_inference(theirs(activation_function="relu"), replace_with_kernel_inject=True)
-    assert "replace_with_kernel_inject has no effect: the given model: activation_function is 'relu'" in \
-        capsys.readouterr().err
-    assert torch.equal(greedy(engine), greedy(theirs(activation_function="relu")))
-
-
 def other_weights_and_prompts(rank: int, world: int) -> list[str]:
     found = []
     with pytest.raises(TrainerError) as error:
@@ -251,15 +200,3 @@ def test_levels_and_scales_are_the_same_at_any_tensor_parallel_size() -> None:
     for _, logits_of_rank, text_of_rank in ranks:
         torch.testing.assert_close(logits_of_rank, logits, **CLOSE)
         assert torch.equal(text_of_rank, text)
-
-
-def test_int8_is_nearly_the_model_in_half_the_bytes() -> None:
-    whole = theirs()
-    with in_fp32():
-        engine = init_inference(theirs(), dtype=torch.int8)
-    for name, (level, scale) in levels(engine.module).items():
-        weight = whole.get_parameter(name).detach().t()
-        assert bool(((level * scale[:, None] - weight).abs() <= 0.501 * scale[:, None]).all())
-        assert level.nbytes == weight.numel()
-    logits = whole(tokens()).logits.detach()
-    assert float((engine(tokens()).logits - logits).norm() / logits.norm()) < 0.05

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
 from megatron.errors import ConfigError
-from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, TokenScores,
-                                           candidate_probabilities, gumbel_noise, sample_tokens)
+from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, candidate_probabilities,
+                                           sample_tokens)
 from megatron.inference.request import Request, Sampling
-from megatron.serve.admission import ServerLimits
-from megatron.serve.api_request import ServedModel
-from megatron.serve.openai_api import OpenAICompletion, parse_completion
+from tests.megatron.counting import Launches
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -69,16 +66,16 @@ def slowly(settings: Sampling, seen: set[int]) -> list[float]:
     return [weights[token] / total if token in kept else 0.0 for token in range(len(LOGITS))]
 
 
-@pytest.mark.parametrize("seen", [set(), {0, 3, 39}], ids=str)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_probabilities_are_those_of_the_slow_way(settings: Sampling, seen: set[int]) -> None:
+def test_probabilities_are_those_of_the_slow_way() -> None:
     before = LOGITS.clone()
-    found = probabilities(LOGITS, settings, seen)
-    assert found.tolist() == pytest.approx(slowly(settings, seen), abs=1e-12) and torch.equal(LOGITS, before)
+    for settings, seen in product(SETTINGS, (set[int](), {0, 3, 39})):
+        found = probabilities(LOGITS, settings, seen)
+        assert found.tolist() == pytest.approx(slowly(settings, seen), abs=1e-12), settings
+    assert torch.equal(LOGITS, before)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
-def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    settings = SETTINGS[-1]
     draws, expected = 20_000, probabilities(LOGITS, settings)
     counts = drawn(settings, "5/0", draws).bincount(minlength=len(LOGITS)).double()
     assert not counts[expected == 0].any()
@@ -88,60 +85,22 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> Non
     assert chi < freedom + 4 * math.sqrt(2 * freedom), "more than four deviations away"
 
 
-def test_random_numbers_of_neighbours_in_key_and_token_are_as_good_as_any() -> None:
-    """Their mean and deviation, that of products of neighbours, and the shares below some bounds: four deviations."""
-    found = gumbel_noise(torch.arange(500)[:, None], torch.arange(1000)[None])
-    uniform = (-(-found).exp()).exp()
-    count = uniform.numel()
-    assert bool(found.isfinite().all()) and abs(uniform.mean().item() - 0.5) < 4 * (12 * count) ** -0.5
-    for bound in (0.001, 0.1, 0.5, 0.9, 0.999):
-        share = (uniform < bound).double().mean().item()
-        assert abs(share - bound) < 4 * (bound * (1 - bound) / count) ** 0.5
-    for first, second in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1])):
-        assert abs(((first - 0.5) * (second - 0.5)).mean().item()) < 4 / 12 * first.numel() ** -0.5
-
-
-def test_last_digits_change_a_draw_only_where_it_was_near() -> None:
-    """Of a flat distribution, whose border of top-p moves with them."""
-    made = torch.Generator().manual_seed(5)
-    logits, count = torch.randn(20000, generator=made).double() * 0.01, 200
-    for settings in (Sampling(top_p=0.5), Sampling(top_k=5000), Sampling(min_p=0.99), Sampling()):
-        first = sample_tokens(logits.expand(count, -1), settings, keys("a", count), [()] * count)
-        moved = logits * (1 + 1e-6 * torch.randn(20000, generator=made))
-        again = sample_tokens(moved.expand(count, -1), settings, keys("a", count), [()] * count)
-        assert (first != again).sum() <= 1 and len(first.unique()) > 20
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device(settings: Sampling) -> None:
-    made = torch.Generator().manual_seed(3)
-    logits, own = torch.randn(5, 40, generator=made), keys("b", 5)
+def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device() -> None:
+    logits, own = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)), keys("b", 5)
     seen = [(), (1, 2), (39,), (0, 0, 5), (7,)]
-    alone = [int(sample_tokens(logits[row][None], settings, own[row][None], [seen[row]])) for row in range(5)]
-    with Waits() as waits:
-        together = sample_tokens(logits, settings, own, seen)
-    assert together.tolist() == alone and not waits.found
+    for settings in SETTINGS:
+        alone = [int(sample_tokens(logits[row][None], settings, own[row][None], [seen[row]])) for row in range(5)]
+        with Launches() as launches:
+            together = sample_tokens(logits, settings, own, seen)
+        assert together.tolist() == alone, settings
+        assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique"} & launches.by_name.keys()
 
 
-class Waits(TorchDispatchMode):
-    """Operations whose result the host reads, or whose shape it has to learn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("wrong", [
-    {"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
-    {"repetition_penalty": 0.0}], ids=str)
-def test_settings_without_a_meaning_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"--{next(iter(wrong)).replace('_', '-')} is"):
-        Sampling(**wrong)
+def test_settings_without_a_meaning_are_refused() -> None:
+    for name, value in (("temperature", 0.0), ("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1),
+                        ("min_p", 2.0), ("repetition_penalty", 0.0)):
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is"):
+            Sampling(**{name: value})  # type: ignore[arg-type]
 
 
 # ---- text: the same as decoding every beginning, in linear work ---------------------------------------------------
@@ -211,38 +170,12 @@ class Counting:
         self.decoded += len(found)
         return self._tokenizer.decode(found)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
-
-@pytest.mark.parametrize("length", [256, 2048])
-def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_for_its_end(length: int) -> None:
-    most = 3 * DECODE_WINDOW * length
-
-    def asked(counts: Any, **given: object) -> OpenAICompletion:
-        served = ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0, 2 * length)
-        return parse_completion(json.dumps(given).encode(), served)
-
-    counts = Counting()
-    job = asked(counts, prompt="x" * length, max_tokens=0, echo=True, logprobs=2)
-    likely = ((65, -1.0), (66, -2.0))
-    job.texts[0].finish_reason = "length"
-    job.texts[0].scores = TokenScores([-1.0] * (length - 1), [likely] * (length - 1))
-    job.full_response()
-    assert counts.decoded <= most
-
-    counts = Counting()
-    job = asked(counts, prompt="x", max_tokens=length, stream=True, logprobs=0)
-    (text,), parts = job.texts, []
-    for _ in range(length):
-        text.tokens.append(65)
-        text.logprobs.append(-1.0)
-        parts += job.new_chunks()
-    assert len(parts) == length and counts.decoded <= most
-
-    counts = Counting()
-    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")), Detokenizer(counts.decode))
-    for _ in range(length):
-        text.tokens.append(65)
-        assert "zz" not in text.detokenized().text
-    assert counts.decoded <= most
+def test_an_answer_that_is_looked_at_after_each_token_decodes_each_a_few_times() -> None:
+    for length in (256, 2048):
+        counts = Counting()
+        text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")), Detokenizer(counts.decode))
+        for _ in range(length):
+            text.tokens.append(65)
+            assert "zz" not in text.detokenized().text
+        assert counts.decoded <= 3 * DECODE_WINDOW * length

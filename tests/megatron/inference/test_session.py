@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import queue
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from data.tokenizer import ByteLevelTokenizer
 from megatron.inference.frontends import run_session
 from megatron.inference.load import LoadedModel
-from megatron.inference.prompts import Prompt, PromptSource, StreamingPrompts, Terminal
+from megatron.inference.prompts import Terminal
 from megatron.inference.request import GenerationConfig, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
@@ -29,50 +28,11 @@ from tests.megatron.inference.test_command import said
 from tests.terminal import AtTerminal
 
 
-def lines_of(source: queue.Queue[str | None]) -> Iterator[Prompt]:
-    while (line := source.get()) is not None:
-        yield Prompt(line, "")
-
-
-def given(texts: Iterable[str]) -> list[Prompt]:
-    return [Prompt(text, "") for text in texts]
-
-
-def test_what_is_at_hand_is_taken_in_order_and_then_ends() -> None:
-    prompts = PromptSource(given("01234"))
-    assert [prompts.take(2, True) for _ in range(4)] == [given("01"), given("23"), given("4"), None]
-    # what comes at once is taken together, as many as there is room for, and so computed alike every time
-    assert StreamingPrompts(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
-
-
-def test_what_arrives_is_taken_as_it_comes() -> None:
-    source = queue.Queue[str | None]()
-    prompts = StreamingPrompts(lines_of(source))
-    assert prompts.take(4, False) == []  # nothing yet, and nobody waits
-    for line in ("a", "b", "c"):
-        source.put(line)
-    assert prompts.take(2, True) == given("ab") and prompts.take(2, True) == given("c")
-    source.put("d")
-    source.put(None)
-    assert prompts.take(2, True) == given("d") and prompts.take(2, True) is None and prompts.take(2, False) is None
-
-
-def test_an_error_of_who_reads_them_is_that_of_who_takes_them() -> None:
-    def lines() -> Iterator[Prompt]:
-        yield Prompt("a", "")
-        raise OSError("gone")
-    prompts = StreamingPrompts(lines())
-    with pytest.raises(OSError, match="gone"):
-        while True:
-            prompts.take(1, True)
-
-
-@pytest.mark.parametrize("jsonl", [False, True])
-def test_a_program_that_waits_for_an_answer_before_it_asks_again_gets_it(tmp_path: Path, jsonl: bool) -> None:
+def test_a_program_that_waits_for_an_answer_before_it_asks_again_gets_it(tmp_path: Path) -> None:
     train([*("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --mock-data "
              "--tokenizer-type ByteLevelTokenizer --train-iters 1 --eval-interval 0").split(), "--save", tmp_path])
     command = [sys.executable, "-m", "megatron.generate", "--load", str(tmp_path), "--max-new-tokens", "3", "--top-k",
-               "3", *["--jsonl"] * jsonl]
+               "3", "--jsonl"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
         assert asked.stdin is not None and asked.stdout is not None
         for prompt in (b"hello", b"you", b"bye"):
@@ -149,20 +109,6 @@ def test_a_prompt_that_is_too_long_is_said_and_the_session_goes_on(folder: Path)
         assert person.sees("> ").count("\n") == 3, "the line itself and two answers"
         person.presses("D")
         assert person.ends()[0] == 0
-
-
-def test_lines_of_a_former_session_come_back(folder: Path, tmp_path: Path) -> None:
-    up = "\x1b[A"
-    for typed in ("first", "second", up + up):
-        with session(folder, "--max-new-tokens", 1, state=tmp_path) as person:
-            person.sees("> ")
-            person.types(typed + "\n")
-            person.sees("\n> ")
-            person.types("stop\n")
-            assert person.ends()[0] == 0
-    (kept,) = tmp_path.rglob("*history")
-    assert kept.read_text().splitlines() == ["first", "second", "first"]
-    assert kept.stat().st_mode & 0o077 == 0, "nobody else's"
 
 
 class Slow(io.StringIO):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections import namedtuple
@@ -15,10 +14,9 @@ from megatron import host_memory
 from megatron.config.cli import is_dry_run
 from megatron.errors import ConfigError
 from megatron.plan import cli as plan
-from megatron.plan.alternatives import all_choices
-from megatron.plan.cli import KINDS, TargetMachine, describe_requirements
+from megatron.plan.cli import TargetMachine, describe_requirements
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.memory import USABLE_FRACTION, peak_memory
+from megatron.plan.memory import USABLE_FRACTION
 
 BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]
 ON_HOST = ["--zero-stage", "2", "--offload-optimizer-device", "cpu"]
@@ -75,20 +73,6 @@ def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch)
     assert not is_dry_run(["--dry-run=false"]) and is_dry_run(["--dry_run=true"])
 
 
-@pytest.mark.parametrize("flags", [["--zero-stage", "2"], ON_HOST, on_drive("/n"), [*ON_HOST, "--cpu-checkpointing"],
-                                   [*on_drive("/n"), "--offload-param-max-in-cpu", "0", "--device", "cpu"]],
-                         ids=" ".join)
-def test_the_kinds_are_all_there_is_in_a_place(flags: list[str], large_machine: None) -> None:
-    run = planned(*BIG, *flags)
-    found = {row.split()[0]: list(map(float, row.split()[1:])) for row in lines(*BIG, *flags)[3:6]
-             if row.startswith("  ")}
-    wanted = {"device": peak_memory(run).total, "host": run.offloaded_host_bytes, "nvme": run.nvme_bytes}
-    assert list(found) == [place for place, count in wanted.items() if count]
-    for place, (*kinds, total) in found.items():
-        assert len(kinds) == len(KINDS) and sum(kinds) == pytest.approx(total, abs=0.03)
-        assert total == pytest.approx(wanted[place] / 2**30, abs=0.01)
-
-
 def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_machine: None) -> None:
     folder = str(tmp_path / "not made yet")
     argv = [*BIG, *on_drive(folder)]
@@ -106,28 +90,3 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
         f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
         f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
-
-
-def test_a_folder_that_is_missing_is_named_by_the_key_that_names_it(tmp_path: Path, large_machine: None) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "offload_optimizer": {
-        "device": "nvme", "nvme_path": str(tmp_path / "ds.json")}}}))
-    found = lines(*BIG, "--deepspeed-config", str(tmp_path / "ds.json"), cards=(200,))
-    assert [line for line in found if line.startswith("problem")] == [
-        f"problem: zero_optimization.offload_optimizer.nvme_path {tmp_path}/ds.json: there is no such folder on this "
-        "machine; the run needs it"]
-
-
-def test_settings_that_nothing_would_read_are_named() -> None:
-    unread = ["--offload-optimizer-nvme-path", "/n"]
-    assert lines(*BIG, *ON_HOST, *unread)[-2] == (
-        "note: --offload-optimizer-nvme-path has no effect without --offload-optimizer-device nvme")
-    assert not [line for line in lines(*BIG, *on_drive("/n")) if line.startswith("note")]
-
-
-@pytest.mark.parametrize(("folder", "shown"), [("/nvme", "/nvme"), ("/a b", "'/a b'")])
-def test_the_cheapest_names_the_folder_of_the_configuration(folder: str, shown: str) -> None:
-    for argv in (on_drive(folder), [*on_drive(folder)[:6]]):  # a folder of one kind of state is there for the other
-        found = [choice.flags for choice in all_choices(planned(*BIG, *argv)) if "nvme" in choice.flags]
-        assert any("param" in flags for flags in found)
-        assert all(f"-nvme-path {shown}" in flags and "DIR" not in flags for flags in found)
-    assert any("-nvme-path DIR" in choice.flags for choice in all_choices(planned(*BIG)))

@@ -5,21 +5,15 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.memory
-import mpu.cross_entropy
-import mpu.weight_init
-from megatron.config.cli import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
-from megatron.optim import adam
-from megatron.optim.rule import StepScalars, UpdateSegment
-from megatron.plan.footprint import MOMENTS_PER_WEIGHT, PlannedRun
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import all_phases, peak_memory, step_phases
 from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
@@ -143,25 +137,11 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
     assert predicted == pytest.approx(stepping, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
-def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: dict[str, Any],
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpu.cross_entropy, "CPU_CHUNK_BYTES", 1 << 16)
-    check(1, [{"bf16": True, "vocab_size": 3000, **values}])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_predicted_peak_holds_for_every_stage_precision_recomputation_and_accumulation(world: int) -> None:
     names = ("zero_stage", "bf16", "checkpoint_activations", "accumulation")
     check(world, [dict(zip(names, choice)) for choice in product(range(4), (False, True), (False, True), (1, 2))])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_predicted_peak_of_the_small_preset_is_the_measured_one(stage: int) -> None:
-    flags = parse_args(["--preset", "small", "--vocab-size", "8192"]).as_dict()
-    check(2, [{**flags["model"], "zero_stage": stage, "batch_size": 4}])
 
 
 def saved_bytes(config: Config) -> int:
@@ -194,34 +174,6 @@ def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> 
     assert saved_bytes(three) - saved_bytes(two) == PlannedRun(three, device="cpu").activations.block
 
 
-def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
-    """On a GPU its kernel reads them as they are (adam_kernel.py), on a CPU what fits the caches (adam.py)."""
-    def buffers(device: Any, **values: Any) -> int:
-        run = PlannedRun(build_config({**SHAPE, "bf16": True, **values}), device=device)
-        return next(moment.buffers for moment in all_phases(run) if moment.name == "update")
-
-    assert buffers("cuda") == buffers("cuda", optimizer="adamw") == buffers("cuda", batch_size=2) < buffers("cpu")
-    assert buffers("cuda", optimizer="lion") == buffers("cpu", optimizer="lion") == buffers("cpu")
-    large = {"hidden_size": 768, "vocab_size": 50_000, "zero_stage": 0}
-    assert buffers("cpu", **large) - buffers("cuda", **large) == 16 * 2 ** 17 * 4
-    assert buffers("cpu", optimizer="lion", **large) - buffers("cuda", **large) == 2 ** 24 * 4
-
-
-@pytest.mark.parametrize("threads", [1, 2, 16])
-def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
-    assert MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
-    taken: list[int] = []
-    empty = torch.empty
-    count, narrow = 3 * 2 ** 17, torch.bfloat16
-    span = UpdateSegment(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
-                         {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
-    with patch.object(torch, "get_num_threads", lambda: threads), \
-            patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
-        adam.AdamW().step([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-                          StepScalars.for_applied_step(1.0, 0, CPU))
-    assert taken == [min(count, threads * adam.CACHE_TILE_NUMEL)]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_extreme_blocks_include_the_largest_of_all(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for chunk, batch, steps in product((None, 1, 2, 3, 5, 9), (1, 64), (1, 2)):
@@ -232,18 +184,3 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.num_layers)))
             assert peak_memory(PlannedRun(config, 4, "cpu")) == quick
-
-
-def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
-    """The table of docs/recompute.md, on a GPU; block 3 of 8, in chunks of one."""
-    def here(**switches: Any) -> int:
-        config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
-        acts = PlannedRun(config, 4, "cuda").activations
-        # beside the chunk at work, in quarters of an input
-        return (acts.alive_at_block(3) - acts.block) * 4 // acts.residual_bytes
-
-    assert here() == 3 * 4
-    assert here(partition_activations=True) == 4, "a quarter of each, its own included: the whole one is a copy"
-    assert here(cpu_checkpointing=True) == 4, "the one before it, on its way back"
-    assert here(cpu_checkpointing=True, partition_activations=True) == 4
-    assert here(partition_activations=True, contiguous_memory_optimization=True) == 0, "in the buffer"

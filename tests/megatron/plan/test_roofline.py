@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.tree import build_config
-from megatron.errors import ConfigError, PeerError
+from megatron.errors import ConfigError
 from megatron.plan import cli
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import KNOWN_GPUS, MachineRates, StepTime, known_rates, measured_rates, step_time
@@ -44,25 +45,13 @@ def test_products_are_those_that_torch_runs(chunk: int) -> None:
     assert predicted(**values).products * RATES.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_exchange_is_the_traffic_of_the_plan(stage: int) -> None:
+def test_exchange_is_the_traffic_of_the_plan() -> None:
     rates = replace(RATES, collective_seconds=0.0)
-    for accumulation in (1, 2):
+    for stage, accumulation in product(range(4), (1, 2)):
         config = build_config({**SHAPE, "zero_stage": stage, "global_batch_size": 16 * accumulation})
         run = PlannedRun(config, 4)
         sent = run.traffic()
         assert step_time(run, rates).exchange == pytest.approx((sent.gradients + sent.parameters) / rates.exchange)
-
-
-def test_each_part_follows_from_its_own_rate() -> None:
-    step = predicted(2)
-    for rate, part in (("flops", "products"), ("exchange", "exchange"), ("operation_seconds", "latency")):
-        changed = predicted(2, rates=replace(RATES, collective_seconds=0.0, **{rate: 2 * getattr(RATES, rate)}))
-        base = predicted(2, rates=replace(RATES, collective_seconds=0.0))
-        factor = 2.0 if rate == "operation_seconds" else 0.5
-        assert getattr(changed, part) == pytest.approx(factor * getattr(base, part))
-    assert step.total == pytest.approx(sum(step.as_dict()[part] for part in
-                                           ("products", "memory", "latency", "optimizer", "exchange")) - step.hidden)
 
 
 def test_tensor_parallel_ranks_share_the_products_and_exchange_activations() -> None:
@@ -74,20 +63,6 @@ def test_on_gpus_exchange_hides_behind_the_backward_unless_it_may_not_overlap() 
     step = predicted(2, "cuda")
     assert 0 < step.hidden <= min(step.exchange, (step.products + step.memory) / 2)
     assert predicted(2, "cuda", overlap_comm=False).hidden == predicted(2).hidden == 0
-
-
-def test_state_on_the_host_takes_longer_and_none_is_lost() -> None:
-    on_host = {"offload_optimizer_device": "cpu"}
-    here, host, device = (predicted(device="cuda", zero_stage=1, **more) for more in (
-        {}, on_host, {**on_host, "offload_update": "device"}))
-    assert here.optimizer < min(host.optimizer, device.optimizer)
-
-
-def test_dropout_costs_time_most_of_all_in_attention_on_a_cpu() -> None:
-    plain, hidden, attention = (predicted(**more).memory for more in (
-        {}, {"hidden_dropout": 0.1}, {"attention_dropout": 0.1}))
-    assert plain < hidden and plain < attention
-    assert predicted(device="cuda", attention_dropout=0.1) == predicted(device="cuda")
 
 
 def test_known_gpus_are_planned_by_their_names(capsys: pytest.CaptureFixture[str],
@@ -129,16 +104,8 @@ def test_without_a_gpu_its_rates_have_to_be_named(monkeypatch: pytest.MonkeyPatc
     assert cli.parse(["--preset", "tiny"])[0].device == "cuda"
 
 
-def test_a_measurement_that_fails_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(PeerError, match="measuring this machine ended with 1"):
-        measured_rates(PlannedRun(build_config(SHAPE), 1, "cpu"))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_this_machine_has_rates(ranks: int) -> None:
-    rates = measured_rates(PlannedRun(build_config(SHAPE), ranks, "cpu"))
-    assert (rates.device, rates.ranks) == ("cpu", ranks)
+def test_this_machine_has_rates() -> None:
+    rates = measured_rates(PlannedRun(build_config(SHAPE), 2, "cpu"))
+    assert (rates.device, rates.ranks) == ("cpu", 2)
     assert min(rates.flops, rates.memory) > 1e8 and 0 < rates.operation_seconds < 1e-2
-    assert (rates.exchange > 1e6 and rates.collective_seconds > 0) == (ranks > 1)
+    assert rates.exchange > 1e6 and rates.collective_seconds > 0

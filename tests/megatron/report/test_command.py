@@ -14,7 +14,7 @@ import pytest
 
 from data.storage import DataError
 from megatron.distributed import exit_codes
-from megatron.report.run_report import find_metrics_file, html_document, main
+from megatron.report.run_report import find_metrics_file, main
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 from tests.megatron.report.test_page import Parsed
@@ -108,15 +108,6 @@ def test_a_folder_is_a_run_by_its_metrics(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_metrics_file(tmp_path / "run") == usual
 
 
-def test_a_checkpoint_names_the_metrics_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train([*TINY, "--mock-data", "--train-iters", 1, "--save", "run", "--metrics-file", "elsewhere.jsonl"])
-    assert find_metrics_file(Path("run")) == Path("elsewhere.jsonl")
-    (tmp_path / "elsewhere.jsonl").unlink()
-    with pytest.raises(DataError, match="holds no metrics file"):
-        find_metrics_file(Path("run"))
-
-
 @pytest.mark.parametrize(("argv", "code", "words"), [
     ([], 2, "RUN"), (["m", "--no-such-flag"], 2, "--no-such-flag"), (["none"], 3, "none: there is no such run"),
     (["m", "m"], 2, "m is given twice"), (["m", "./m"], 2, "./m is given twice, the other time as m"),
@@ -133,28 +124,6 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
     found, told = cli(*argv)
     assert found == code and told.startswith("error: ") and told.count("\n") == 1 and words in told, told
     assert sorted(os.listdir()) == before
-
-
-@pytest.mark.parametrize("text", [b"# Notes\n", b"\x00\xff", b"<!DOCTYPE html>\n<p>somebody's</p>\n",
-                                  html_document("a trace", [], []).encode()])
-def test_a_file_that_is_no_such_page_is_not_replaced(text: bytes, tmp_path: Path, cli: Cli) -> None:
-    write(tmp_path / "m", CONFIG, step(1))
-    (tmp_path / "keep.md").write_bytes(text)
-    (tmp_path / "link").symlink_to("keep.md")
-    for name in ("keep.md", "link"):
-        code, told = cli(tmp_path / "m", "--output", tmp_path / name)
-        assert code == 2 and told.startswith(f"error: --output {tmp_path / name}: ") and told.count("\n") == 1, told
-    assert (tmp_path / "keep.md").read_bytes() == text
-
-
-def test_a_page_an_empty_file_and_a_device_are(tmp_path: Path, cli: Cli) -> None:
-    write(tmp_path / "m", CONFIG, step(1))
-    (tmp_path / "r.html").touch()
-    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
-    write(tmp_path / "m", CONFIG, step(1), step(2))
-    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
-    assert data_of(tmp_path / "r.html")["runs"][0]["step"] == [1, 2]
-    assert cli(tmp_path / "m", "--output", os.devnull) == (0, "")
 
 
 def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:

@@ -62,17 +62,6 @@ def test_a_run_that_was_killed_and_resumed_is_one_line(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_file_that_does_not_say_where_it_starts_tells_the_same(seed: int) -> None:
-    """Another program's, or an old one; a run that goes on without a step is not seen there."""
-    records, _, _ = killed_run(seed)
-    told, untold = history(*records), history(*(record for record in records if "config" not in record))
-    assert untold.steps == told.steps and untold.columns["lm_loss"] == told.columns["lm_loss"]
-    assert not any("two runs" in note for note in notes_of(untold))
-    assert [one.step for one in untold.resumes] == [one.step for one in told.resumes if one.discarded_steps
-                                                    ], "where it goes on at the next step, there is nothing to see"
-
-
-@pytest.mark.parametrize("seed", range(10))
 def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
     """Whoever is ahead, each of them has recorded its own start; and nobody invents others."""
     draw, ahead = random.Random(seed), random.Random(seed).randrange(15)
@@ -94,31 +83,11 @@ def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
     assert notes_of(found) == ["run: it was started again from step 0, and its curves leave out 10 steps before that"]
 
 
-def test_marks_are_of_resumes_on_the_line_alone() -> None:
-    found = history(start(0), *map(step, range(1, 31)), start(20), *map(step, range(21, 23)), start(20),
-                    *map(step, range(21, 41)), start(40), start(10), *map(step, range(11, 30)))
-    assert [one.step for one in found.resumes] == [10]
-    begun_again = history(start(0), *map(step, range(1, 31)), start(20), step(21), start(0), step(1))
-    assert not begun_again.resumes and list(begun_again.steps) == [1]
-
-
-def test_a_resumed_evaluation_replaces_the_one_of_before() -> None:
-    found = history(start(0), step(1), evaluation(1, 3.0), start(1), evaluation(1, 2.0), evaluation(1, 4.0, "test"))
-    assert [(one.split, one.loss) for one in found.evaluations] == [("test", 4.0), ("validation", 2.0)]
-
-
 def test_steps_that_are_not_recorded_are_counted() -> None:
     """The disk of a machine that lost its power holds a later checkpoint than metrics."""
     found = history(start(0), step(1), step(2), start(5), step(6))
     assert list(found.steps) == [1, 2, 6]
     assert notes_of(found) == ["run: 3 steps between the first and the last have no record"]
-
-
-def test_a_step_has_its_place_on_every_axis() -> None:
-    found = history(CONFIG, *map(step, range(1, 5)))
-    assert found.position(3) == {"step": 3, "tokens": 96.0, "seconds": 1.5}
-    assert found.position(9) == {"step": 9, "tokens": 128.0, "seconds": 2.0}
-    assert found.position(0) == {"step": 0, "tokens": 0.0, "seconds": 0.0}
 
 
 def test_values_that_are_no_numbers_are_not_known() -> None:
@@ -157,13 +126,6 @@ def test_a_record_behind_a_cut_line_is_found(following: dict[str, object], cut: 
     found, lines = read(path)
     assert found == [1, 2, following.get("iteration"), 4
                      ] and lines.num_damaged_lines == 1 and not lines.last_line_is_incomplete
-
-
-def test_zeros_of_a_power_cut_hide_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    path.write_bytes(json.dumps(step(1)).encode() + b"\n" + bytes(4096) + json.dumps(start(1)).encode() + b"\n")
-    found, lines = read(path)
-    assert found == [1, None] and lines.num_damaged_lines == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", bytes(512), b'{"config": tr'])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +15,9 @@ from megatron.inference import load
 from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
 from mpu import groups
-from tests.megatron.serve.server import Server, served, trained
+from tests.megatron.serve.server import Server, served
 
 FOREVER = {"prompt": "x", "max_tokens": 2000, "temperature": 0}  # the likeliest never ends the document here
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +76,6 @@ def test_the_parts_of_a_stream_make_the_whole_answer(server: Server, more: dict[
                     together == choice["logprobs"][name])
 
 
-def test_a_text_comes_before_it_is_whole(server: Server) -> None:
-    events = server.events(**FOREVER)
-    next(events)
-    assert server.metric("texts_running") == 1
-    events.close()  # type: ignore[attr-defined]
-
-
 def test_a_client_that_leaves_frees_its_rows(server: Server) -> None:
     server.wait_for("texts_running", 0)
     dropped, made = server.metric("texts_dropped_total"), server.metric("generated_tokens_total")
@@ -117,21 +104,6 @@ def test_beyond_what_may_wait_a_request_is_told_to_come_again(server: Server) ->
     events.close()  # type: ignore[attr-defined]
     server.wait_for("texts_running", 0)
     assert server.ask("/v1/completions", {"prompt": "x", "n": 43, "max_tokens": 2})[0] == 200
-
-
-def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
-    body = json.dumps({**FOREVER, "n": 2, "stream": True, "logprobs": 0}).encode()
-    deaf = socket.socket()
-    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    deaf.connect((server.host, server.port))
-    deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                 b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-    server.wait_for("texts_running", 2)
-    began = time.monotonic()
-    assert len(server.complete(prompt="x", max_tokens=50)["choices"]) == 1
-    assert time.monotonic() - began < 20
-    deaf.close()
-    server.wait_for("texts_running", 0)
 
 
 def test_megatrons_clients_get_prompt_and_text(folder: Path, server: Server) -> None:
@@ -186,22 +158,3 @@ def test_log_probabilities_are_those_of_the_whole_model(folder: Path, server: Se
             best = logprobs[place - 1].topk(3).values.tolist()
             assert sorted(top.values(), reverse=True) == pytest.approx(best[: len(top)], abs=1e-4) or len(top) < 3
     assert found["usage"]["completion_tokens"] == 2 * most
-
-
-def test_megatrons_clients_may_ask_for_the_scores_of_a_prompt_alone(folder: Path, server: Server) -> None:
-    status, found = server.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0, "logprobs": True}, "PUT")
-    logprobs = whole_model(folder, [*b"abc"])
-    expected = [float(logprobs[0, ord("b")]), float(logprobs[1, ord("c")])]
-    assert status == 200 and found["text"] == ["abc"] and found["logprobs"] == [pytest.approx(expected, abs=1e-4)]
-    assert server.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0}, "PUT")[0] == 400
-
-
-def test_scores_end_where_the_answer_does(server: Server) -> None:
-    asked = {"prompt": "some words", "max_tokens": 30, "seed": 2, "logprobs": 1}
-    whole = server.text(**asked)
-    place = next(place for place in range(5, 25) if whole[place].isascii())
-    cut = server.complete(**asked, stop=whole[place])["choices"][0]
-    length = whole.index(whole[place])
-    assert cut["text"] == whole[:length] and cut["finish_reason"] == "stop"
-    assert all(offset < length for offset in cut["logprobs"]["text_offset"])
-    assert len(cut["logprobs"]["tokens"]) == len(cut["logprobs"]["top_logprobs"]) >= length

@@ -18,7 +18,6 @@ import mpu.device
 from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.train import build, compile
-from megatron.train.flops import peak_tflops
 from mpu.groups import Groups
 from tests.megatron.helpers import records, train
 
@@ -58,41 +57,12 @@ def test_the_model_is_one_graph_where_nothing_happens_between_blocks(complete: N
             compile.choose_compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
 
 
-def test_a_gpu_without_a_compiler_trains_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "_missing_compiler", lambda: "C compiler")
-    assert "nothing is compiled (no C compiler was found)" in str(compile.compilation_line(config(), 1, CUDA))
-    assert compile.choose_compilation(config(compile=True), 1,
-                                      CUDA).scope == "model"  # asked for: torch says what it lacks
-
-
-def test_cuda_graphs_need_fixed_addresses() -> None:
-    with pytest.raises(ConfigError, match="no fixed address"):
-        config(cuda_graphs=True, zero_stage=3)
-    with pytest.raises(ConfigError, match="recomputed"):
-        config(cuda_graphs=True, checkpoint_activations=True)
-    with pytest.raises(ConfigError, match="exclude each other"):
-        config(cuda_graphs=True, compile=False)
-
-
 def test_the_line_says_what_was_chosen(complete: None) -> None:
     assert compile.compilation_line(config(), 1, CPU) is None
     assert compile.compilation_line(config(), 1, CUDA) == " products of fp32 matrices in TF32; the model is compiled"
     assert compile.compilation_line(config(cuda_graphs=True, matmul_precision="highest"), 2, CUDA) == (
         " products of fp32 matrices in fp32; each block is compiled into CUDA graphs (gradients are reduced while "
         "backward runs)")
-
-
-def test_the_precision_of_products_goes_by_the_device() -> None:
-    assert (compile.matmul_precision(config(), CUDA), compile.matmul_precision(config(), CPU)) == ("high", "highest")
-
-
-def test_mfu_is_taken_against_the_peak_of_the_arithmetic() -> None:
-    def peak(device: torch.device = CUDA, **values: Any) -> float | None:
-        return peak_tflops("NVIDIA H100 80GB HBM3", compile.arithmetic_precision(config(**values), device))
-
-    assert (peak(bf16=True), peak(), peak(matmul_precision="highest")) == (989.0, 494.5, 66.9)
-    assert peak(matmul_precision="medium") == 989.0
-    assert peak_tflops("Tesla T4", "TF32") == 8.1 and peak_tflops("some CPU", "TF32") is None
 
 
 def trained(values: dict[str, Any], steps: int = 2) -> list[float]:

@@ -17,26 +17,16 @@ from tests.megatron.helpers import ROOT
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(("line", "bf16", "fp16"), [
-    ("flags\t\t: fpu avx512f avx512_bf16 avx512_fp16 amx_bf16", True, True),
-    ("flags\t\t: fpu amx_bf16 amx_tile", True, False),
-    ("flags\t\t: fpu avx2 avx512f avx512_vnni not_avx512_bf16", False, False),
-])
-def test_the_warning_goes_by_the_processors_own_list(line: str, bf16: bool, fp16: bool, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips: 1\n")
-    flags = cpu_flags(tmp_path / "cpuinfo")
-    for precision, native in (("bf16", bf16), ("fp16", fp16)):
-        assert has_native_products(precision, flags) == native
-        notes = precision_notes(precision, CPU, flags)
-        assert len(notes) == (not native)
-        assert all(f"no {precision} instructions" in note and f"--no-{precision}" in note for note in notes)
-        assert not precision_notes(precision, GPU, flags)
-    assert not precision_notes("fp32", CPU, flags)
-
-
-def test_of_an_unknown_processor_nothing_is_said(tmp_path: Path) -> None:
+def test_the_warning_goes_by_the_processors_own_list_and_of_an_unknown_one_nothing_is_said(tmp_path: Path) -> None:
+    for words, expected in (("fpu avx512f avx512_bf16 avx512_fp16 amx_bf16", set()), ("fpu amx_bf16", {"fp16"}),
+                            ("fpu avx2 avx512f not_avx512_bf16", {"bf16", "fp16"}), ("asimd bf16", set())):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {words}\nbogomips: 1\n")
+        flags = cpu_flags(tmp_path / "cpuinfo")
+        for precision in ("fp32", "bf16", "fp16"):
+            notes = precision_notes(precision, CPU, flags)
+            assert len(notes) == (precision in expected) and not precision_notes(precision, GPU, flags)
+            assert all(f"no {precision} instructions" in note and f"--no-{precision}" in note for note in notes)
     assert cpu_flags(tmp_path / "absent") == frozenset() and not has_native_products("bf16", ())
-    assert not precision_notes("bf16", CPU, ()) and not precision_notes("bf16", CPU, {"asimd", "bf16"})
 
 
 def test_the_scripts_ask_this_module_and_nobody_else() -> None:
@@ -52,18 +42,6 @@ def test_the_scripts_ask_this_module_and_nobody_else() -> None:
 # ---- what is freed is kept, and found again: a block taken again and again costs no fresh pages --------------------
 
 FRESH_PAGES = """
-import resource, torch
-from megatron.train.processor import keep_freed_memory
-
-assert keep_freed_memory()
-for round in range(12):
-    if round == 1:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(32 << 20, dtype=torch.uint8)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-LIKE_A_STEP = """
 import ctypes, resource, torch
 from megatron.train.processor import keep_freed_memory
 
@@ -97,30 +75,20 @@ print(held() - before)
 """
 
 
-def fresh_pages(program: str, tunables: str, setting: str = "") -> int:
-    """What blocks cost that are taken when others of the same size, or of the same size together, have been freed."""
+def number_from(program: str, setting: str = "") -> int:
+    """What a program prints that was started with the tunables of the scripts."""
+    shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
+    assert shipped
     result = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True, check=True,
-                            env={**os.environ, "GLIBC_TUNABLES": tunables}, cwd=ROOT)
+                            env={**os.environ, "GLIBC_TUNABLES": shipped.group()}, cwd=ROOT)
     return int(result.stdout)
 
 
-def shipped_tunables() -> str:
-    shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
-    assert shipped
-    return shipped.group()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
-def test_what_was_freed_is_taken_again_without_fresh_pages():
-    """A block of 32 MB, 11 times (as it comes, that is a fresh page for each 2 MB at the least). And 12 blocks of 14 MB
-    (3,584 pages each) after 64 of 3 MB, between nodes that stay (without a stock, some 12,000 fresh pages)."""
-    assert fresh_pages(FRESH_PAGES, shipped_tunables()) < 100
-    assert fresh_pages(LIKE_A_STEP, shipped_tunables()) < 3584
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
-def test_where_memory_is_short_large_blocks_go_back():
-    """Megabytes held when blocks of 40, 30 and 20 have been freed, and three of 2 have not; also where a run of the
-    other kind came before in the process."""
-    assert fresh_pages(HELD, shipped_tunables(), "but large ones, then all") > 40
-    assert fresh_pages(HELD, shipped_tunables(), "all, then but large ones") < 12
+def test_what_was_freed_is_taken_again_without_fresh_pages_but_for_large_blocks_where_memory_is_short() -> None:
+    """12 blocks of 14 MB (3,584 pages each) after 64 of 3 MB, between nodes that stay (without a stock, some 12,000
+    fresh pages). Megabytes held when blocks of 40, 30 and 20 have been freed, and three of 2 have not; also where a run
+    of the other kind came before in the process."""
+    assert number_from(FRESH_PAGES) < 3584
+    assert number_from(HELD, "but large ones, then all") > 40
+    assert number_from(HELD, "all, then but large ones") < 12

@@ -4,7 +4,6 @@ home, with masters that are not rounded; resumed in the middle, and through an o
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.offload.storage import WEIGHT
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
-from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,
-                                    write_corpus)
+from tests.megatron.helpers import NO_DROPOUT, TINY, TINY_SHAPE, lines, steps, total_digest, train, train_all
 
 STEPS = 8
 ROUNDED = ["--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 3, "--quantize-period", 2,
@@ -67,11 +65,9 @@ def test_every_stage_and_home_trains_the_same_bits(tmp_path: Path) -> None:
 
 def engine_for(tp: int = 1, dp: int = 1, frozen: Sequence[str] = (), **values: Any) -> Engine:
     config = build_config({
-        **{name: getattr(tiny_model(), name) for name in (
-            "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size",
-            "attention_dropout", "hidden_dropout")},
-        "model_parallel_size": tp, "batch_size": 2, "global_batch_size": 2 * dp, "quantize_training": True,
-        "quantize_offset": 0, "quantize_groups": 4, "stage3_param_persistence_threshold": 0, **values})
+        **TINY_SHAPE, "model_parallel_size": tp, "batch_size": 2, "global_batch_size": 2 * dp,
+        "quantize_training": True, "quantize_offset": 0, "quantize_groups": 4,
+        "stage3_param_persistence_threshold": 0, **values})
     groups = mpu_groups.build(tp)
     model = build_model(config, groups)
     for name in frozen:
@@ -134,15 +130,6 @@ def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> Non
         assert weights[name].equal(master[:rows]) == (name not in matrices), name
 
 
-def test_a_run_that_was_not_quantised_begins_its_schedule_when_it_is(tmp_path: Path) -> None:
-    train([*FLAGS, "--batch-size", 4, "--no-quantize-training", "--train-iters", 4, "--save", tmp_path / "ckpt",
-           "--lr-decay-iters", 6])
-    said = train([*FLAGS, "--batch-size", 4, "--train-iters", 6, "--load", tmp_path / "ckpt", "--quantize-verbose",
-                  "--lr-decay-iters", 6])
-    assert "current bit-precision = 5, step = 2, quantization period = 4, index = 0" in said
-    assert "bit-precision = 4" not in said
-
-
 def test_an_overflow_does_not_count(tmp_path: Path) -> None:
     """The first loss scales are too high for fp16: steps are skipped, and the bits wait."""
     said = train(cell(tmp_path, "fp16", "--fp16", "--initial-loss-scale", 2.0**20, "--hysteresis", 1,
@@ -162,14 +149,6 @@ def test_nothing_is_rounded_before_the_offset(tmp_path: Path) -> None:
     assert plain[:5] == late[:5] and plain[5] != late[5]
 
 
-def test_verbose_tells_each_fall(tmp_path: Path) -> None:
-    said = train([*FLAGS, "--batch-size", 4, "--quantize-verbose"])
-    assert re.findall("Quantization settings.*", said) == [
-        f"Quantization settings: current bit-precision = {bits}, step = {step}, quantization period = {2 * step}, "
-        "index = 0" for bits, step in ((5, 2), (4, 4), (3, 8))]
-    assert "weights are rounded to 6 bits, and to 5, 4, 3 bits at applied steps 2, 4, 8" in said
-
-
 def test_what_cannot_be_rounded_is_one_line_and_said_in_keys_where_it_was_asked_in_keys(tmp_path: Path) -> None:
     for flags, says in (
             (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
@@ -183,55 +162,3 @@ def test_what_cannot_be_rounded_is_one_line_and_said_in_keys_where_it_was_asked_
         "enabled": True, "eigenvalue": {"enabled": True, "layer_name": "bert.encoder.layer"}}}))
     with pytest.raises(ConfigError, match="^quantize_training.eigenvalue.layer_name bert.encoder.layer: the model"):
         train([*FLAGS[:-len(ROUNDED)], "--quantize-offset", 0, "--batch-size", 4, "--deepspeed_config", file])
-
-
-LAYOUTS: dict[str, Sequence[object]] = {
-    "0": ["--zero-stage", 0, "--batch-size", 2], "2": ["--zero-stage", 2, "--batch-size", 1],
-    "3": ["--zero-stage", 3, "--stage3-param-persistence-threshold", 0, "--batch-size", 2],
-    "tp": ["--model-parallel-size", 2, "--batch-size", 4],
-    "again": ["--zero-stage", 3, "--batch-size", 2, "--checkpoint-activations", "--offload-optimizer-device", "cpu"],
-    "fp16": ["--fp16", "--batch-size", 2, "--initial-loss-scale", 2.0**10]}
-"""At every stage, with tensor parallel layers, with micro-batches, with blocks that are computed again, in fp16."""
-
-
-@pytest.mark.parametrize("names", [("0", "tp"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)])
-def test_eigenvalues_schedule_the_same_bits_in_every_layout(names: tuple[str, ...], tmp_path: Path) -> None:
-    layouts = {name: LAYOUTS[name] for name in names}
-    more = ["--quantize-verbose", "--quantize-eigenvalue", "--eigenvalue-max-iter", 16, "--eigenvalue-verbose",
-            "--quantize-groups", 1]
-    said = run_ranks(train_all, 2, [cell(tmp_path, name, *more, *flags) for name, flags in layouts.items()],
-                     timeout=300)[0]
-    first = {name: dict(re.findall(r"(blocks\.\d) (-?[\d.e+-]+) \(x", text.split("eigenvalues before step 2")[1]))
-             for name, text in zip(layouts, said)}
-    assert first["0"].keys() == {"blocks.0", "blocks.1"}
-    falls = {name: re.findall("current bit-precision.*", text) for name, text in zip(layouts, said)}
-    assert len(falls["0"]) >= 4
-    for name in layouts.keys() - {"2"}:  # there the last micro-batch is another one
-        for block, value in first["0"].items():
-            # Printed to 4 digits; weights of fp16 move by steps of their own.
-            assert float(first[name][block]) == pytest.approx(float(value), rel=0.1 if name == "fp16" else 0.01), name
-        if name != "fp16":
-            assert falls[name] == falls["0"], name
-
-
-@pytest.mark.slow
-def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded_afterwards(tmp_path: Path) -> None:
-    """Perplexity of a corpus that follows a rule: at 8 bits within 0.5 % of the run that rounds nothing; at 4 bits
-    below that of the same run, rounded to the same grid when it was over."""
-    corpus = write_corpus(tmp_path / "corpus", documents=400)
-    base = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--valid-data", corpus, "--train-iters", 300, "--lr", 5e-3,
-            "--batch-size", 8, "--quantize-offset", 0]
-
-    def perplexity(name: str, *flags: object) -> float:
-        train([*base, "--eval-interval", 300, "--eval-iters", 20, "--metrics-file", tmp_path / name, *flags])
-        return math.exp([row for row in records(tmp_path / name) if "eval" in row][-1]["lm_loss"])
-
-    plain = perplexity("plain", "--save", tmp_path / "ckpt")
-    eight = perplexity("eight", "--quantize-training", "--quantize-period", 1)  # 8 bits from step 128 on
-    four = perplexity("four", "--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 4,
-                      "--quantize-period", 50)
-    afterwards = perplexity("afterwards", "--quantize-training", "--quantize-start-bits", 4, "--quantize-target-bits",
-                            4, "--load", tmp_path / "ckpt", "--finetune", "--train-iters", 1, "--lr", 0,
-                            "--eval-interval", 1)
-    assert eight < 1.005 * plain
-    assert four < afterwards

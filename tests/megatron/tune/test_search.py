@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.run_config import AutotuningConfig
 from megatron.plan.memory import peak_memory
-from megatron.tune.search import (MEASURED_SHARE, MIN_MEASURED, MemoryBudget, TrialOption, TrialResult, TuningChoice,
+from megatron.tune.search import (MEASURED_SHARE, MemoryBudget, TrialOption, TrialResult, TuningChoice,
                                   candidate_families, fastest_choice, legal_choices, next_trial, samples_per_step)
 from tests.megatron.tune.simulated import CostSurface, options_of, planned
 
@@ -39,16 +39,6 @@ def test_the_pick_has_95_percent_of_the_best_after_a_third_of_the_trials(seeds: 
         surface = CostSurface.of(seed)
         trials = searched(surface)
         assert len(trials) <= len(options_of()) / 3 and share_of_best(surface, trials) >= 0.95, seed
-
-
-def test_with_bucket_sizes_it_is_as_near_on_nearly_all_surfaces_after_a_fifth_of_the_trials() -> None:
-    flags, shares = ("--no-autotuning-fast",), list[float]()
-    for seed in range(20):
-        surface = CostSurface.of(seed, flags)
-        trials = searched(surface)
-        assert len(trials) <= len(options_of(*flags)) / 5
-        shares.append(share_of_best(surface, trials))
-    assert sum(share < 0.95 for share in shares) <= 1 and min(shares) > 0.85
 
 
 def test_a_search_that_was_killed_goes_on_as_it_would_have() -> None:
@@ -105,14 +95,6 @@ def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself(fla
     assert kept("memory") == smaller and kept("crash") == {option.choice for option in options}
 
 
-def test_smaller_micro_batches_take_the_place_of_those_that_ran_out_of_memory() -> None:
-    options, tuning = options_of(), replace(TUNING, autotuning_num_tuning_micro_batch_sizes=2)
-    first = candidate_families(options, UNLIMITED, {}, tuning)[0]
-    smallest = min(first, key=lambda option: option.memory_needed.device)
-    following = next_trial(options, UNLIMITED, {smallest.choice: TrialResult("memory")}, tuning)
-    assert isinstance(following, TrialOption) and following.memory_needed.device < smallest.memory_needed.device
-
-
 @pytest.mark.parametrize("kind", ["model_based", "gridsearch", "random"])
 def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
     options, trials = options_of(), dict[TuningChoice, TrialResult]()
@@ -120,27 +102,6 @@ def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
     while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
         trials[option.choice] = TrialResult("hang")
     assert option == "nothing is left to try" and len(trials) > 16 and fastest_choice(trials) is None
-
-
-def test_it_ends_at_the_number_of_trials_and_a_round_after_some_that_were_no_faster() -> None:
-    options, trials = options_of(), dict[TuningChoice, TrialResult]()
-    tuning = AutotuningConfig(autotuning_tuner_num_trials=6, autotuning_tuner_early_stopping=3)
-    families = list[TuningChoice]()
-    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
-        trials[option.choice] = TrialResult("done", 1.0)
-        families.append(option.family)
-    assert option == "--autotuning-tuner-num-trials is 6"
-    assert families == [*families[:4], *families[:2]], "the first and three that were no faster, then half of these"
-
-
-def test_few_choices_are_measured_whatever_their_times_and_no_fewer_than_some() -> None:
-    for flags in ((), ("--model-parallel-size", "1", "--autotuning-mp-size", "1")):
-        options, trials = options_of(*flags), dict[TuningChoice, TrialResult]()
-        tuning = AutotuningConfig(autotuning_tuner_num_trials=10**6, autotuning_tuner_early_stopping=0)
-        while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
-            trials[option.choice] = TrialResult("crash") if len(trials) % 2 else TrialResult("done", 1.0)
-        measured = sum(outcome.seconds is not None for outcome in trials.values())
-        assert measured <= max(MIN_MEASURED, MEASURED_SHARE * len(options))
 
 
 # ---- what can be tried --------------------------------------------------------------------------------------------
@@ -159,19 +120,3 @@ def test_what_makes_no_difference_is_not_tried_twice() -> None:
     assert {(choice.stage, choice.tp) for choice in alone} == {(0, 1)}
     assert {choice.tp for choice in legal_choices(planned())} == {1, 2}  # 6 heads
     assert {choice.tp for choice in legal_choices(planned("--autotuning-mp-size", "2"))} == {2}
-
-
-def test_buckets_are_tried_where_numbers_travel_in_pieces() -> None:
-    """A GPU's wire sends a block as a whole."""
-    for device, sizes in (("cpu", 3), ("cuda", 1)):
-        found = legal_choices(planned("--no-autotuning-fast", "--device", device))
-        assert len({choice.bucket for choice in found}) == sizes
-
-
-def test_the_samples_of_a_step_are_those_of_the_flags_or_the_largest_that_are_allowed() -> None:
-    assert samples_per_step(planned()) == 64
-    asked = planned()
-    loose = replace(asked, config=replace(asked.config, train=replace(asked.config.train, global_batch_size=None)))
-    assert samples_per_step(loose) == 32
-    limited = replace(loose.config, autotuning=AutotuningConfig(autotuning_max_train_batch_size=48))
-    assert samples_per_step(replace(loose, config=limited)) == 48

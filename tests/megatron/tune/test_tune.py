@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan.footprint import PlannedRun, StatePlacement
-from megatron.plan.memory import USABLE_FRACTION
-from megatron.tune import cli, search, trial
+from megatron.tune import cli, trial
 from megatron.tune.cli import recommended_flags
-from megatron.tune.search import (MemoryBudget, TrialResult, TuningChoice, common_error, legal_choices, next_repeat,
-                                  samples_per_step)
+from megatron.tune.search import TrialResult, legal_choices, next_repeat, samples_per_step
 from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, config_to_flags, trial_config
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.tune.simulated import RATES
@@ -104,58 +101,6 @@ def test_whatever_becomes_of_a_trial_is_a_result(
     assert words in outcome.words and not _processes(tmp_path)
 
 
-def test_a_start_that_takes_long_is_no_hang(
-        tuner: Tuner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What follows the first step has the short limit."""
-    monkeypatch.setattr(trial, "EXTRA_SECONDS", 1.0)
-    tuner.fake("slow", stage2="stuck", stage3="hang")
-    trials, flags = TrialRunner(tmp_path, 3, 5), ["--startup-timeout-seconds", "15"]
-    assert trials.run(1, asked(*flags), 0.01).state == "done"
-    stuck = trials.run(2, asked(*flags, "--zero-stage", "2"), 0.01)
-    assert (stuck.state, stuck.words) == ("hang", "not over 2 s after its first step")
-    still = trials.run(3, asked("--startup-timeout-seconds", "3", "--zero-stage", "3"), 0.01)
-    assert (still.state, still.words) == ("hang", "no step in 3 s")
-
-
-def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits: list[dict[str, float]] = []
-    monkeypatch.setattr(trial, "_run_process", lambda *_, **each: limits.append(each) or "stopped")
-    for given in (None, 50.0):
-        TrialRunner(tmp_path, 3, 5, given).run(1, asked("--distributed-timeout-seconds", "100"), 0.4)
-    assert limits == [{"first_step": 300.0, "steps": 200.0, "total": math.inf},
-                      {"first_step": math.inf, "steps": math.inf, "total": 50.0}]
-
-
-@pytest.mark.parametrize("said, state", [
-    ("[rank0]: torch.AcceleratorError: CUDA error: out of memory", "memory"),
-    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "memory"),
-    ("OSError: [Errno 12] Cannot allocate memory", "memory"),
-    ("allocator: retries a request that was out of memory\nAssertionError: a bug", "crash"),
-    ("a MemoryError would be told\n[rank0]: RuntimeError: a bug", "crash")])
-def test_lack_of_memory_is_in_the_line_of_an_error(said: str, state: str, tuner: Tuner) -> None:
-    outcome = tuner.try_once(f"says {said}")
-    assert outcome == TrialResult(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
-
-
-def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(tuner: Tuner, tmp_path: Path) -> None:
-    for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
-        (tmp_path / "trials" / name).mkdir(parents=True)
-        (tmp_path / "trials" / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
-    assert tuner.try_once("done") == TrialResult("done", 0.101)
-    assert [len((tmp_path / "trials" / name / "metrics.jsonl").read_text().splitlines()) for name in (
-        "001", "001-2", "001-3")] == [1, 1, 5]
-
-
-def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its number may be a stranger's by then."""
-    signals: list[int] = []
-    monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
-    ended = trial._run_process(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics",
-                               first_step=9, steps=9, total=9)
-    assert ended == 0 and not signals
-
-
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = ("from pathlib import Path; from megatron.tune import cli, trial; "
                f"run = cli.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
@@ -177,14 +122,11 @@ def _until(holds: Callable[[], bool]) -> None:
 
 def _processes(folder: Path) -> list[Path]:
     """Those that have this folder in their command."""
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in _content(path)]
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found += [path] * (str(folder).encode() in path.read_bytes())
+    return found
 
 
 def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> None:
@@ -195,25 +137,6 @@ def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> No
     assert config.save.save is None and config.log.tensorboard_dir is None
     assert config.train.train_iters == run.config.train.train_iters and config.train.exit_interval == 5
     assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
-
-
-@pytest.mark.parametrize("flags", [
-    ["--quantize-training", "--train-iters", "20000"], ["--exit-interval", "4"], ["--exit-duration-in-mins", "0.001"],
-    ["--optimizer", "onebit_adam", "--onebit-freeze-step", "100", "--train-iters", "1000"], ["--train-iters", "3"]])
-def test_what_is_set_for_a_long_run_can_be_tried(flags: list[str], tmp_path: Path) -> None:
-    """Checks and schedules are those of the run, and the trial is left after its steps."""
-    config = trial_config(asked(*flags), tmp_path / "m.jsonl", 5)
-    assert parse_args(config_to_flags(config)) == config
-    assert config.train.exit_interval == 5 and config.train.train_iters >= 5 and not config.train.exit_duration_in_mins
-
-
-def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they_are(tmp_path: Path) -> None:
-    config = trial_config(asked("--fp16", "--initial-loss-scale", str(2.0**32)), tmp_path / "m.jsonl", 5)
-    assert config.precision.initial_loss_scale == trial.SCALE
-    file = tmp_path / "m.jsonl"
-    lines = [{"iteration": step, "step_ms": 100.0 * step, "skipped": step == 2} for step in range(1, 6)]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert trial._recorded_steps(file) == [(1, 0.1), (3, 0.3), (4, 0.4), (5, 0.5)]
 
 
 # ---- a search -----------------------------------------------------------------------------------------------------
@@ -301,15 +224,6 @@ def test_repeats_end_when_the_best_is_plain(times: list[tuple[float, ...]], foll
                         for number, one in enumerate(times)}) == following
 
 
-def test_a_choice_that_fails_twice_when_it_is_measured_again_is_not_picked() -> None:
-    once = TrialResult("done", 1.0).merge_repeat(TrialResult("hang", words="late"))
-    assert (once.state, once.seconds, once.times) == ("done", 1.0, (1.0, math.inf))
-    assert next_repeat({0: once, 1: TrialResult("done", 1.0), 2: TrialResult("done", 1.01)}) == 1
-    assert once.merge_repeat(TrialResult("done", 0.9)).seconds == 0.9
-    twice = once.merge_repeat(TrialResult("memory", words="gone", code=5))
-    assert (twice.state, twice.seconds, twice.words) == ("memory", None, "gone")
-
-
 def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(tuner: Tuner) -> None:
     """A disk that is full, data that are gone: every choice fails from then on."""
     tuner.takes(0.3, 0.2, 0.1, 0.4, None, None)
@@ -317,21 +231,6 @@ def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(tuner: T
     assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
     tuner.takes(0.11, 0.21, 0.31, 0.12, 0.22, 0.32)
     assert "100 ms a step" in tuner.search(f"{IN_ORDER} 4"), "and so it is on disk"
-
-
-@pytest.mark.slow
-def test_a_search_that_is_killed_outright_goes_on(tuner: Tuner) -> None:
-    program = f"import sys; from megatron.tune import cli, trial; trial.TRAINER = {FAKE!r}; sys.exit(cli.main())"
-    begun = [sys.executable, "-c", program, *tuner.flags]
-    with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("trial 2"):
-                break
-        os.kill(process.pid, signal.SIGKILL)
-    before = tuner.outcomes()
-    text = subprocess.run(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert f"goes on after {len(before)} trials" in text and tuner.outcomes()[:len(before)] == before
 
 
 def test_trials_of_another_run_are_not_mixed_with_these(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,22 +249,6 @@ def test_trials_of_another_run_are_not_mixed_with_these(tuner: Tuner, monkeypatc
     assert len(tuner.outcomes()) == 1
 
 
-def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(tuner: Tuner) -> None:
-    said = tuner.search("--dry-run")
-    assert "nothing is tried (--dry-run)" in said and "samples/s | --batch-size " in said and "trial 1" not in said
-    assert not tuner.results.exists(), "nothing is written"
-    tuner.search("--autotuning-tuner-num-trials 1")
-    before = tuner.outcomes()
-    tuner.search("--autotuning-overwrite --dry-run")
-    assert tuner.outcomes() == before
-
-
-def test_where_nothing_runs_it_says_so(tuner: Tuner) -> None:
-    tuner.fake("crash")
-    with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
-        tuner.search("--autotuning-tuner-num-trials 2")
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
 def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
@@ -377,61 +260,6 @@ def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
     tuner.fake()
     tuner.search("--autotuning-tuner-num-trials 1")
     assert tuner.outcomes()[0]["outcome"]["state"] == "done"
-
-
-def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
-    refused, other = TrialResult("crash", words="no", code=2), TrialResult("crash", words="neither", code=2)
-    done, unread = TrialResult("done", 1.0), TrialResult("crash", words="a", code=3)
-    for several in ([refused], [refused, other], [done, refused, refused], [refused, unread], [unread, done],
-                    [TrialResult("crash", code=5), TrialResult("crash", code=5)]):
-        assert common_error(dict(enumerate(several))) is None
-    assert common_error(dict(enumerate([refused, refused]))) == refused
-    assert common_error(dict(enumerate([done, unread, unread]))) == unread
-
-
-@pytest.mark.parametrize("flags, kind, words", [
-    ([], ConfigError, "no training text: give --train-data"),
-    (["--train-data", "nofile.jsonl"], DataError, "--train-data nofile.jsonl: no file or folder of this name"),
-    (["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "none.json", "--merge-file", "none.txt"],
-     DataError, "none.json")])
-def test_what_no_trial_could_run_without_is_refused_before_any(
-        flags: list[str], kind: type[Exception], words: str, tuner: Tuner) -> None:
-    tuner.flags.remove("--mock-data")
-    with pytest.raises(kind, match=words):
-        cli.main([*tuner.flags, *flags])
-    assert not tuner.results.exists()
-
-
-@pytest.mark.parametrize("flag", ["--autotuning-exps-dir", "--autotuning-results-dir"])
-def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
-        flag: str, tuner: Tuner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "measured_rates", None)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
-        tuner.search(f"{flag} {tmp_path / 'file'}")
-
-
-def test_what_is_told_of_a_search(tuner: Tuner) -> None:
-    tuner.takes(0.2, 0.1, 0.1, 0.2)
-    text = tuner.search("--autotuning-metric latency --autotuning-tuner-num-trials 1")
-    assert " to try; a rank has " in text and "ms a step | measured 200 ms a step\n" in text
-    assert "over: --autotuning-tuner-num-trials is 1\n" in text
-    assert "fastest: 200 ms a step, after 1 trial of " in text
-    text = tuner.search("--autotuning-metric latency --autotuning-tuner-num-trials 2")
-    assert "; goes on after 1 trial\n" in text
-    head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
-    assert "bucket" in head and [row.split()[0] for row in rows] == ["2", "1"]
-
-
-def test_an_interrupted_search_says_that_it_can_go_on(tuner: Tuner, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any) -> TrialResult:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TrialRunner, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tuner.search()
-    assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
 
 
 def test_two_searches_do_not_share_their_results(tuner: Tuner) -> None:
@@ -457,42 +285,6 @@ def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.Monkey
         tuner.search("--ranks 1 --device cuda --card-gb 0.0005 --autotuning-overwrite")
 
 
-@pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
-def test_the_room_on_gpus_is_what_is_free_on_those_that_the_ranks_take(
-        visible: str | None, ranks: int, free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text(f"""#!{sys.executable}
-import sys
-free = {{"0": 8000, "1": 7000, "2": 1000, "3": 9000}}
-ids = [word.removeprefix("--id=").split(",") for word in sys.argv if word.startswith("--id=")]
-assert "--query-gpu=memory.free" in sys.argv
-print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
-""")
-    driver.chmod(0o755)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**33)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    run = PlannedRun(parse_args(MODEL), ranks, "cuda")
-    host = 2**33 / ranks - search.LIBRARY_BYTES
-    assert search.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
-    assert search.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
-    assert search.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
-
-
-def test_it_runs_on_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, device in ((2, "cuda"), (0, "cpu")):
-        monkeypatch.setattr(cli, "num_visible_gpus", lambda: count)
-        assert cli.parse(MODEL)[0].device == device
-
-
-def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="give --card-gb"):
-        search.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
-
-
 @pytest.mark.parametrize("flags, words", [
     ("--ranks 0", "--ranks is 0"), ("--trial-seconds 0", "--trial-seconds is 0"),
     ("--global-batch-size 3 --autotuning-mp-size 1", "leave no choice"),
@@ -502,28 +294,6 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
 def test_what_cannot_be_tuned_is_refused(flags: str, words: str, tuner: Tuner) -> None:
     with pytest.raises(ConfigError, match=words):
         tuner.search(flags)
-
-
-def test_results_hold_what_was_added(tmp_path: Path) -> None:
-    choices = [TuningChoice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
-    results = TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
-    results.add(choices[0], TrialResult("done", 0.1 + 0.2))
-    results.add(choices[1], TrialResult("hang", words="late"))
-    again = TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
-    expected = [TrialResult("done", 0.1 + 0.2), TrialResult("hang", words="late")]
-    assert list(again.trials.items()) == list(zip(choices, expected, strict=True))
-    again.remove([choices[0]])
-    assert list(TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False).trials) == [
-        choices[1]] == list(again.trials)
-    head = (tmp_path / TRIALS_FILE).read_text().splitlines()[0]
-    for line in ("no record", "null", "{}", '{"choice": {"batch": 1}, "outcome": {"state": "done"}}'):
-        (tmp_path / TRIALS_FILE).write_text(f"{head}\n{line}\n")
-        with pytest.raises(ConfigError, match="holds a line that is no record"):
-            TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
-    for subject in ("null", "[1]", '"x"'):
-        (tmp_path / TRIALS_FILE).write_text(f'{{"subject": {subject}}}\n')
-        with pytest.raises(ConfigError, match="holds a line that is no record"):
-            TrialRecords(tmp_path / TRIALS_FILE, {"a": 1}, overwrite=False)
 
 
 @pytest.mark.slow
