@@ -17,7 +17,6 @@ import megatron.zero
 from megatron import zero
 from megatron.config.tree import build_config
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.zero.utils import safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
@@ -137,52 +136,13 @@ def test_a_late_wire_changes_nothing(native: bool, tmp_path: Path) -> None:
     assert run_ranks(lives, 2, native, str(tmp_path), [0, 1, 2], timeout=300) == [[], []]
 
 
-class Idle(Net):
-    """The last block takes part in the first forward only."""
-
-    used = 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[: self.used]:
-            x = torch.tanh(block(x))
-        self.used = 2
-        return self.head(x).square().mean()
-
-
-def written(rank: int, world: int, native: bool) -> list[str]:
-    """New weights while the ones before are still on their way: those of a block that no forward has used since, and
-    those that somebody sets right after a step."""
-    found = []
-    with accelerator_side(native):
-        for stage, bf16 in product((1, 2), (False, True)):
-            config = build_config({"zero_stage": stage, "bf16": bf16, "batch_size": 4, "global_batch_size": 8,
-                                   "ignore_unused_parameters": True, "lr": 1e-2, "lr_warmup_iters": 0,
-                                   "lr_decay_style": "constant"})
-            with late_wire():
-                engine = zero.initialize(model=Idle(), config=config, mpu=groups.build(1))[0]
-                for _ in range(3):
-                    engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)))
-                    engine.core.step()  # new weights travel until they are needed
-                last = engine.module.blocks[2].weight
-                safe_set_full_fp32_param(last, torch.full((WIDTH, WIDTH), 0.25))
-                with zero.GatheredParameters(last):
-                    found += [] if bool((last == 0.25).all()) else [f"stage {stage}, bf16 {bf16}"]
-                engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
-def test_weights_on_their_way_are_waited_for_before_new_ones(native: bool) -> None:
-    assert run_ranks(written, 2, native) == [[], []]
-
-
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ waits for threads, not ranks. Nothing here looks for eigenvalues (test_curvature.py)."""
+    """In the mechanism; api/ waits for threads, not ranks. Nothing here looks for eigenvalues (test_moq.py)."""
     for path in sorted(FOLDER.glob("*.py")):
         yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "eigenvalue")
     yield from waits("mpu.compressed_all_reduce")

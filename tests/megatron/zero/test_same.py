@@ -38,37 +38,6 @@ class Named(nn.Module):
         return x.square().mean()
 
 
-class Blocks(nn.Module):
-    """As `Named`, of units."""
-
-    def __init__(self, *kinds: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for kind in kinds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-class In(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Out(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(x)
-
-
 def engine_of(model: nn.Module, stage: int, parameters: Any = None, mpu: Any = None) -> Any:
     return zero.initialize(
         model=model, optimizer=torch.optim.SGD(parameters or model.parameters(), lr=0.5), mpu=mpu,
@@ -85,14 +54,6 @@ def another_shape(rank: int) -> nn.Module:
 def frozen(rank: int) -> nn.Module:
     model = Named()
     model.layers["beta"].weight.requires_grad = rank == 0
-    return model
-
-
-def tied(rank: int) -> nn.Module:
-    """A parameter that several units use belongs to the root."""
-    model = Blocks(In, Out)
-    if rank == 1:
-        model.blocks[1].also = model.blocks[0].inner
     return model
 
 
@@ -124,8 +85,6 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
                  "parameter 3 is not there on rank 0, layers.delta.weight: float32"),
     "shape": (another_shape, f"parameter 1 is {BETA} in unit root on rank 0, layers.beta.weight: float32 [2, 8]"),
     "frozen": (frozen, f"parameter 1 is {BETA} in unit root on rank 0, {BETA} (frozen) in unit"),
-    "tied": (tied, "parameter 0 is blocks.0.inner.weight: float32 [4, 4] on rank 0, blocks.0.inner.weight: float32 "
-                   "[4, 4] in unit root on rank 1"),
     "tiles": (tiles_swapped, "build the same model in the same order on every rank"),
     "zero.Init": (sharded_on_one_rank, f"parameter 1 is {BETA} in unit root on rank 0, {BETA} of zero.Init in"),
     "buffers": (lambda rank: Named(buffers=("mean", "std") if rank == 0 else ("std", "mean")),
@@ -202,25 +161,3 @@ def trained(rank: int, stage: int) -> float:
 
 def test_the_order_within_param_groups_is_no_difference() -> None:
     assert max(off for stages in run_ranks(all_trained, 2) for off in stages) <= 1e-6  # the order of a sum
-
-
-def late_buffers(rank: int, world: int) -> list[str]:
-    return [late_buffer(rank, change) for change in ("order", "shape", "name")]
-
-
-def late_buffer(rank: int, change: str) -> str:
-    """The error of a load of weights where rank 1 has registered other buffers since the engine was made."""
-    engine = engine_of(Named(), 1)
-    sizes = {"a": 3, "b": 3 + rank * (change == "shape")}
-    for name in sorted(sizes, reverse=change == "order" and rank > 0):
-        engine.module.register_buffer(name, torch.full((sizes[name],), float(rank)))
-    if change == "name" and rank:
-        del engine.module.b
-    with pytest.raises(ConfigError) as caught:
-        engine.load_module_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
-    return str(caught.value)
-
-
-def test_a_load_of_weights_compares_the_buffers_of_today() -> None:
-    for said in run_ranks(late_buffers, 2):
-        assert all("the ranks call load_module_state_dict with different buffers: buffer " in text for text in said)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.cli import parse_args
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
 from mpu.groups import build as build_groups
@@ -157,10 +156,3 @@ def test_a_checkpoint_of_a_tiled_run_belongs_to_tiled_runs(tmp_path: Path) -> No
             train([*argv, *flags, "--load", tmp_path])
     train([*argv, "--save", tmp_path / "plain", "--tile-factor", "2"])
     train([*argv, "--load", tmp_path / "plain", "--tile-factor", "4"])  # without tiles it means nothing
-
-
-def test_tiles_are_for_one_tensor_parallel_rank() -> None:
-    with pytest.raises(ConfigError, match="--memory-centric-tiled-linear and --model-parallel-size 2 exclude"):
-        parse_args([*TILED, "--model-parallel-size", "2"], 2)
-    with pytest.raises(ConfigError, match="--tile-factor is 9: expected a number >= 1 and <= 8"):
-        parse_args([*TILED, "--tile-factor", "9", "--hidden-size", "8", "--num-attention-heads", "2"])

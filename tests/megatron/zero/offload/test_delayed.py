@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import wait
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -13,21 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.optim.adam import AdamW
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.initialize import initialize
-from megatron.zero.backward import PassCoordinator
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.hooks import Unit
 from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.late_wire import late_wire
-from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.offload.test_equal import ROWS, batches, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
@@ -82,8 +76,8 @@ def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float
     return found, wanted, same
 
 
-@pytest.mark.parametrize("world, stage, optimizer", [(1, 1, "adamw"), (1, 2, "adamw"), (1, 3, "adamw"), (2, 2, "adamw"),
-                                                     (2, 3, "adamw"), (1, 2, "nadam")])
+@pytest.mark.parametrize("world, stage, optimizer", [
+    (1, 1, "adamw"), (2, 2, "adamw"), (2, 3, "adamw"), (1, 2, "nadam")])
 def test_gradients_are_of_the_weights_one_step_before(world: int, stage: int, optimizer: str) -> None:
     for found, wanted, same in run_ranks(lives, world, stage, optimizer):
         assert found == wanted and same
@@ -126,9 +120,8 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_whoever_needs_the_weights_gets_those_of_the_last_step(tmp_path: Path, world: int) -> None:
-    assert run_ranks(finished, world, tmp_path) == [[]] * world
+def test_whoever_needs_the_weights_gets_those_of_the_last_step(tmp_path: Path) -> None:
+    assert run_ranks(finished, 2, tmp_path) == [[], []]
 
 
 def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
@@ -163,72 +156,9 @@ def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world, stage", [(1, 1), (1, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize("world, stage", [(1, 1), (2, 3)])
 def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(tmp_path: Path, world: int, stage: int) -> None:
     assert run_ranks(looked_at, world, stage, tmp_path) == [[]] * world
-
-
-def sums(tensor: bool) -> float:
-    """Of the weights after three steps whose rate a scheduler moves while the update is held up."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    go, step = Event(), AdamW.step
-
-    def held_up(rule: AdamW, *arguments: Any) -> bool:
-        assert go.wait(60)
-        return step(rule, *arguments)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2)
-    offload = {"device": "cpu", "delayed_param_update": True}
-    engine, *_ = initialize(
-        model=model, optimizer=optimizer, device=torch.device("cpu"), config={
-            "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "offload_optimizer": offload}},
-        lr_scheduler=lambda of: torch.optim.lr_scheduler.ExponentialLR(of, 0.1))
-    with patch.object(AdamW, "step", held_up):
-        for number in range(3):
-            rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
-            go.set()
-            engine.backward(engine(rows).pow(2).mean())
-            engine.finish_step()
-            go.clear()
-            engine.step()  # and the rate moves before the update begins
-        go.set()
-        engine.finish_step()
-    return sum(parameter.double().sum().item() for parameter in engine.module.parameters())
-
-
-def test_a_rate_that_is_a_tensor_is_that_of_its_step() -> None:
-    with accelerator_side(), late_copy_streams():
-        assert sums(tensor=True) == pytest.approx(sums(tensor=False), rel=1e-6)  # of which one is fp32
-
-
-def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
-    """And its evaluations do not."""
-    beside: list[tuple[bool, bool]] = []
-    before_forward = PassCoordinator.before_forward
-
-    def noted(passes: PassCoordinator, unit: Unit) -> None:
-        before_forward(passes, unit)
-        if unit.is_root and not passes.in_backward:
-            update, = made
-            beside.append((torch.is_grad_enabled(), update.running is not None))
-
-    made: list[DelayedOptimizerUpdate] = []
-    begin = DelayedOptimizerUpdate.__init__
-
-    def kept(update: DelayedOptimizerUpdate, *arguments: Any) -> None:
-        begin(update, *arguments)
-        made.append(update)
-
-    flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 " \
-            "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
-    with accelerator_side(), late_copy_streams(), patch.object(PassCoordinator, "before_forward", noted), \
-            patch.object(DelayedOptimizerUpdate, "__init__", kept):
-        train_by_flags(flags.split())
-    training, evaluating = ([is_beside for learns, is_beside in beside if learns is which] for which in (True, False))
-    assert training == [False, True, True, False, True, True] and evaluating and not any(evaluating)
 
 
 def resumed(rank: int, world: int, folder: Path) -> bool:
@@ -255,9 +185,8 @@ def engine_of(world: int, **settings: Any) -> Engine:
     return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_resumed_run_goes_on_as_the_saved_one(tmp_path: Path, world: int) -> None:
-    assert run_ranks(resumed, world, tmp_path) == [True] * world
+def test_a_resumed_run_goes_on_as_the_saved_one(tmp_path: Path) -> None:
+    assert run_ranks(resumed, 2, tmp_path) == [True, True]
 
 
 def broken(rank: int, world: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from megatron.config.tree import Config, build_config
-from megatron.optim.adam import AdamW
-from megatron.optim.rule import StepScalars, UpdateSegment
 from megatron.plan.footprint import PlannedRun
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.offload.chunk_sizes import OffloadRatio
 from megatron.zero.offload.storage import Location
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
+from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.test_equal import (PRECISIONS, alike, batches, everywhere, on_nvme, on_params, on_side,
@@ -85,13 +83,10 @@ def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None
     engine.destroy()
 
 
-RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3}
-
-
 def trained_by(rank: int, world: int, folder: Path) -> list[str]:
     """Optimizers that do other things where their state is on NVMe."""
     found = []
-    for number, (name, rate) in enumerate(RATES.items()):
+    for number, (name, rate) in enumerate({"lamb": 1e-2, "sgd": 0.5, "nadam": 1e-3}.items()):
         cell = {"optimizer": name, "lr": rate, "zero_stage": 1 + number % 3}
         ends = []
         for home in (None, folder):
@@ -133,27 +128,6 @@ def frozen(rank: int, world: int, folder: Path) -> bool:
 
 def test_frozen_weights_live_there_too(tmp_path: Path) -> None:
     assert run_ranks(frozen, 2, tmp_path) == [True] * 2
-
-
-def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the fused kernel does: it says that it has written what it was given a place for."""
-
-    step = AdamW.step
-
-    def update_and_write(rule: AdamW, spans: Sequence[UpdateSegment], hyper: Mapping[str, Any],
-                         at: StepScalars) -> bool:
-        step(rule, spans, hyper, at)
-        for span in spans:
-            if span.lp_out is not None:
-                span.lp_out.copy_(span.master)
-        return True
-
-    expected = outcome(built(configured(None, bf16=True)).core, batches(3))
-    monkeypatch.setattr(AdamW, "step", update_and_write)
-    engine = built(configured(tmp_path, bf16=True))
-    assert alike(outcome(engine.core, batches(3)), expected)
-    engine.destroy()
 
 
 @pytest.mark.parametrize("threshold, in_memory, said", [
@@ -223,27 +197,12 @@ def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str,
     return [name for name, end in ends.items() if not alike(end, ends["stays"])]
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("change, cell, side", [
-    pytest.param(change, cell, side, marks=() if (place + other + side) % 2 else pytest.mark.slow)  # each change twice
-    for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)
-    for side in (False, True)])
+@pytest.mark.parametrize("change, cell, side", pairs([edit, put, load, forget], [*CELLS], [False, True], each=1))
 def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, cell: str, side: bool) -> None:
     assert run_ranks(changed, 2, tmp_path, change, CELLS[cell], side, timeout=300) == [[]] * 2
 
 
 # ---- a part of the state ---------------------------------------------------------------------------------------------
-
-SIZES = [39_000, *[7_000] * 12]
-
-
-def test_whole_buckets_come_as_near_to_the_ratio_as_they_can() -> None:
-    for tenths in range(11):
-        ratio = OffloadRatio(tenths / 10)
-        offloaded = sum(size for size in SIZES if ratio.offloads_next(size))
-        assert abs(offloaded - tenths / 10 * sum(SIZES)) <= (7_000 / 2 if 0 < tenths < 10 else 0)
-    half = OffloadRatio(0.5)
-    assert [half.offloads_next(10) for _ in range(6)] == [True, False] * 3
 
 
 @pytest.mark.parametrize(("where", "line"), [
@@ -257,10 +216,9 @@ def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> N
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: str) -> None:
+@pytest.mark.parametrize("stage, ratio, home", pairs([1, 2, 3], [0.0, 0.25, 0.6, 1.0], ["cpu", "nvme"], each=1))
+def test_the_ratio_is_that_of_whole_buckets_and_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float,
+                                                                     home: str) -> None:
     where = {"offload_optimizer_device": "cpu"} if home == "cpu" else on_nvme("optimizer", tmp_path)
     config = build_config({"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
                            "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "batch_size": 1,
@@ -273,5 +231,7 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
                 if bucket.storage is core.engine_storage.optimizer and bucket.storage.location is not Location.DEVICE]
         run = PlannedRun(config, 1, "cuda")
         assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
+        sizes = [bucket.layout.shard_numel for bucket in core.buckets]
         assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
+        assert abs(run.offloaded_numel - ratio * sum(sizes)) <= (max(sizes) / 2 if 0 < ratio < 1 else 0)
         core.detach()
