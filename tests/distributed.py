@@ -11,6 +11,11 @@ those hangs).
 So the function must be importable by name (module level; no lambda, no closure), and its arguments and results
 must pickle. Pickle is fine here: this is test code talking to itself.
 
+A test of which every rank makes the same checks is its body:
+
+    @on_ranks(2)
+    def test_something(rank: int, world_size: int, tmp_path: Path) -> None: ...
+
 A failure names the *culprit*, the rank that failed first; its peers' "connection closed" is not shown.
 """
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -100,6 +106,25 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
             for child in children:
                 child.kill()
                 child.join()
+
+
+def on_ranks(world_size: int, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a test whose body runs on every rank. After the rank and the number of ranks it takes fixtures and
+    parameters that pickle."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _, _, *given = inspect.signature(body).parameters.values()
+
+        def test(**values: Any) -> None:
+            run_ranks(body, world_size, *(values[parameter.name] for parameter in given), timeout=timeout)
+
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        body.__name__ = body.__qualname__ = f"_on_rank_{body.__name__}"
+        body.__globals__[body.__name__] = body  # where pickle looks for it
+        return test
+
+    return decorate
 
 
 def _collect(pipes: list[Connection], timeout: float, folder: Path) -> dict[int, _Report | None]:

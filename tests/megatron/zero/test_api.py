@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron import zero
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 
 WIDTH, ROWS = 12, 8
 CONFIG = {"train_micro_batch_size_per_gpu": ROWS // 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
@@ -96,52 +97,34 @@ def train(engine: Engine, count: int, start: int = 0) -> list[torch.Tensor]:
     return weights_of(engine)
 
 
-def every_stage(rank: int, world: int, make: Any) -> list[list[torch.Tensor]]:
-    found = []
+@pytest.mark.parametrize("make", [adamw, nadam])
+@on_ranks(2)
+def test_every_stage_trains_a_users_model_as_plain_torch_does(rank: int, world: int, make: Any) -> None:
+    wanted = plain_training(make, 8)
     for stage in range(4):
         model = Model(seed=rank)  # every rank takes the values of the first
         engine = zero.initialize(model=model, optimizer=make(three_groups(model)), config=config(stage))[0]
         assert engine.get_lr() == [1e-2, 3e-3, 1e-2] and model.mask.all()
-        found.append(train(engine, 8))
-    return found
+        # 2e-6: halves of the batch are summed in another order; 8 steps of 1e-2 (measured 4e-7).
+        torch.testing.assert_close(train(engine, 8), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("make", [adamw, nadam])
-def test_every_stage_trains_a_users_model_as_plain_torch_does(make: Any) -> None:
-    wanted = plain_training(make, 8)
-    for found in run_ranks(every_stage, 2, make):
-        for weights in found:
-            # 2e-6: halves of the batch are summed in another order; 8 steps of 1e-2 (measured 4e-7).
-            torch.testing.assert_close(weights, wanted, rtol=0, atol=2e-6)
-
-
-def counted(rank: int, world: int) -> dict[str, Any]:
-    engine, optimizer, loader, scheduler = zero.initialize(
+@on_ranks(2)
+def test_counters_boundaries_and_rates(rank: int, world: int) -> None:
+    engine, optimizer, _, _ = zero.initialize(
         model=Model(), config=config(1, gradient_accumulation_steps=2, scheduler={
             "type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}))
-    seen: dict[str, list[Any]] = {"boundary": [], "applied": [], "lr": [], "steps": [], "returned": []}
-    for batch in batches(4):
+    expected = [(False, False, 2.5e-3, (1, 0, 0, 0)), (True, True, 5e-3, (2, 1, 16, 0)),
+                (False, True, 5e-3, (3, 1, 16, 0)), (True, True, 7.5e-3, (4, 2, 32, 0))]
+    for batch, (is_boundary, is_applied, rate, counters) in zip(batches(4), expected, strict=True):
         loss = engine(batch[:4])
-        seen["boundary"].append(engine.is_gradient_accumulation_boundary())
-        seen["returned"].append((engine.backward(loss) * 2 - loss).abs().item())
+        assert engine.is_gradient_accumulation_boundary() == is_boundary
+        assert engine.backward(loss) * 2 == loss
         engine.step()
-        seen["applied"].append(engine.was_step_applied())
-        seen["lr"].append(engine.get_lr()[0])
-        seen["steps"].append((engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps))
-    norm = engine.get_global_grad_norm()
-    return {**seen, "norm": norm, "type": engine.get_type(), "batch": engine.train_batch_size(),
-            "scale": (engine.loss_scale, optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow)}
-
-
-def test_counters_boundaries_and_rates() -> None:
-    found = run_ranks(counted, 2)[0]
-    assert found["boundary"] == [False, True, False, True]
-    assert found["applied"] == [False, True, True, True]
-    assert found["returned"] == [0.0] * 4
-    assert found["steps"] == [(1, 0, 0, 0), (2, 1, 16, 0), (3, 1, 16, 0), (4, 2, 32, 0)]
-    assert found["lr"] == pytest.approx([2.5e-3, 5e-3, 5e-3, 7.5e-3])
-    assert found["batch"] == 16 and found["type"] == ["AdamW"] and found["scale"] == (1.0, 1.0, 1.0, False)
-    assert found["norm"] > 0
+        assert engine.was_step_applied() == is_applied and engine.get_lr() == [pytest.approx(rate)]
+        assert (engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps) == counters
+    assert engine.train_batch_size() == 16 and engine.get_type() == ["AdamW"] and engine.get_global_grad_norm() > 0
+    assert (engine.loss_scale, optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow) == (1.0, 1.0, 1.0, False)
 
 
 def test_a_users_scheduler_is_stepped_and_the_loader_gives_micro_batches() -> None:
@@ -218,34 +201,25 @@ def test_a_resume_in_mid_epoch_has_the_order_of_that_epoch_as_a_loop_that_is_lef
         assert [int(value) for batch in resumed for value in batch][: len(expected)] == expected, f"after {number}"
 
 
-def saved_and_loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_checkpoint_brings_back_everything_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
+    """Two ranks, no accumulation: stages are bit-equal."""
     first = zero.initialize(model=Model(), config=config(2))[0]
     train(first, 3)
-    first.save_checkpoint(folder, client_state={"epoch": 7, "best": 0.25})
-    first.save_checkpoint(folder, tag="named", client_state={"epoch": 8})
+    first.save_checkpoint(tmp_path, client_state={"epoch": 7, "best": 0.25})
+    first.save_checkpoint(tmp_path, tag="named", client_state={"epoch": 8})
     wanted = train(first, 3, start=3)
-    found: dict[str, Any] = {}
     for stage in range(4):
         second = zero.initialize(model=Model(seed=9), config=config(stage))[0]
-        path, state = second.load_checkpoint(folder, tag="global_step3")
+        path, state = second.load_checkpoint(tmp_path, tag="global_step3")
+        assert Path(str(path)).name == "global_step3" and state == {"epoch": 7, "best": 0.25}
         assert int(second.module.calls) == 3, "buffers are part of a checkpoint"
-        found[f"stage {stage}"] = all(map(torch.equal, train(second, 3, start=3), wanted))
-        found["path"], found["state"], found["steps"] = path, state, second.global_steps
-        assert second.load_checkpoint(folder)[1] == {"epoch": 8}
+        assert all(map(torch.equal, train(second, 3, start=3), wanted)) and second.global_steps == 6
+        assert second.load_checkpoint(tmp_path)[1] == {"epoch": 8}
         # Loading what the same engine saved must work too, at every stage.
-        second.save_checkpoint(f"{folder}/again{stage}")
-        second.load_checkpoint(f"{folder}/again{stage}", load_module_only=True)
-    found["nothing"] = second.load_checkpoint(f"{folder}/empty")
-    return found
-
-
-def test_a_checkpoint_brings_back_everything_at_any_stage(tmp_path: Path) -> None:
-    for found in run_ranks(saved_and_loaded, 2, str(tmp_path)):
-        # Two ranks, no accumulation: stages are bit-equal.
-        assert all(found[f"stage {stage}"] for stage in range(4)), found
-        assert Path(found["path"]).name == "global_step3"
-        assert found["state"] == {"epoch": 7, "best": 0.25} and found["steps"] == 6
-        assert found["nothing"] == (None, None)
+        second.save_checkpoint(tmp_path / f"again{stage}")
+        second.load_checkpoint(tmp_path / f"again{stage}", load_module_only=True)
+    assert second.load_checkpoint(tmp_path / "empty") == (None, None)
 
 
 def test_what_cannot_be_loaded_or_saved_is_refused(tmp_path: Path) -> None:
@@ -297,23 +271,15 @@ def test_what_does_not_fit_is_refused_before_anything_changes(what: str, tmp_pat
         engine.load_checkpoint(tmp_path, **options)
 
 
-def whole_model(rank: int, world: int, folder: str) -> list[bool]:
-    refused = zero.initialize(model=Model(), config=config(3, bf16={"enabled": True}))[0]
-    results = [refused.save_16bit_model(folder)]
-    allowed = config(3, bf16={"enabled": True})
-    allowed["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    engine = zero.initialize(model=Model(), config=allowed)[0]
-    results += [engine.save_16bit_model(folder), engine.save_fp16_model(folder, "model.safetensors")]
-    return results
-
-
-def test_save_16bit_model_writes_a_state_dict_or_says_that_it_did_not(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    assert run_ranks(whole_model, 2, str(tmp_path)) == [[False, True, True]] * 2
-    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+@on_ranks(2)
+def test_save_16bit_model_writes_a_state_dict_or_says_that_it_did_not(rank: int, world: int, tmp_path: Path) -> None:
+    keys = config(3, bf16={"enabled": True})
+    assert not zero.initialize(model=Model(), config=keys)[0].save_16bit_model(tmp_path)
+    keys["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = zero.initialize(model=Model(), config=keys)[0]
+    assert engine.save_16bit_model(tmp_path) and engine.save_fp16_model(tmp_path, "model.safetensors")
+    pickled, wanted = torch.load(tmp_path / "pytorch_model.bin", weights_only=True), Model().state_dict()
     for found in (pickled, load_file(tmp_path / "model.safetensors")):
-        wanted = Model().state_dict()
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name].float(), value.bfloat16().float()) for name, value in wanted.items())
 
@@ -424,22 +390,17 @@ def test_one_that_fails_later_leaves_a_model_that_says_so(
     zero.initialize(model=Model(), config=config(stage))
 
 
-def plain_again(rank: int, world: int) -> list[bool]:
-    results = []
+@on_ranks(2)
+def test_a_destroyed_engine_leaves_an_ordinary_model(rank: int, world: int) -> None:
     for stage in range(4):
         model = Model()
         engine = zero.initialize(model=model, config=config(stage))[0]
         trained = train(engine, 2)
         engine.destroy()
         model(batches(1)[0]).backward()  # no engine listens
-        results.append(all(map(torch.equal, model.parameters(), trained)) and model.head_is_trained())
+        assert all(map(torch.equal, model.parameters(), trained)) and model.head_is_trained()
         zero.initialize(model=model, config=config(stage))
         engine.destroy()  # of the first engine alone
-    return results
-
-
-def test_a_destroyed_engine_leaves_an_ordinary_model() -> None:
-    assert run_ranks(plain_again, 2) == [[True] * 4] * 2
 
 
 def test_args_name_the_configuration_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 from tests.covering import pairs
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.zero.small import STAGES, WIDTH, Model, engine_of, rows, whole
 from tests.wires import accelerator_side
 
@@ -60,9 +61,9 @@ def in_the_middle_unsummed(engine: Engine, rank: int) -> None:
 ORDERS = (one_by_one, first_unsummed, first_without_sync, in_the_middle_unsummed)
 
 
-def steps_of_three(rank: int, world: int) -> dict[str, float]:
-    """Order and stage -> by how much two steps of three backwards differ from steps on the sum of the losses."""
-    found = {}
+@on_ranks(2)
+def test_several_backwards_before_a_step_add_up(rank: int, world: int) -> None:
+    """As steps on the sum of the losses."""
     for stage in STAGES:
         wanted = engine_of(stage)
         for _ in range(2):
@@ -74,13 +75,7 @@ def steps_of_three(rank: int, world: int) -> dict[str, float]:
                 order(engine, rank)
                 engine.step()
             assert engine.get_global_grad_norm() == pytest.approx(wanted.get_global_grad_norm(), rel=1e-5)
-            found[f"{order.__name__}, stage {stage}"] = float((whole(engine) - whole(wanted)).abs().max())
-    return found
-
-
-def test_several_backwards_before_a_step_add_up() -> None:
-    for found in run_ranks(steps_of_three, 2):
-        assert {order: off for order, off in found.items() if off > 1e-6} == {}
+            assert torch.allclose(whole(engine), whole(wanted), rtol=0, atol=1e-6), f"{order.__name__}, stage {stage}"
 
 
 class Twice(nn.Module):
@@ -99,30 +94,18 @@ class Twice(nn.Module):
         return x.square().sum()
 
 
-def recomputed(rank: int, world: int) -> list[float]:
-    """The norms at every stage; reentrant recomputation is refused there."""
-    norms = []
-    for stage in STAGES:
-        for reentrant in (True, False):
-            engine = engine_of(stage, Twice(reentrant))
-            loss = engine(rows(0, 0))
-            if reentrant:
-                with pytest.raises(ConfigError, match=r"blocks\..* got a second gradient in one backward.*"
-                                                      "use_reentrant=False"):
-                    engine.backward(loss)
-                continue
-            engine.backward(loss)
-            engine.step()
-            norms.append(float(engine.get_global_grad_norm() or 0))
-    return norms
-
-
-def test_a_block_used_twice_is_recomputed_rightly_or_refused() -> None:
+@on_ranks(2)
+def test_a_block_used_twice_is_recomputed_rightly_or_refused(rank: int, world: int) -> None:
     model = Twice(False)
     model(rows(0, 0)).backward()
     wanted = float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
-    for norms in run_ranks(recomputed, 2):
-        assert norms == pytest.approx([wanted] * 4, rel=1e-5)
+    for stage in STAGES:
+        engine, refused = engine_of(stage, Twice(False)), engine_of(stage, Twice(True))
+        engine.backward(engine(rows(0, 0)))
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(wanted, rel=1e-5)
+        with pytest.raises(ConfigError, match=r"blocks\..* got a second gradient in one backward.*use_reentrant=False"):
+            refused.backward(refused(rows(0, 0)))
 
 
 # ---- steps where none can be taken ---------------------------------------------------------------------------------
@@ -214,23 +197,16 @@ def test_a_refused_or_interrupted_backward_leaves_nothing_behind(stage: int, acc
     assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 2
 
 
-def interrupted_ranks(rank: int, world: int) -> list[str]:
-    said = []
+@on_ranks(2)
+def test_ranks_do_not_go_on_from_an_interrupted_backward(rank: int, world: int) -> None:
     for stage in STAGES:
         engine = engine_of(stage, Interrupted())
         engine.module.armed = True
         with pytest.raises(KeyboardInterrupt):
             engine.backward(engine(rows(rank, 0)))
         for go_on in (engine.step, lambda: engine.backward(torch.ones((), requires_grad=True))):
-            with pytest.raises(ConfigError) as error:
+            with pytest.raises(ConfigError, match="an earlier backward or step was interrupted"):
                 go_on()
-            said.append(str(error.value))
-    return said
-
-
-def test_ranks_do_not_go_on_from_an_interrupted_backward() -> None:
-    for said in run_ranks(interrupted_ranks, 2):
-        assert all("an earlier backward or step was interrupted" in text for text in said)
 
 
 class Break:
@@ -316,30 +292,25 @@ def test_unused_parameters_are_counted_once_and_used_ones_never(world: int) -> N
         assert bool(said) == is_unused and ("on rank 1, not on all" in said) == (is_unused and model == "on rank 0")
 
 
-def backward_fails_once(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_backward_that_failed_on_one_rank_ends_all_of_them(rank: int, world: int) -> None:
     """One rank, or both, catch what their backward raised and go on with the next batch, as if nothing had been."""
-    found = []
     for stage, everywhere in ((1, False), (2, False), (1, True)):
-        engine, said = engine_of(stage), ""
-        try:
+        engine = engine_of(stage)
+
+        def go_on() -> None:
             for number in range(3):
                 loss = engine(rows(rank, number))
                 if number == 1 and (rank == 1 or everywhere):
+                    loss.register_hook(_no_room)
                     with pytest.raises(RuntimeError, match="no room"):
-                        loss.register_hook(_no_room)
                         engine.backward(loss)
                     continue
                 engine.backward(loss)
                 engine.step()
-        except ConfigError as error:
-            said = str(error)
-        found.append(said)
-    return found
 
-
-def test_a_backward_that_failed_on_one_rank_ends_all_of_them() -> None:
-    for *alone, everywhere in run_ranks(backward_fails_once, 2):
-        assert all("a backward failed on some ranks only" in text for text in alone) and everywhere == ""
+        with nullcontext() if everywhere else pytest.raises(ConfigError, match="a backward failed on some ranks only"):
+            go_on()
 
 
 # ---- a parameter that one rank does not use, where sums travel in order with parameters ------------------------------

@@ -4,6 +4,8 @@ progressive layer dropping: the keys, the names, what a model of one's own is gi
 from __future__ import annotations
 
 import math
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +17,14 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 
 
+Pair = namedtuple("Pair", "one other")
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
 class Seen(nn.Module):
     """Remembers the dtypes of its inputs."""
 
@@ -23,9 +33,10 @@ class Seen(nn.Module):
         self.linear = nn.Linear(2, 1)
         self.dtypes: list[torch.dtype] = []
 
-    def forward(self, batch: tuple[Tensor, dict[str, Any]], *, weight: Tensor) -> Tensor:
+    def forward(self, batch: tuple[Tensor, UserDict[str, Any]], *, weight: Tensor) -> Tensor:
         image, rest = batch
-        self.dtypes = [image.dtype, rest["label"].dtype, rest["more"][0].dtype, weight.dtype]
+        self.dtypes = [x.dtype for x in (image, rest["more"][0], weight, rest["pair"].one, rest["record"].x,
+                                         rest["label"])]
         return self.linear(image.to(self.linear.weight.dtype)).sum()
 
 
@@ -36,9 +47,10 @@ def test_auto_cast_casts_floating_point_inputs_wherever_they_are(auto_cast: bool
     engine = zero.initialize(model=model, config=config)[0]
     image, label = torch.ones(1, 2), torch.ones(1, dtype=torch.int64)
     for call in (engine, engine.forward):
-        call((image, {"label": label, "more": [image.double()]}), weight=image)
-        floats = [torch.float16] * 3 if auto_cast else [torch.float32, torch.float64, torch.float32]
-        assert model.dtypes == [floats[0], torch.int64, *floats[1:]]
+        call((image, UserDict(label=label, more=[image.double()], pair=Pair(image, 1), record=Record(image))),
+             weight=image)
+        assert model.dtypes == [*([torch.float16] * 5 if auto_cast else [
+            torch.float32, torch.float64, *[torch.float32] * 3]), torch.int64]
     assert image.dtype == torch.float32, "the caller's tensors are left alone"
 
 
@@ -90,17 +102,6 @@ def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.Capture
         f"config: {there}optimizer.nvme_path and {there}optimizer.buffer_count have no effect without "
         f"{there}optimizer.device nvme",
         f"config: {there}param.max_in_cpu has no effect without {there}param.device nvme"]
-
-
-def test_defaults_that_are_written_out_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sections of DeepSpeed's guide, whose switches are off."""
-    guide = {"device": "cpu", "nvme_path": None, "pin_memory": False, "buffer_count": 4, "fast_init": False}
-    for device in ("cpu", "none"):
-        initialized(offload_optimizer={**guide, "device": device, "pipeline_read": False, "pipeline_write": False},
-                    offload_param={"device": device, "nvme_path": None, "buffer_count": 5, "buffer_size": 1e8,
-                                   "max_in_cpu": 1e9, "pin_memory": False})
-    said = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
-    assert len(said) == 2 and all(line.endswith("the device is the host") for line in said)
 
 
 # ---- progressive layer dropping --------------------------------------------------------------------------------------

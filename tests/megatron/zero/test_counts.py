@@ -15,10 +15,9 @@ from megatron.errors import NumericsError
 from megatron.optim import adam
 from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
-from mpu import grads, groups
+from mpu import grads
 from mpu.groups import Groups
 from tests.covering import pairs
-from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
 from tests.wires import accelerator_side
@@ -77,19 +76,6 @@ def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision:
     assert sum(counted.kernels.values()) == len(engine.buckets) + {"fp32": 31, "bf16": 34, "fp16": 24}[precision] < 100
     assert counted.kernels["_fused_adamw_"] == 2, "one call for each hyper-parameter group"
     assert counted.waits <= 1
-
-
-def launches_of_two(rank: int, world: int) -> list[int]:
-    """Of a step of several ranks, and of a rank alone."""
-    with accelerator_side():
-        engine = gpt2_engine(configure_gpt2(num_layers=2), groups.build(1))
-        return [sum(counted_step(one, 3).kernels.values()) for one in (engine, made())]
-
-
-def test_that_there_are_other_ranks_adds_no_launch_beside_the_exchange() -> None:
-    """At stage 0 the first rank gives the norm for both."""
-    (first, alone), (second, _) = run_ranks(launches_of_two, 2)
-    assert (first, second) == (alone + 1, alone) and alone == 37
 
 
 def calls_of_a_micro_batch(layers: int, stage: int) -> int:

@@ -4,17 +4,15 @@ rank alone. Each is refused on all ranks by what differs, its values and their r
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+import re
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron import zero
 from megatron.checkpoint.convert.importers import open_huggingface
@@ -27,7 +25,8 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_full_fp32_param,
                                  safe_set_full_grad, safe_set_local_fp32_param, safe_set_local_grad)
 from mpu.groups import build
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
+from tests.megatron.inference.gpt2s import theirs as hugging_face
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.megatron.zero.small import Model, rows, whole
 from tests.megatron.zero.test_watch import (ALL, SAME, ends_of, engine_of as watched_engine, one_error,
@@ -59,11 +58,6 @@ def said(action: Callable[[], Any]) -> str:
     return ""
 
 
-def one(found: Sequence[str]) -> str:
-    assert len(set(found)) == 1, found
-    return found[0]
-
-
 # ---- hyper-parameters ----------------------------------------------------------------------------------------------
 
 
@@ -86,12 +80,14 @@ CHANGES: dict[str, tuple[Callable[[Engine], object], str]] = {
               "scale of param group 0 is not there on {others}, 2.0 on {last}")}
 
 
-def steps_with_others(rank: int, world: int) -> list[str]:
-    """The errors of steps in which the last rank has changed something; the step after each is taken."""
-    return [step_with_others(rank, world, *case) for case in STEPS]
+STEPS = [("a rate", 0, False), ("a decay", 1, False), ("betas", 3, False), ("in place", 0, False),
+         ("a scheduler", 3, False), ("a key", 1, True), ("a rate", 3, True)]
 
 
-def step_with_others(rank: int, world: int, what: str, stage: int, side: bool) -> str:
+@pytest.mark.parametrize("what, stage, side", STEPS)
+@on_ranks(3)
+def test_a_step_with_another_hyper_parameter_on_one_rank_changes_no_weight(rank: int, world: int, what: str, stage: int,
+                                                                           side: bool) -> None:
     with accelerator_side(side):
         engine = engine_of(stage)
         param_groups = engine.optimizer.param_groups
@@ -106,35 +102,21 @@ def step_with_others(rank: int, world: int, what: str, stage: int, side: bool) -
                 group.clear()
                 group.update(old)
 
-        before = whole(engine)
-        if rank == world - 1:
-            CHANGES[what][0](engine)
+        before, (change, told) = whole(engine), CHANGES[what]
+        if rank == 2:
+            change(engine)
         engine.backward(engine(rows(rank, 2)))
-
-        def step() -> None:
+        with pytest.raises(ConfigError, match=re.escape(told.format(others="ranks 0-1", last="rank 2"))) as caught:
             engine.step()
             restore()  # after the step, before the host knows of it
             engine.finish_step()
-
-        found = said(step)
+        assert what == "a scheduler" or str(caught.value).count(" of param group ") == 1
         assert torch.equal(whole(engine), before)
         restore()
         if side:  # the gradients of a step that was given are spent
             engine.backward(engine(rows(rank, 2)))
         report = engine.step()
         assert report is not None and report.applied and not torch.equal(whole(engine), before)
-        return found
-
-
-STEPS = [("a rate", 0, False), ("a decay", 1, False), ("betas", 3, False), ("in place", 0, False),
-         ("a scheduler", 3, False), ("a key", 1, True), ("a rate", 3, True)]
-
-
-def test_a_step_with_another_hyper_parameter_on_one_rank_changes_no_weight() -> None:
-    for (what, _, _), found in zip(STEPS, zip(*run_ranks(steps_with_others, 3)), strict=True):
-        error = one(found)
-        assert CHANGES[what][1].format(others="ranks 0-1", last="rank 2") in error
-        assert what == "a scheduler" or error.count(" of param group ") == 1, error
 
 
 # ---- sums of losses ------------------------------------------------------------------------------------------------
@@ -178,50 +160,39 @@ SUMS = {"a boundary by hand": (boundary_by_hand, "2 x 1/2 on rank 0, 1 x 1/2 on 
         "a backward more": (one_backward_more, "2 x 1/2 on rank 0, 3 x 1/2 on rank 1")}
 
 
-def sums_differently(rank: int, world: int) -> list[str]:
-    found = []
-    for stage, (sums, _) in zip((0, 3, 1, 1), SUMS.values(), strict=True):
+@on_ranks(2)
+def test_a_step_of_another_sum_of_losses_on_one_rank_changes_no_weight(rank: int, world: int) -> None:
+    for stage, (sums, told) in zip((0, 3, 1, 1), SUMS.values(), strict=True):
         engine = engine_of(stage, 2)
         trained(engine, rank, 2)
         before = whole(engine)
-        found.append(said(lambda: sums(engine, rank)))
+        with pytest.raises(ConfigError, match=f"the step's sum of losses is {told}"):
+            sums(engine, rank)
         assert torch.equal(whole(engine), before)
-    return found
-
-
-def test_a_step_of_another_sum_of_losses_on_one_rank_changes_no_weight() -> None:
-    for (_, told), found in zip(SUMS.values(), zip(*run_ranks(sums_differently, 2)), strict=True):
-        assert f"the step's sum of losses is {told}" in one(found)
 
 
 # ---- extra scalars --------------------------------------------------------------------------------------------------
 
 
-def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], list[str]]:
-    """Each rank gives other numbers of extra scalars; then one gives what cannot travel."""
+@pytest.mark.parametrize("stage, side", [(0, False), (1, True)])
+@on_ranks(2)
+def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(rank: int, world: int, stage: int,
+                                                                    side: bool) -> None:
     with accelerator_side(side):
         engine = engine_of(stage)
-        found: list[Any] = []
-        for given in ([[1.0, 2.0], []], [[], [3.0]], [8 * [1.0], [torch.tensor(2.0), 4]]):
+        for given, summed in (([[1.0, 2.0], []], [(1.0, 2.0), ()]), ([[], [3.0]], [(), (3.0,)]),
+                              ([8 * [1.0], [torch.tensor(2.0), 4]], [(3.0, 5.0, *(6 * [1.0])), (3.0, 5.0)])):
             engine.backward(engine(rows(rank, 0)))
             report = engine.step(extra_scalars=given[rank])
-            assert report is not None and report.applied
-            found.append(report.extra_scalars)
-        before, refused = whole(engine), []
-        for wrong in (9 * [1.0], [torch.ones(2)]):
+            assert report is not None and report.applied and report.extra_scalars == summed[rank]
+        before = whole(engine)
+        for wrong, told in ((9 * [1.0], r"has 9 numbers: give at most 8 \(so on rank 1, not on all\)"),
+                            ([torch.ones(2)], r"a tensor of shape \[2\]: give numbers")):
             engine.backward(engine(rows(rank, 1)))
-            scalars = wrong if rank == 1 else [1.0]
-            refused.append(said(lambda: (engine.step(extra_scalars=scalars), engine.finish_step())))
+            with pytest.raises(ConfigError, match=told):
+                engine.step(extra_scalars=wrong if rank == 1 else [1.0])
+                engine.finish_step()
             assert torch.equal(whole(engine), before)
-        return found, refused
-
-
-@pytest.mark.parametrize("stage, side", [(0, False), (1, True)])
-def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
-    (first, said_there), (second, said_here) = run_ranks(rides, 2, stage, side)
-    assert first == [(1.0, 2.0), (), (3.0, 5.0, *(6 * [1.0]))] and second == [(), (3.0,), (3.0, 5.0)]
-    assert said_there == said_here and "has 9 numbers: give at most 8 (so on rank 1, not on all)" in said_here[0]
-    assert "a tensor of shape [2]: give numbers" in said_here[1]
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -258,27 +229,22 @@ CALLS: dict[str, tuple[Call, str]] = {
 }
 
 
-def calls(rank: int, world: int, folder: str, stage: int) -> dict[str, str]:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_call_with_another_argument_on_one_rank_is_refused_and_changes_nothing(rank: int, world: int, stage: int,
+                                                                                 tmp_path: Path) -> None:
     engine = engine_of(stage)
     trained(engine, rank)
-    engine.save_checkpoint(folder, tag="a")
-    before, files = whole(engine), sorted(Path(folder).rglob("*"))
-    kept = engine.get_batch_info()
-    found = {what: said(lambda: call(engine, rank, Path(folder))) for what, (call, _) in CALLS.items()
-             if what != "state dict out" or stage == 3}  # where it is gathered
-    assert sorted(Path(folder).rglob("*")) == files and torch.equal(whole(engine), before)
-    assert engine.get_batch_info() == kept
+    engine.save_checkpoint(tmp_path, tag="a")
+    before, files, sizes = whole(engine), sorted(tmp_path.rglob("*")), engine.get_batch_info()
+    for what, (call, told) in CALLS.items():
+        if what != "state dict out" or stage == 3:  # where it is gathered
+            assert told in said(lambda: call(engine, rank, tmp_path)), what
+    assert sorted(tmp_path.rglob("*")) == files and torch.equal(whole(engine), before)
+    assert engine.get_batch_info() == sizes
     trained(engine, rank)
-    assert engine.load_checkpoint(folder)[0] is not None
+    assert engine.load_checkpoint(tmp_path)[0] is not None
     engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_call_with_another_argument_on_one_rank_is_refused_and_changes_nothing(stage: int, tmp_path: Path) -> None:
-    first, second = run_ranks(calls, 2, str(tmp_path), stage)
-    assert first == second
-    assert {what: text for what, text in first.items() if CALLS[what][1] not in text} == {}
 
 
 # ---- batch sizes, which no call compares ---------------------------------------------------------------------------
@@ -289,25 +255,20 @@ SIZES: list[tuple[Callable[[Engine, int], None], str]] = [
     (lambda e, r: e.set_train_micro_batch_size(1 + r), "train_micro_batch_size_per_gpu is 1 on rank 0, 2 on rank 1")]
 
 
-def sets_sizes(rank: int, world: int) -> list[str]:
-    found = []
-    for stage, (change, _) in zip((1, 3), SIZES, strict=True):
+@on_ranks(2)
+def test_a_batch_size_that_one_rank_sets_is_refused_by_its_next_step(rank: int, world: int) -> None:
+    for stage, (change, told) in zip((1, 3), SIZES, strict=True):
         engine = engine_of(stage)
         trained(engine, rank)
         before = whole(engine)
         change(engine, rank)
-        found.append(said(lambda: trained(engine, rank, engine.gradient_accumulation_steps())))
+        with pytest.raises(ConfigError, match=told):
+            trained(engine, rank, engine.gradient_accumulation_steps())
         assert torch.equal(whole(engine), before)
     engine.zero_grad()
     engine.set_train_micro_batch_size(2)
     trained(engine, rank)
     assert not torch.equal(whole(engine), before)
-    return found
-
-
-def test_a_batch_size_that_one_rank_sets_is_refused_by_its_next_step() -> None:
-    for (_, told), found in zip(SIZES, zip(*run_ranks(sets_sizes, 2)), strict=True):
-        assert told in one(found)
 
 
 def accumulates_alone(engine: Engine, rank: int) -> None:
@@ -330,6 +291,12 @@ def settings_of(value: Any) -> dict[str, str]:
     return step_result.make_step_settings(3, {"1/2": 2}, 2, None, [{"params": [], "lr": 0.1, "x": value}])
 
 
+def test_digests_have_as_many_bits_as_their_sums_are_exact_with() -> None:
+    assert [step_result.digest_bits(ranks) for ranks in (2, 3, 1000)] == [25, 24, 16]
+    for ranks in (2, 3, 8, 1000, 1024, 16384):
+        assert (ranks * ((1 << step_result.digest_bits(ranks)) - 1)) ** 2 <= 2**53
+
+
 ALIKE: list[tuple[Any, Any, bool]] = [
     (1, 1.0, True), ((1, 2), [1, 2], True), (0.0, -0.0, True), (0, -0.0, True), ({0.5, 0.9}, {0.9, 0.5}, True),
     (torch.tensor(0.5), 0.5, True), ({0.5, 0.99}, {0.9, 0.99}, False), (1, 1.5, False), (2**53 + 1, 2**53, False),
@@ -343,73 +310,54 @@ def test_values_are_compared_as_what_they_are() -> None:
         assert (step_result.settings_digest(texts[0], 7, 2) == step_result.settings_digest(texts[1], 7, 2)) is equal
 
 
-def client_states(rank: int, world: int, folder: str) -> tuple[dict[str, Any], str]:
-    """Values of another rank are its own affair; keys that rank 0 does not have are told."""
+@on_ranks(3)
+def test_what_only_another_rank_gives_as_client_state_is_told(rank: int, world: int, tmp_path: Path) -> None:
+    """Values of another rank are its own affair; keys that rank 0 does not have are told, by rank 0."""
     engine, told = engine_of(1), io.StringIO()
     with redirect_stderr(told):
-        engine.save_checkpoint(folder, "a", {"loss": float(rank), "epoch": 3})
-        engine.save_checkpoint(folder, "b", {"epoch": 3} if rank == 0 else None)
+        engine.save_checkpoint(tmp_path, "a", {"loss": float(rank), "epoch": 3})
+        engine.save_checkpoint(tmp_path, "b", {"epoch": 3} if rank == 0 else None)
         assert told.getvalue() == ""
-        engine.save_checkpoint(folder, "c", {"epoch": 3, f"seen by {rank}": rank})
-    return engine.load_checkpoint(folder, "c")[1] or {}, told.getvalue()
-
-
-def test_what_only_another_rank_gives_as_client_state_is_told(tmp_path: Path) -> None:
-    (first, told), (second, silent), (_, nothing) = run_ranks(client_states, 3, str(tmp_path))
-    assert first == second == {"epoch": 3, "seen by 0": 0} and silent == nothing == ""
-    assert told == ("warning: client_state: 'seen by 1' (given on rank 1), 'seen by 2' (given on rank 2) is not saved: "
-                    "a checkpoint holds that of rank 0; give it there\n"), told
+        engine.save_checkpoint(tmp_path, "c", {"epoch": 3, f"seen by {rank}": rank})
+    assert engine.load_checkpoint(tmp_path, "c")[1] == {"epoch": 3, "seen by 0": 0}
+    assert told.getvalue() == (
+        "" if rank else "warning: client_state: 'seen by 1' (given on rank 1), 'seen by 2' (given on rank 2) is not "
+        "saved: a checkpoint holds that of rank 0; give it there\n")
 
 
 # ---- copies of a folder --------------------------------------------------------------------------------------------
 
 
-def hugging_face(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    folder.mkdir()
-    h, generator = 16, torch.Generator().manual_seed(0)
-    shapes = {"wte.weight": (64, h), "wpe.weight": (8, h), "ln_f.weight": (h,), "ln_f.bias": (h,)}
-    block = {"ln_1.weight": (h,), "ln_1.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
-             "attn.c_attn.weight": (h, 3 * h), "attn.c_attn.bias": (3 * h,), "attn.c_proj.weight": (h, h),
-             "attn.c_proj.bias": (h,), "mlp.c_fc.weight": (h, 4 * h), "mlp.c_fc.bias": (4 * h,),
-             "mlp.c_proj.weight": (4 * h, h), "mlp.c_proj.bias": (h,)}
-    shapes |= {f"h.{number}.{name}": shape for number in range(2) for name, shape in block.items()}
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    change(weights)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": h, "n_head": 2,
-                                                    "vocab_size": 64, "n_positions": 8}))
-    return folder
-
-
-COPIES: list[tuple[int, Callable[[dict[str, Tensor]], object], str]] = [
-    (3, lambda weights: weights["h.1.mlp.c_fc.weight"].mul_(2), "blocks.1.mlp.fc.weight is "),
-    (0, lambda weights: weights["h.0.attn.c_attn.bias"][47:].add_(1), "blocks.0.attn.qkv.bias is "),
-    (1, lambda weights: None, "")]
+COPIES: list[tuple[int, Callable[[Any], object], str]] = [
+    (3, lambda model: model.h[1].mlp.c_fc.weight.data.mul_(2), "blocks.1.mlp.fc.weight is "),
+    (0, lambda model: model.h[0].attn.c_attn.bias.data[47:].add_(1), "blocks.0.attn.qkv.bias is "),
+    (1, lambda model: None, "")]
 """(stage, what is changed in the copy of rank 1, what is told of it)"""
 
 
-def copies(rank: int, world: int, folders: list[list[str]]) -> list[str]:
-    """What inference and an engine refuse this rank's copies with."""
-    found, grid = [], build(1)
+@on_ranks(2)
+def _refuse_copies(rank: int, world: int, folders: list[list[str]]) -> None:
+    """By inference and by an engine."""
+    grid = build(1)
     for (stage, _, told), of_ranks in zip(COPIES, folders, strict=True):
         core = gpt2_engine(configure_gpt2(hidden_size=16, num_attention_heads=2, vocab_size=64,
                                           max_position_embeddings=8, zero_stage=stage), grid)
         before = [bucket.device_param_shard.clone() for bucket in core.buckets]
-        found += [said(lambda: load.open_hf_folder(of_ranks[rank], grid)),
-                  said(lambda: load_external_weights(core, open_huggingface(Path(of_ranks[rank]))))]
-        is_loaded = not all(map(torch.equal, before, [bucket.device_param_shard for bucket in core.buckets]))
-        assert is_loaded == (told == "")
-    return found
+        for error in (said(lambda: load.open_hf_folder(of_ranks[rank], grid)),
+                      said(lambda: load_external_weights(core, open_huggingface(Path(of_ranks[rank]))))):
+            assert all(words in error for words in (told, "on rank 0, ", "on rank 1")) if told else error == "", error
+        is_same = all(map(torch.equal, before, [bucket.device_param_shard for bucket in core.buckets]))
+        assert is_same == bool(told)
 
 
 def test_copies_of_a_folder_that_differ_are_not_used(tmp_path: Path) -> None:
-    folders = [[str(hugging_face(tmp_path / f"{number} of rank {rank}", change if rank else lambda weights: None))
-                for rank in range(2)] for number, (_, change, _) in enumerate(COPIES)]
-    by_call = map(one, zip(*run_ranks(copies, 2, folders)))
-    for (_, _, told), in_inference, in_an_engine in zip(COPIES, by_call, by_call):
-        for error in (in_inference, in_an_engine):
-            assert (error == "") == (told == ""), error
-            assert not told or all(words in error for words in (told, "on rank 0, ", "on rank 1")), error
+    folders = [[str(tmp_path / f"{number} of rank {rank}") for rank in range(2)] for number in range(len(COPIES))]
+    for of_ranks, (_, change, _) in zip(folders, COPIES, strict=True):
+        for rank, folder in enumerate(of_ranks):
+            model = hugging_face(n_embd=16, n_head=2, n_layer=2, vocab_size=64, n_positions=8)
+            change(model.transformer) if rank else None
+            model.save_pretrained(folder)
+    _refuse_copies(folders=folders)
 
 
 # ---- what one rank calls alone, or with another value ----------------------------------------------------------------
@@ -421,9 +369,6 @@ NAME = "blocks.1.wide.weight"
 def weight_of(engine: Engine) -> torch.nn.Parameter:
     found: torch.nn.Parameter = engine.module.get_parameter(NAME)
     return found
-
-
-# ---- one rank alone ------------------------------------------------------------------------------------------------
 
 
 def gathers(engine: Engine) -> float:
@@ -463,32 +408,23 @@ def test_what_one_rank_calls_alone(what: str, stage: int, side: bool) -> None:
 # ---- another value -------------------------------------------------------------------------------------------------
 
 
-def sets_differently(rank: int, world: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_values_that_differ_are_refused_where_ranks_hold_the_same(rank: int, world: int, stage: int) -> None:
     engine = watched_engine(SAME, stage)
     weight = weight_of(engine)
     run = safe_get_local_fp32_param(weight)
     assert run is not None
     engine.backward(engine(watched_rows(), ALL))
-    said = []
-    for setter, size in ((safe_set_full_fp32_param, (16, 8)), (safe_set_full_grad, (16, 8)),
-                         (safe_set_local_grad, run.shape), (safe_set_local_fp32_param, run.shape)):
-        try:
+    for setter, size, kind in ((safe_set_full_fp32_param, (16, 8), "weight"), (safe_set_full_grad, (16, 8), "gradient"),
+                               (safe_set_local_grad, run.shape, "gradient"),
+                               (safe_set_local_fp32_param, run.shape, "weight")):
+        told = f"the {kind} given for {NAME} is not the same on all data parallel ranks"
+        is_own = stage == 1 and size == run.shape
+        with nullcontext() if is_own else pytest.raises(ConfigError, match=told):
             setter(weight, torch.full(size, float(rank)))
-            said.append("accepted")
-        except ConfigError as error:
-            said.append(str(error).partition(":")[0])
     engine.step()
     engine.destroy()
-    return said
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_values_that_differ_are_refused_where_ranks_hold_the_same(stage: int) -> None:
-    first, second = run_ranks(sets_differently, 2, stage)
-    assert first == second
-    weight, gradient = (f"the {kind} given for {NAME} is not the same on all data parallel ranks"
-                        for kind in ("weight", "gradient"))
-    assert first == [weight, gradient, *([gradient, weight] if stage == 0 else ["accepted"] * 2)]
 
 
 # ---- between a forward and its backward ----------------------------------------------------------------------------

@@ -48,15 +48,6 @@ def evaluating(engine: Engine, x: Tensor) -> None:
     step(engine, LR)
 
 
-def looking(engine: Engine, x: Tensor) -> None:
-    """The same, with gradients that nobody asks for."""
-    engine(x + 1)
-    loss = engine(x)
-    engine(x + 2)
-    engine.backward(loss)
-    step(engine, LR)
-
-
 def summing(engine: Engine, x: Tensor) -> None:
     """Two forwards, one backward."""
     one, two = x.chunk(2)
@@ -171,9 +162,8 @@ WORKS: dict[Case, tuple[int, ...]] = {
         Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes, FrozenTwice, Dicts, Records,
         BlockTwice, LayerDrop, Frozen, Buffers, InPlace, Teacher, Permuted, Words, TiedToRoot,
         TiedBlocks, Experts)},
-    **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,
-                                             failing_backward)},
-    **{Case(Words, script): ALL for script in (evaluating, looking, summing, queueing)},
+    **{Case(Net, script): ALL for script in (evaluating, summing, queueing, failing_forward, failing_backward)},
+    **{Case(Words, script): ALL for script in (evaluating, summing, queueing)},
     **{Case(model, precision="bf16"): ALL for model in (Net, OddSizes, Frozen, Buffers)},
     **{Case(model): (0, 1, 2) for model in (RootReadsBlock, RankDrop, ReadLater)},
 }
@@ -190,12 +180,6 @@ def test_an_engine_around_any_model_is_the_plain_loop(stage: int) -> None:
                          ids=str)
 def test_so_it_is_with_its_state_on_a_drive(stage: int, part: slice, tmp_path: Path) -> None:
     check([case for case, stages in WORKS.items() if stage in stages][part], stage, drive=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ALL)
-def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
-    check([Case(model) for model in (ThreeElements, OddSizes, AllInBlocks, Frozen, LayerDrop)], stage, world=4)
 
 
 @pytest.mark.parametrize("model, error", [

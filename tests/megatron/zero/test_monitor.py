@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import StorageError
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
 
@@ -48,16 +50,6 @@ def test_breakdowns_name_every_phase(capsys: Any) -> None:
     assert [line.partition(" ")[0] for line in out] == ["step=10,", "time", "memory", "step=20,", "time", "memory"]
     for line in out[1:3]:
         assert re.fullmatch(r"(time|memory) \(\w+\) \| forward: [\d.]+ \| backward: [\d.]+ \| step: [\d.]+", line), line
-
-
-def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:
-    trained(0, dump_state=True, gradient_accumulation_steps=2, steps_per_print=7,
-            activation_checkpointing={"partition_activations": True})
-    said = capsys.readouterr().out.splitlines()
-    for row in ("optim.optimizer: adamw", "batch.train_batch_size: 4", "batch.train_micro_batch_size_per_gpu: 2",
-                "batch.gradient_accumulation_steps: 2", "recompute.partition_activations: True",
-                "report.steps_per_print: 7"):
-        assert f"  {row}" in said
 
 
 def test_nothing_is_printed_that_nobody_asked_for(capsys: Any) -> None:
@@ -118,36 +110,21 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
 
 
-def cannot_write(rank: int, world: int, path: str) -> str:
-    said = []
-    for section in ("tensorboard", "csv_monitor"):
-        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written") as found:
-            trained(0, **{section: {"enabled": True, "output_path": path, "job_name": "job"}})
-        said.append(str(found.value))
-    return "".join(said)
-
-
-def test_every_rank_ends_with_the_error_of_the_one_that_writes(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_every_rank_ends_with_the_error_of_the_one_that_writes(rank: int, world: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    first, second = run_ranks(cannot_write, 2, str(tmp_path / "file"))
-    assert first == second
+    for section in ("tensorboard", "csv_monitor"):
+        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written"):
+            trained(0, **{section: {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}})
 
 
-def speaks(rank: int, world: int, path: str) -> str:
-    import contextlib
-    import io
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        trained(1, steps_per_print=1, zero_optimization={"stage": 2, "cpu_offload": False, "stage3_max_live_parameters":
-                                                         5}, csv_monitor={"enabled": True, "output_path": path})
-    return said.getvalue()
-
-
-def test_rank_0_alone_speaks_and_names_what_has_no_effect(tmp_path: Path) -> None:
-    first, second = run_ranks(speaks, 2, str(tmp_path))
-    assert second == ""
-    assert "zero_optimization.cpu_offload is deprecated" in first
-    assert "zero_optimization.stage3_max_live_parameters has no effect without zero_optimization.stage 3" in first
-    assert "2 ranks on this node compute on" in first
-    assert len(first.splitlines()) == 4
+@on_ranks(2)
+def test_rank_0_alone_speaks_and_names_what_has_no_effect(rank: int, world: int, tmp_path: Path) -> None:
+    with redirect_stdout(io.StringIO()) as told:
+        trained(1, steps_per_print=1, csv_monitor={"enabled": True, "output_path": str(tmp_path)}, zero_optimization={
+            "stage": 2, "cpu_offload": False, "stage3_max_live_parameters": 5})
+    said = told.getvalue()
+    assert len(said.splitlines()) == (0 if rank else 4)
+    for text in () if rank else ("zero_optimization.cpu_offload is deprecated", "2 ranks on this node compute on",
+                                 "stage3_max_live_parameters has no effect without zero_optimization.stage 3"):
+        assert text in said

@@ -15,9 +15,8 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.eigenvalue import BlockVectors
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 
 BLOCKS = 3
 
@@ -75,18 +74,6 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
-def found(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """By stage: the eigenvalues before the first bit falls, and the weights they are of."""
-    ends = []
-    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
-        engine = made(stage, accumulation=accumulation)
-        seen = looked_for(engine)
-        step(engine, accumulation)
-        assert len(seen) == 1
-        ends.append((seen[0], weights_of(engine)))
-    return ends
-
-
 def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
     """From the whole second derivative by the parameters of each block, in fp64."""
     model = Model().double()
@@ -107,55 +94,35 @@ def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
     return values
 
 
-def test_eigenvalues_are_those_of_the_dense_second_derivative() -> None:
-    for by_stage in run_ranks(found, 2):
-        for values, weights in by_stage:
-            # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
-            assert values == pytest.approx(dense(weights, 2), rel=0.02)
-
-
-def found_with_other_numbers(rank: int, world: int) -> tuple[list[float], list[int]]:
-    """As if sums over ranks were not the same bits on each."""
-    dot = BlockVectors.dot
-    BlockVectors.dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
-    engine = made(eigenvalue={"tol": 1e-2})
-    seen = looked_for(engine)
-    step(engine)
-    assert engine.core.state.moq is not None
-    return seen[0], engine.core.state.moq.period_factors
-
-
-def test_ranks_go_by_the_same_numbers() -> None:
-    """Otherwise one would end before the others, which would wait for it, or have other bits."""
-    ranks = run_ranks(found_with_other_numbers, 2)
-    assert ranks[0] == ranks[1]
+@on_ranks(2)
+def test_eigenvalues_are_those_of_the_dense_second_derivative(rank: int, world: int) -> None:
+    """Before the first bit falls."""
+    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
+        engine = made(stage, accumulation=accumulation)
+        seen = looked_for(engine)
+        step(engine, accumulation)
+        # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
+        assert seen == [pytest.approx(dense(weights_of(engine), 2), rel=0.02)]
 
 
 ONE_BIT = [{"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}},
            {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 2}}]
 
 
-def found_while_signs_travel(rank: int, world: int, optimizer: dict[str, Any]) -> list[Any]:
-    """The eigenvalues, the weights they are of, and those after some more steps with and without a look."""
+@pytest.mark.parametrize("optimizer", ONE_BIT, ids=["adam", "lamb"])
+@on_ranks(2)
+def test_they_are_of_sums_also_while_signs_travel(rank: int, world: int, optimizer: dict[str, Any]) -> None:
+    """And of what ranks owe each other nothing is lost: later weights are those of a run that does not look."""
     engine = made(1, period=4, optimizer=optimizer)
     seen = looked_for(engine)
     step(engine, 3)
-    assert engine.core.compressed_exchanges and len(seen) == 1
-    weights = weights_of(engine)
+    assert engine.core.compressed_exchanges
+    assert seen == [pytest.approx(dense(weights_of(engine), 2), rel=0.02)]
     step(engine, 3)
     blind = made(1, period=4, optimizer=optimizer, eigenvalue={"enabled": False})
     step(blind, 6)
-    return [seen[0], weights, weights_of(engine), weights_of(blind)]
-
-
-@pytest.mark.parametrize("optimizer", ONE_BIT, ids=["adam", "lamb"])
-def test_they_are_of_sums_also_while_signs_travel(optimizer: dict[str, Any]) -> None:
-    """And of what ranks owe each other nothing is lost: later weights are those of a run that does not look."""
-    ranks = run_ranks(found_while_signs_travel, 2, optimizer)
-    for values, weights, later, blind in ranks:
-        assert values == pytest.approx(dense(weights, 2), rel=0.02)
-        assert values == ranks[0][0]
-        assert all(later[name].equal(blind[name]) and later[name].equal(ranks[0][2][name]) for name in later)
+    expected = weights_of(blind)
+    assert all(value.equal(expected[name]) for name, value in weights_of(engine).items())
 
 
 def test_steep_blocks_keep_their_bits_longer_and_the_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +244,7 @@ def values(x: Tensor) -> list[int]:
     return [len(half.unique()) for half in x.detach().float().chunk(2)]
 
 
-def scripted(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+def scripted(rank: int, stage: int) -> list[dict[str, Tensor]]:
     """What a script may do between steps: each time the weights that it sees then, and the masters."""
     found = []
 
@@ -305,17 +272,14 @@ def scripted(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def scripted_at_every_stage(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
-    return [scripted(rank, world, stage) for stage in range(4)]
-
-
-def test_edits_are_masters_and_are_rounded_at_once() -> None:
+@on_ranks(2)
+def test_edits_are_masters_and_are_rounded_at_once(rank: int, world: int) -> None:
     """At every stage the same; what was not edited keeps its exact master."""
-    first, second = run_ranks(scripted_at_every_stage, 2)
-    for found in (*first, *second):
-        assert all(mine[name].equal(value) for mine, theirs in zip(found, first[0], strict=True)
+    first, *others = (scripted(rank, stage) for stage in range(4))
+    for found in others:
+        assert all(mine[name].equal(value) for mine, theirs in zip(found, first, strict=True)
                    for name, value in theirs.items())
-    weights, masters = first[0][0::2], first[0][1::2]
+    weights, masters = first[0::2], first[1::2]
     for seen in weights:
         assert max(values(seen["0.weight"])) <= 8 and max(values(seen["2.weight"])) <= 8
     edited, exact = masters[1]["0.weight"], masters[0]["0.weight"]

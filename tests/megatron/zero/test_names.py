@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from megatron import recompute, zero
 from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
 from megatron.package import __version__
-from megatron.zero import utils
 from megatron.zero.api.compat_names import METHODS, NAMES, REFUSED
 from megatron.zero.api.engine import Engine
 from mpu.random import get_rng_tracker
@@ -163,20 +159,6 @@ def test_the_package_has_deepspeeds_names() -> None:
         with pytest.raises(AttributeError, match=told):
             getattr(module, name)
     assert deepspeed.__version__ == __version__
-
-
-def logged(rank: int, world: int) -> list[str]:
-    with patch.object(utils.logger.handlers[0], "stream", io.StringIO()) as stream:
-        utils.logger.info("everywhere")
-        utils.logger.debug("nowhere")
-        for ranks in (None, [1], [-1]):
-            utils.log_dist(f"to {ranks}", ranks)
-    return [re.sub(r"^\[[^]]*\] ", "", line) for line in stream.getvalue().splitlines()]
-
-
-def test_lines_of_the_log_are_of_the_ranks_that_are_named() -> None:
-    assert run_ranks(logged, 2) == [["[INFO] everywhere", "[INFO] [Rank 0] to None", "[INFO] [Rank 0] to [-1]"],
-                                    ["[INFO] everywhere", "[INFO] [Rank 1] to [1]", "[INFO] [Rank 1] to [-1]"]]
 
 
 def meets(rank: int, world: int, launcher: dict[str, str], given: dict[str, Any]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_grad, safe_set_full_grad, safe_set_full_optimizer_state
 from mpu import groups
 from tests.covering import pairs
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
 
 WIDTH, FREEZE, LR, DECAY, EPS = 12, 6, 2**-9, 2**-3, 1e-4  # 1 - LR * DECAY is exact in fp32
@@ -101,7 +101,7 @@ Trained = tuple[dict[str, Tensor], list[float], dict[str, Any]]
 
 def _trained(rank: int, world: int, kind: str, steps: int, settings: dict[str, Any]) -> Trained:
     """Weights, norms, and what the rule knows."""
-    engine = engine_of(**settings) if "optimizer" in settings else engine_of(optimizer=kind, **settings)
+    engine = engine_of(**{"optimizer": kind, **settings})
     norms = train(engine, 0, steps, kind)
     return weights(engine), norms, engine.core.rule.scalars()
 
@@ -366,7 +366,8 @@ def test_gpt2_trains_on_tensor_parallel_ranks() -> None:
         assert lamb[0][3]["trust"][name][0] == pytest.approx(average, rel=1e-3), name
 
 
-def _overflows(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(rank: int, world: int) -> None:
     for stage in (0, 1):
         engine = engine_of(stage, fp16=True, initial_loss_scale=2.0**8)
         train(engine, 0, 2 * FREEZE)
@@ -379,23 +380,11 @@ def _overflows(rank: int, world: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         train(engine, FREEZE + 3, FREEZE + 5)
         assert not torch.equal(all_state(engine)[0], after[0])
-
-
-def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was() -> None:
-    run_ranks(_overflows, 2)
-
-
-def _explodes(rank: int, world: int) -> str:
     engine = engine_of(max_skipped_in_a_row=0)
     train(engine, 0, FREEZE + 2)
     engine.backward(engine(batch("onebit_adam", FREEZE + 2, rank)) * (float("nan") if rank else 1.0))
-    with pytest.raises(NumericsError) as told:
+    with pytest.raises(NumericsError, match="in the gradient of rank 1"):
         engine.step()
-    return str(told.value)
-
-
-def test_an_error_names_the_rank_whose_gradient_was_bad() -> None:
-    assert all("in the gradient of rank 1" in told for told in run_ranks(_explodes, 2))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -462,29 +451,25 @@ def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, kind: str
         assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
 
 
-def _starts_anew(rank: int, world: int, folder: str) -> list[bool]:
-    """Whether it is compressed, of an engine that loads no optimizer state, trains to the end of its warm-up and on."""
+@on_ranks(2)
+def test_without_the_optimizers_state_the_warm_up_begins_anew(rank: int, world: int, tmp_path: Path) -> None:
+    saved(rank, world, "onebit_adam", str(tmp_path), 0, FREEZE + 2)
     engine = engine_of(0)
-    engine.load_checkpoint(folder, tag="kept", load_optimizer_states=False)
-    found = [bool(engine.core.compressed_exchanges)]
-    for first, last in ((0, FREEZE), (FREEZE, FREEZE + 1)):
-        train(engine, first, last)
-        found.append(bool(engine.core.compressed_exchanges))
-    return found
-
-
-def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
-    run_ranks(saved, 2, "onebit_adam", str(tmp_path), 0, FREEZE + 2)
-    assert run_ranks(_starts_anew, 2, str(tmp_path)) == [[False, False, True]] * 2
+    engine.load_checkpoint(tmp_path, tag="kept", load_optimizer_states=False)
+    assert not engine.core.compressed_exchanges
+    train(engine, 0, FREEZE)
+    assert not engine.core.compressed_exchanges
+    train(engine, FREEZE, FREEZE + 1)
+    assert engine.core.compressed_exchanges
 
 
 # ---- when it freezes -------------------------------------------------------------------------------------------------
 
 
-def _frozen_at(rank: int, world: int) -> list[int | None]:
-    """Of runs whose gradients hardly change, and whose rate rises for 35 steps; and of one in which a step is begun
-    twice where the variance is looked at, and has moved."""
-    found: list[int | None] = []
+@on_ranks(2)
+def test_the_end_of_the_warm_up_is_found(rank: int, world: int) -> None:
+    """Of a run whose gradients hardly change, and whose rate rises for 35 steps. beta2 of 0.9: looked at every 10
+    steps; the first time that no rate of the last 10 steps rose is step 50."""
     for stage in (0, 1):
         engine = engine_of(stage, onebit_freeze_step="auto", adam_beta2=0.9)
         for step in range(60):
@@ -492,20 +477,19 @@ def _frozen_at(rank: int, world: int) -> list[int | None]:
                 group["lr"] = 1e-6 * min(1.0, (step + 1) / 35)
             engine.backward(engine(batch("onebit_adam", 0, rank)))
             engine.step()
-        found.append(engine.core.rule.scalars()["frozen_at"])
+        assert engine.core.rule.scalars()["frozen_at"] == 50
+
+
+@on_ranks(2)
+def test_a_step_that_was_skipped_is_not_taken_for_a_variance_that_has_settled(rank: int, world: int) -> None:
+    """A step is begun twice where the variance is looked at, and has moved."""
     engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_loss_scale=2.0**2)
     train(engine, 0, 10)
     engine.backward(engine(batch("onebit_adam", 10, rank)) * (float("inf") if rank else 1.0))
     report = engine.step()
     assert report is not None and not report.applied
     train(engine, 10, 11)
-    assert engine.core.counters.optimizer_steps == 11
-    return [*found, engine.core.rule.scalars()["frozen_at"]]
-
-
-def test_the_end_of_the_warm_up_is_found() -> None:
-    """beta2 of 0.9: looked at every 10 steps; the first time that no rate of the last 10 steps rose is step 50."""
-    assert run_ranks(_frozen_at, 2) == [[50, 50, None]] * 2
+    assert engine.core.counters.optimizer_steps == 11 and engine.core.rule.scalars()["frozen_at"] is None
 
 
 # ---- Lamb: parameters of which there is little to say ----------------------------------------------------------------
@@ -515,7 +499,7 @@ BIAS, QUIET = "head.bias", range(FREEZE - 1, FREEZE + 2)
 """A parameter without decay; steps across the end of the warm-up."""
 
 
-def _biases(rank: int, world: int, stage: int, quiet: range, settings: dict[str, Any]) -> list[Tensor]:
+def biases(rank: int, stage: int, quiet: range, **settings: Any) -> list[Tensor]:
     """The bias after each step; it has no gradient at the quiet ones."""
     engine = engine_of(stage, optimizer="onebit_lamb", **settings)
     found = []
@@ -530,13 +514,14 @@ def _biases(rank: int, world: int, stage: int, quiet: range, settings: dict[str,
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_momentum_of_zeros_moves_nothing_and_any_other_does(stage: int) -> None:
+@on_ranks(2)
+def test_a_momentum_of_zeros_moves_nothing_and_any_other_does(rank: int, world: int) -> None:
     """With beta1 of 0, where v has seen other gradients; and a parameter that never has a gradient."""
-    for found in run_ranks(_biases, 2, stage, QUIET, {"adam_beta1": 0.0}):
+    for stage in (0, 1):
+        found = biases(rank, stage, QUIET, adam_beta1=0.0)
         assert [step for step in range(1, 2 * FREEZE) if torch.equal(found[step], found[step - 1])] == list(QUIET)
-    for found in run_ranks(_biases, 2, stage, range(2 * FREEZE), {"clip_grad": 0.2}):
-        assert all(torch.equal(bias, Net().head.bias) for bias in found)
+        for bias in biases(rank, stage, range(2 * FREEZE), clip_grad=0.2):
+            assert torch.equal(bias, Net().head.bias)
 
 
 def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
@@ -550,23 +535,16 @@ def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
 # ---- what is set by hand ---------------------------------------------------------------------------------------------
 
 
-def _by_hand(rank: int, world: int, stage: int) -> list[str]:
-    engine = engine_of(stage)
-    train(engine, 0, FREEZE + 3)
-    bias, told = engine.module.body.bias, []
-    engine.backward(engine(batch("onebit_adam", FREEZE + 3, rank)))
-    assert safe_get_full_grad(bias) is None
-    for change in (lambda: safe_set_full_optimizer_state(bias, torch.full((30,), 0.25), "exp_avg"),
-                   lambda: safe_set_full_grad(bias, torch.zeros(30))):
-        with pytest.raises(ConfigError) as error:
-            change()
-        told.append(str(error.value))
-    engine.step()
-    return told
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_what_ranks_know_from_compressed_messages_cannot_be_set_by_hand(stage: int) -> None:
-    for momentum, gradient in run_ranks(_by_hand, 2, stage):
-        assert "the exp_avg of parameter 'body.bias' of shape (30,) cannot be set now" in momentum
-        assert "each has its own" in gradient
+@on_ranks(2)
+def test_what_ranks_know_from_compressed_messages_cannot_be_set_by_hand(rank: int, world: int) -> None:
+    for stage in (0, 1):
+        engine = engine_of(stage)
+        train(engine, 0, FREEZE + 3)
+        bias = engine.module.body.bias
+        engine.backward(engine(batch("onebit_adam", FREEZE + 3, rank)))
+        assert safe_get_full_grad(bias) is None
+        with pytest.raises(ConfigError, match=r"the exp_avg of parameter 'body.bias' of shape \(30,\) cannot be set"):
+            safe_set_full_optimizer_state(bias, torch.full((30,), 0.25), "exp_avg")
+        with pytest.raises(ConfigError, match="each has its own"):
+            safe_set_full_grad(bias, torch.zeros(30))
+        engine.step()

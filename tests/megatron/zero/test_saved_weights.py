@@ -118,30 +118,8 @@ def test_what_changes_after_it_was_saved_is_an_error(stage: int) -> None:
             engine.backward(engine(inputs()))
 
 
-class WithAttributes(torch.autograd.Function):
-    """Reads an attribute and the class of what it saved, as kernels of other libraries do."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        context.save_for_backward(x, weight, weight.t())
-        return x @ weight
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, transposed = context.saved_tensors
-        assert isinstance(weight, nn.Parameter)
-        return gradient @ transposed, getattr(weight, "scale", 1.0) * getattr(x, "scale", 1.0) * (x.t() @ gradient)
-
-
-def with_attributes(x: Tensor, weight: nn.Parameter) -> Tensor:
-    weight.scale, x = 0.5, x * 1  # type: ignore[assignment]
-    x.scale = 0.25  # type: ignore[attr-defined]
-    return WithAttributes.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
-
-
 USES: dict[str, Callable[[Tensor, nn.Parameter], Tensor]] = {
     "a negated view": lambda x, w: x * torch.view_as_complex(w.view(-1, 2)).conj().imag[:WIDTH],
-    "attributes": with_attributes,
     "a sparse matrix": lambda x, w: torch.sparse.mm(torch.eye(2).to_sparse(), x @ w),
     "torch.func.grad": lambda x, w: torch.func.grad(lambda v: (v @ w).tanh().sum())(x),
     "a second order": lambda x, w: torch.autograd.grad((x @ w).tanh().sum(), x, create_graph=True)[0],

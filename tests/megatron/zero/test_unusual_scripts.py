@@ -3,7 +3,6 @@ arguments of the wrong kind."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.zero import utils
 from megatron.zero.api.engine import Engine
-from tests.covering import pairs
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.helpers import tiny_model
-
-CELLS = pytest.mark.parametrize("ranks, stage", pairs([1, 2], [0, 1, 2, 3], each=1))
 
 
 def config(stage: int, **keys: Any) -> dict[str, Any]:
@@ -85,60 +81,59 @@ def test_parameters_that_cannot_be_trained_are_refused(stage: int) -> None:
         assert "\n" not in str(caught.value) and not any(module._forward_hooks for module in model.modules())
 
 
-def _weights(rank: int, world: int) -> bool:
-    """Whether sparse gradients of an embedding train as dense ones do, at every stage."""
+@on_ranks(2)
+def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(rank: int, world: int) -> None:
     table = torch.arange(32.0).view(8, 4).cos()
-    is_same = True
     for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
         dense, sparse = (trained(Model(nn.Embedding.from_pretrained(table, freeze=False, sparse=sparse)), stage,
                                  gradient_accumulation_steps=accumulation).module_state_dict()
                          for sparse in (False, True))
-        is_same &= all(sparse[name].equal(dense[name]) for name in dense)
-    return is_same
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(ranks: int) -> None:
-    assert run_ranks(_weights, ranks) == [True] * ranks
+        assert all(sparse[name].equal(dense[name]) for name in dense)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def _seen(rank: int, world: int, stage: int, late: bool) -> dict[str, list[float | None]]:
-    """What hooks of a user see, whenever they are registered; tables write their gradients in place."""
-    torch.manual_seed(0)
-    model, seen = GPT2(tiny_model()), dict[str, list[float | None]]()
-    names = {parameter: name for name, parameter in model.named_parameters()}
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_hook_sees_the_gradient_whenever_it_was_registered(rank: int, world: int, stage: int) -> None:
+    """Tables write their gradients in place."""
+    ends = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model, seen = GPT2(tiny_model()), dict[str, list[float]]()
+        names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def note(parameter: Tensor) -> None:
-        norm = None if parameter.grad is None else float(parameter.grad.float().norm())
-        seen.setdefault(names[parameter], []).append(norm)  # type: ignore[index]
+        def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.setdefault(names[parameter], []).append(float(parameter.grad.float().norm()))  # type: ignore[index]
 
-    for is_late in (False, True):
-        if is_late:
-            engine = zero.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))[0]
-        for parameter in names if is_late == late else ():
-            parameter.register_post_accumulate_grad_hook(note)
-    for micro in range(4):
-        rows = (torch.arange(16).view(2, 8) + rank + micro) % 7
-        engine.backward(engine(rows, rows).mean())
-        engine.step()
-    assert len(seen) == len(names)
-    return seen
+        def listen() -> None:
+            for parameter in names:
+                parameter.register_post_accumulate_grad_hook(note)
 
-
-@CELLS
-def test_a_hook_sees_the_gradient_whenever_it_was_registered(ranks: int, stage: int) -> None:
-    late, early = (run_ranks(_seen, ranks, stage, when) for when in (True, False))
-    assert late == early and not any(None in values for seen in late for values in seen.values())
+        if not late:
+            listen()
+        engine = zero.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))[0]
+        if late:
+            listen()
+        for micro in range(4):
+            rows = (torch.arange(16).view(2, 8) + rank + micro) % 7
+            engine.backward(engine(rows, rows).mean())
+            engine.step()
+        assert len(seen) == len(names)
+        ends.append(seen)
+    assert ends[0] == ends[1]
 
 
 def test_a_hook_may_change_the_gradient() -> None:
     """Ours takes what it leaves."""
+    def forget(parameter: Any) -> None:
+        parameter.grad.zero_()
+
     engine = zero.initialize(model=Model(), config=config(2))[0]
     weight = engine.module.layers[0].weight  # type: ignore[index,union-attr]
-    handle = weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
+    handle = weight.register_post_accumulate_grad_hook(forget)
     before = weight.detach().clone()
     for removed in (False, True):
         engine.backward(engine(ROWS))
@@ -150,73 +145,47 @@ def test_a_hook_may_change_the_gradient() -> None:
 # ---- evaluation alone ------------------------------------------------------------------------------------------------
 
 
-def _evaluated(rank: int, world: int, stage: int, folder: str, keys: dict[str, Any]) -> list[Any]:
+@pytest.mark.parametrize("stage, keys", [(0, {"bf16": {"enabled": True}}), (3, {})])
+@on_ranks(2)
+def test_an_engine_without_an_optimizer_evaluates(rank: int, world: int, tmp_path: Path, stage: int,
+                                                  keys: dict[str, Any]) -> None:
     engine = trained(Model(), stage, **keys)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     wanted = engine.eval()(ROWS).item()
     model = Model()
     own, optimizer, _, _ = zero.initialize(
         model=model, config={name: value for name, value in config(stage, **keys).items() if name != "optimizer"})
     assert own.core.state.buckets == [] and not any(p.requires_grad for p in model.parameters())
     fresh = own.eval()(ROWS).item()
+    assert fresh == pytest.approx(Model()(ROWS).item(), rel=1e-2 if keys else 1e-6)
     for call in (lambda: own.backward(own(ROWS)), own.step):
         with pytest.raises(ConfigError, match=r"this engine only evaluates, .* no optimizer: give optimizer= to zero"):
             call()
-    path, _ = own.load_checkpoint(folder)
+    path, _ = own.load_checkpoint(tmp_path)
     assert path is not None and optimizer.param_groups[0]["params"] == []
-    return [wanted, fresh, own(ROWS).item(), own.module_state_dict(), own.device.type]
-
-
-@pytest.mark.parametrize("ranks, stage, keys", [(1, 0, {"bf16": {"enabled": True}}), (2, 3, {})])
-def test_an_engine_without_an_optimizer_evaluates(ranks: int, stage: int, keys: dict[str, Any], tmp_path: Path) -> None:
-    for wanted, fresh, loaded, state, device in run_ranks(_evaluated, ranks, stage, str(tmp_path), keys):
-        assert fresh == pytest.approx(Model()(ROWS).item(), rel=1e-2 if keys else 1e-6)
-        assert loaded == wanted != fresh and device == "cpu" and len(state) in (0, 5)
+    assert own(ROWS).item() == wanted != fresh and len(own.module_state_dict()) in (0, 5)
 
 
 # ---- two engines -----------------------------------------------------------------------------------------------------
 
 
-def _two(rank: int, world: int, stage: int) -> tuple[list[float], list[float], str]:
-    """A GAN: losses of both models, beside those of plain torch; and one loss through both engines."""
-    bce = nn.functional.binary_cross_entropy_with_logits
-    noise, real, ones, zeros = torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 1), torch.zeros(2, 1)
+def test_engines_of_a_gan_have_their_own_gradients() -> None:
+    """One model judges what the other makes; a loss through both reaches the trained one alone."""
     torch.manual_seed(0)
-    maker, judge = (nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, out)) for out in (2, 1))
-    plain = copy.deepcopy(maker), copy.deepcopy(judge)
-    engines = [zero.initialize(model=model, config=config(stage))[0] for model in (maker, judge)]
-    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in plain}
-
-    def step(model: Any, loss: Tensor) -> float:
-        if model in optimizers:
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizers[model].step()
-            optimizers[model].zero_grad()
-        else:
-            model.backward(loss)
-            model.step()
-        return loss.item()
-
-    def losses(make: Any, judge: Any, frozen: nn.Module) -> list[float]:
-        found = []
-        for _ in range(3):
-            found.append(step(judge, bce(judge(real), ones) + bce(judge(make(noise).detach()), zeros)))
-            frozen.requires_grad_(False)
-            found.append(step(make, bce(judge(make(noise)), ones)))
-            frozen.requires_grad_(True)
-        return found
-
-    ours = losses(*engines, judge)
-    with pytest.raises(ConfigError) as caught:
-        engines[0].backward(engines[1](engines[0](noise)).mean())
-    return ours, losses(*plain, plain[1]), str(caught.value)
-
-
-@pytest.mark.parametrize("ranks, stage", [(1, 1), (2, 0), (2, 3)])
-def test_a_gan_of_two_engines_trains_as_plain_models_do(ranks: int, stage: int) -> None:
-    for ours, plain, told in run_ranks(_two, ranks, stage):
-        assert ours == pytest.approx(plain, abs=1e-6)
-        assert "got a gradient in the backward of another engine" in told and "requires_grad_(False)" in told
+    make, judge = (zero.initialize(model=nn.Linear(2, out), config=config(1))[0] for out in (2, 1))
+    noise = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=r"got a gradient in the backward of another engine.*requires_grad_\(False\)"):
+        make.backward(judge(make(noise)).mean())
+    for _ in range(2):
+        before = judge.module.weight.detach().clone()
+        judge.backward(judge(make(noise).detach()).mean())
+        judge.step()
+        judge.module.requires_grad_(False)
+        make.backward(judge(make(noise)).mean())
+        make.step()
+        judge.module.requires_grad_(True)
+        assert not torch.equal(judge.module.weight, before)
+    assert (make.global_steps, judge.global_steps) == (2, 2)
 
 
 # ---- names of DeepSpeed's --------------------------------------------------------------------------------------------
@@ -241,25 +210,24 @@ class Mixture(nn.Module):
         return self.inside(self.inlet(x), called).square().mean()
 
 
-def _mixed(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[float], int]:
-    """Ranks call other experts, and other numbers of them; and run other numbers of forwards with all gathered."""
-    model = Mixture()
-    assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
-    engine = zero.initialize(model=model, config=config(stage))[0]
-    for step in range(3):
-        engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
-        engine.step()
-    with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
-        found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
-    return engine.module_state_dict(), found, len(engine.core.units)
-
-
-def test_ranks_may_call_other_experts_of_a_leaf() -> None:
-    plain, split = (run_ranks(_mixed, 2, stage) for stage in (0, 3))
-    assert all(torch.allclose(plain[0][0][name], split[0][0][name], atol=1e-6) for name in plain[0][0])
-    for (_, found, _), (_, wanted, _) in zip(split, plain, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-6) and len({*found}) == 1
-    assert {units for _, _, units in split} == {2}, "the experts are no units"
+@on_ranks(2)
+def test_ranks_may_call_other_experts_of_a_leaf(rank: int, world: int) -> None:
+    """And other numbers of them; and run other numbers of forwards with all gathered."""
+    ends = []
+    for stage in (0, 3):
+        model = Mixture()
+        assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
+        engine = zero.initialize(model=model, config=config(stage))[0]
+        for step in range(3):
+            engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
+            engine.step()
+        with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+            found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
+            ends.append([p.detach().clone() for p in engine.module.parameters()])
+        ends[-1].append(torch.tensor(found))
+        assert len({*found}) == 1
+    assert len(engine.core.units) == 2, "the experts are no units"
+    assert all(torch.allclose(split, plain, atol=1e-6) for plain, split in zip(*ends, strict=True))
 
 
 def test_leaves_are_marked_and_told() -> None:

@@ -54,11 +54,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for size in sizes)
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor, plan: tuple[int, ...], pause: float = 0.0) -> Tensor:
-        for place, index in enumerate(plan):
+    def forward(self, x: Tensor, plan: tuple[int, ...]) -> Tensor:
+        for index in plan:
             x = self.blocks[index](x)
-            if place == 1:
-                time.sleep(pause)
         return self.head(x).square().mean()
 
 
@@ -76,8 +74,8 @@ def rows() -> Tensor:
     return torch.randn(2, WIDTH)
 
 
-def train(engine: Engine, plan: tuple[int, ...] = ALL, **how: Any) -> None:
-    engine.backward(engine(rows(), plan, **how))
+def train(engine: Engine, plan: tuple[int, ...] = ALL) -> None:
+    engine.backward(engine(rows(), plan))
     engine.step()
 
 
@@ -195,14 +193,11 @@ def spares_a_parameter(block: int, engine: Engine, rank: int) -> None:
     """On rank 1 the gradients of a block, and of those before it, leave when all others have been made."""
     for number in range(2):
         layer = engine.module.blocks[block].narrow
-        with patch.object(layer, "forward", _no_bias(layer)) if rank == 1 else nullcontext():
+        without_bias = patch.object(layer, "forward", lambda x: nn.functional.linear(x, layer.weight))
+        with without_bias if rank == 1 else nullcontext():
             engine.backward(engine(rows(), ALL))
         engine.step()
         time.sleep(20 * LOOK if rank == number else 0.0)
-
-
-def _no_bias(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return lambda x: nn.functional.linear(x, layer.weight)
 
 
 @pytest.mark.parametrize("block, side", [(1, False), (3, True)], ids=["leave later", "leave in their turn"])

@@ -1,5 +1,6 @@
 """Swap files: a tile that is read holds what was last written, or the read raises; files have no names, and their space
-is free again when they are closed or their process has ended. A drive is probed for space and speed before the run."""
+is free again when they are closed. A drive is probed for space and speed before the run. Host buffers begin at
+a page, are page-locked while somebody has them, and are not inherited by forked children."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import re
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from megatron.config.tree import Config
 from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.optim.adam import AdamW
 from megatron.zero.api.offload_plan import check_host_memory, open_drives, probe_drives
-from megatron.zero.offload import swap_drive
-from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes
+from megatron.zero.offload import direct_io, swap_drive
+from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes, page_aligned_zeros
 from megatron.zero.offload.swap_drive import AioSettings, AsyncSwapFile, SwapDrive, measure_rates, probe_drive
 from tests.megatron.zero.offload.swap_files import content_of, open_swap_files
 from tests.megatron.zero.offload.test_equal import everywhere
@@ -272,15 +274,6 @@ def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_drive, "MAX_PROBE_BYTES", 4 << 20)
 
 
-def test_a_line_tells_space_rates_and_the_cost_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_free_space(monkeypatch, 512_300_000_000)
-    monkeypatch.setattr(swap_drive, "measure_rates", lambda path, size: (3.1e9, 1.9e9))
-    line = "512 GB free, needs 38 GB; reads 3.1 GB/s, writes 1.9 GB/s: about 20 s of a step"
-    assert probe(tmp_path, 38_000_000_000) == f" nvme {tmp_path} for weights: {line}"
-    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: 512 GB free, but this run needs 600 GB there; "):
-        probe(tmp_path, 600 * 10**9)
-
-
 @pytest.mark.usefixtures("small_probe")
 def test_the_probe_writes_and_reads_no_more_than_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets: dict[str, list[int]] = {"pwritev": [], "preadv": []}
@@ -337,3 +330,83 @@ def test_state_that_exceeds_the_memory_of_the_host_is_refused(monkeypatch: pytes
     with pytest.raises(ConfigError, match="--offload-optimizer-device cpu --offload-param-device cpu: the 1 ranks of "
                                           "this node keep 0.0 GiB on the host, and this container or job has 0.0 GiB"):
         check_host_memory(config, AdamW(), MODEL, 1)
+
+
+# ---- host buffers ----------------------------------------------------------------------------------------------------
+
+
+def memory_ranges() -> list[tuple[int, int, list[str]]]:
+    """(begin, end, flags) of each mapping of this process."""
+    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(),
+                       re.MULTILINE | re.DOTALL)
+    return [(int(begin, 16), int(end, 16), flags.split()) for begin, end, flags in found]
+
+
+class FakeCudaRuntime:
+    def __init__(self) -> None:
+        self.error = 0
+        self.locked: dict[int, int] = {}
+        self.synchronized: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.error:
+            self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if any(begin <= address < end for begin, end, _ in memory_ranges()):  # before its memory is unmapped
+            del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}: not permitted"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCudaRuntime:
+    runtime = FakeCudaRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronized.append)
+    direct_io._warn_not_pinned.cache_clear()
+    return runtime
+
+
+def test_a_buffer_begins_at_a_page_and_is_zero(cuda: FakeCudaRuntime) -> None:
+    for pinned, nbytes in product((False, True), (0, 1, PAGE_SIZE - 1, PAGE_SIZE, 3 * PAGE_SIZE + 5, 3 << 20)):
+        buffer = page_aligned_bytes(nbytes, pinned=pinned)
+        assert (buffer.dtype, buffer.shape, buffer.data_ptr() % PAGE_SIZE) == (torch.uint8, (nbytes,), 0)
+        assert not buffer.any()
+        buffer.fill_(7)
+        assert int(buffer.sum(dtype=torch.int64)) == 7 * nbytes
+
+
+def test_memory_is_page_locked_as_long_as_somebody_has_it(cuda: FakeCudaRuntime) -> None:
+    """Nothing is rounded up to a power of two."""
+    several = [page_aligned_zeros(PAGE_SIZE + 1, torch.bfloat16, pinned=True) for _ in range(3)]
+    assert cuda.locked == {buffer.data_ptr(): 3 * PAGE_SIZE for buffer in several}
+    part = several[1][7:9]
+    del several
+    assert len(cuda.locked) == 1 and cuda.synchronized == [3, 3], "a copy may be under way"
+    del part
+    assert not cuda.locked
+
+
+def test_one_line_says_that_memory_cannot_be_locked(cuda: FakeCudaRuntime, capfd: pytest.CaptureFixture[str]) -> None:
+    cuda.error = 800
+    for _ in range(3):
+        assert page_aligned_bytes(PAGE_SIZE, pinned=True).data_ptr() % PAGE_SIZE == 0
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "cannot be page-locked (error 800: not permitted)" in said and "ulimit -l" in said
+
+
+def test_memory_that_cannot_be_allocated_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match=f"can't allocate memory: {1 << 60} bytes"):
+        page_aligned_bytes(1 << 60, pinned=False)
+
+
+def test_a_forked_child_does_not_inherit_it() -> None:
+    """Otherwise the parent would copy every page that it writes from then on."""
+    buffer = page_aligned_bytes(3 << 20, pinned=False)
+    assert ["dc" in flags for begin, end, flags in memory_ranges() if begin <= buffer.data_ptr() < end] == [True]

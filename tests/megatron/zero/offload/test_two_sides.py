@@ -19,7 +19,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.zero.offload.test_equal import storages
 from tests.megatron.zero.run import configure_gpt2
 from tests.two_sides import DEVICE, Sides, two_sides
@@ -142,28 +142,22 @@ def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
     return found
 
 
-def check(folder: Path, world: int, number: slice) -> None:
-    (folder / "drive").mkdir()
-    assert run_ranks(lives, world, folder, number, timeout=900) == [[]] * world
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("world, number", [(1, slice(0, None, 5)), (2, slice(5, None, 13))])
+@pytest.mark.parametrize("world, number", [(1, slice(None)), (2, slice(None)), (2, slice(5, None, 13))], ids=str)
 def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: slice) -> None:
-    check(tmp_path, world, number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, slice(None))
+    (tmp_path / "drive").mkdir()
+    assert run_ranks(lives, world, tmp_path, number, timeout=900) == [[]] * world
 
 
 # -- before there is an engine -------------------------------------------------------------------------------------
 
 
-def built_inside_init(rank: int, world: int, folder: Path, place: str, device: torch.device) -> int:
-    home = {"device": place, "nvme_path": str(folder)}
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@on_ranks(1)
+def test_parameters_that_wait_may_be_on_either_side(rank: int, world: int, tmp_path: Path, place: str,
+                                                    device: torch.device) -> None:
+    home = {"device": place, "nvme_path": str(tmp_path)}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
               "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home}}
     with two_sides():
@@ -179,10 +173,4 @@ def built_inside_init(rank: int, world: int, folder: Path, place: str, device: t
             engine.backward(engine(torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)).float().mean())
             engine.step()
         engine.destroy()
-        return engine.global_steps
-
-
-@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, device: torch.device) -> None:
-    assert run_ranks(built_inside_init, 1, tmp_path, place, device) == [2]
+    assert engine.global_steps == 2

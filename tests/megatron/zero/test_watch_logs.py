@@ -1,28 +1,16 @@
-"""Without ranks: when the logs of two ranks contradict each other and how that is said; and what the watches of many
-ranks leave each other on the board, who reads what and who takes over."""
+"""Without ranks: when the logs of two ranks contradict each other, and how that is said."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
-from megatron.distributed import watchdog
 from megatron.distributed.collective_log import (ENDED, MAX_ENTRIES, NO_ENTRY, SAVE, STEP, CollectiveLog,
                                                  CollectiveLogSnapshot, describe_positions,
                                                  describe_setting_differences, divergence_positions, logs_diverged)
 from megatron.distributed.rank_text import format_ranks
-from megatron.distributed.watchdog import DesyncWatchdog
-from megatron.errors import TrainerError
-from mpu import store
-from mpu.groups import Group, Groups
-from mpu.store import StoreKV
 
 
 def log_of(*entries: str, sums: int = 0, in_order: bool = False) -> CollectiveLog:
@@ -123,65 +111,3 @@ def test_what_is_known_of_a_rank_survives_its_way_and_is_told_briefly() -> None:
     assert [format_ranks(ranks) for ranks in ([3], [0, 1, 2, 5], range(1000))] == [
         "rank 3", "ranks 0-2, 5", "ranks 0-999"]
     assert format_ranks(range(0, 4000, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 1984 others"
-
-
-# ---- the board -----------------------------------------------------------------------------------------------------
-
-
-class CountingBoard(StoreKV):
-    """Knows which notes were asked for."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.asked_for: list[str] = []
-
-    def read(self, key: str) -> Any:
-        self.asked_for.append(key)
-        return super().read(key)
-
-    def read_all(self, keys: Sequence[str]) -> list[Any]:
-        self.asked_for += keys
-        return super().read_all(keys)
-
-
-@pytest.fixture(autouse=True)
-def one_store() -> Iterator[None]:
-    with patch.object(store.distributed_c10d, "_get_default_store", lambda store=dist.HashStore(): store), \
-            patch.multiple(watchdog, CHECK_SECONDS=0.01, POLL_SECONDS=0.01):
-        yield
-
-
-def watch_of(rank: int, world: int, *entries: str) -> DesyncWatchdog:
-    group = Group(rank, world, tuple(range(world)))
-    log = CollectiveLog(reductions_in_order=True)
-    for entry in entries:
-        log.record_collective(entry)
-    return DesyncWatchdog(log, Groups(group, dp=group), CountingBoard("watch"))
-
-
-def test_one_rank_collects_the_logs_and_no_other_reads_them() -> None:
-    def look_until_told(watch: DesyncWatchdog) -> TrainerError:
-        while (error := watch.compare_logs()) is None:
-            pass
-        return error
-
-    world = 24
-    watches = [watch_of(rank, world, "a", "c" if rank == 5 else "b") for rank in range(world)]
-    with ThreadPoolExecutor(world) as pool, \
-            patch.multiple(watchdog, REPORTER_POLLS=1000, REPORTER_TIMEOUT_POLLS=1000):
-        error, = set(map(str, pool.map(look_until_told, watches)))
-    assert "forever: ranks 0-4, 6-23 are at b, rank 5 is at c; " in error
-    assert sum(any(key.startswith("rank/") for key in watch._store.asked_for) for watch in watches) == 1
-
-
-def test_a_rank_takes_the_place_of_a_reporter_that_has_gone() -> None:
-    """It names the fault even where a log has gone on since."""
-    first, second = watch_of(0, 2, "b"), watch_of(1, 2, "a")
-    assert first.compare_logs() is None
-    with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
-        with patch.object(DesyncWatchdog, "_write_report", lambda self, fault: None):
-            assert second.compare_logs() is None  # it has found the fault, and is gone
-        for _ in range(2 * MAX_ENTRIES):
-            first._log.record_collective("c")
-        error = first.compare_logs()
-    assert "rank 0 is at b, rank 1 is at a" in str(error)
