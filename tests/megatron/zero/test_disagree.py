@@ -355,7 +355,8 @@ def test_copies_of_a_folder_that_differ_are_not_used(tmp_path: Path) -> None:
     for of_ranks, (_, change, _) in zip(folders, COPIES, strict=True):
         for rank, folder in enumerate(of_ranks):
             model = hugging_face(n_embd=16, n_head=2, n_layer=2, vocab_size=64, n_positions=8)
-            change(model.transformer) if rank else None
+            if rank == 1:
+                change(model.transformer)
             model.save_pretrained(folder)
     _refuse_copies(folders=folders)
 

@@ -202,6 +202,31 @@ def test_a_file_system_that_can_do_less_keeps_tiles_as_well(make_file: MakeFile,
         write_and_check(file, tile)
 
 
+def test_queued_requests_fail_when_the_file_is_closed(make_file: MakeFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_file()
+    gate, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "pwritev", delayed(os.pwritev, gate, entered))
+    _, *others = [file.write(tile, random_bytes(SIZES[tile], tile)) for tile in (0, 5, 3)]
+    assert entered.wait(20)
+    threading.Timer(0.05, gate.set).start()
+    file.close()
+    for pending in others:
+        with pytest.raises(StorageError, match="was closed before it could write tile"):
+            pending.wait()
+
+
+def test_a_forked_child_neither_uses_nor_removes_what_its_parent_has(make_file: MakeFile,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_file()
+    write_and_check(file, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda own=os.getpid(): own + 1)
+        with pytest.raises(ConfigError, match="belongs to process"):
+            content(file, 0, SIZES[0])
+        file._drive.close()
+    write_and_check(file, 0, seed=2)
+
+
 @pytest.mark.parametrize("close", [lambda file: file.close(), lambda file: file._drive.close()])
 def test_a_closed_file_is_gone_and_takes_no_request(make_file: MakeFile, tmp_path: Path,
                                                     close: Callable[[AsyncSwapFile], None]) -> None:
