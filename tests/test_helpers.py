@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mpu.collectives import all_gather_into
 from mpu.groups import build
 from tests.covering import cells, pairs
-from tests.distributed import RankError, run_ranks
+from tests.distributed import RankError, on_ranks, run_ranks
 from tests.late_wire import late_wire
 
 AXES = (("a", "b"), (1, 2, 3), (True, False, None), ("x", "y"))
@@ -45,6 +46,25 @@ def test_the_culprit_is_named_and_not_its_victims(how: str, text: str) -> None:
     with pytest.raises(RankError, match=text) as caught:
         run_ranks(_culprit, 2, how)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("wanted", [{0, 1}])
+@on_ranks(2)
+def test_a_body_runs_on_every_rank_with_fixtures_and_parameters(rank: int, world: int, tmp_path: Path,
+                                                                wanted: set[int]) -> None:
+    (tmp_path / str(rank)).touch()
+    dist.barrier()
+    assert {int(file.name) for file in tmp_path.iterdir()} == wanted
+
+
+@on_ranks(2)
+def _fails(rank: int, world: int) -> None:
+    assert rank == 0, "not here"
+
+
+def test_a_body_that_fails_on_one_rank_fails() -> None:
+    with pytest.raises(RankError, match="not here"):
+        _fails()
 
 
 MISUSES: dict[str, Callable[[Tensor, Tensor], object]] = {

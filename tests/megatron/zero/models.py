@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model import GPT2
@@ -233,15 +234,6 @@ class Records(Net):
         return state.x
 
 
-class Backwards(Net):
-    """Blocks run in another order than they are listed in."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks):
-            x = block(x)
-        return x
-
-
 class LayerDrop(Net):
     """A block that some steps skip, on all ranks alike."""
 
@@ -311,3 +303,90 @@ class Words(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = (x.abs() * 10).long() % 61
         return self.gpt2(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
+
+
+# ---- a weight that is used more than once, or elsewhere than in the forward of its block -----------------------------
+
+
+class TiedBlocks(Net):
+    def change(self) -> None:
+        self.blocks[2].wide.weight = self.blocks[0].wide.weight  # type: ignore[union-attr]
+
+
+class TiedToRoot(Net):
+    def change(self) -> None:
+        self.table = nn.Linear(WIDTH, 7)
+        self.blocks[1].wide.weight = self.table.weight  # type: ignore[union-attr]
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + self.table(x).mean(1, keepdim=True)
+
+
+class RootReadsBlock(Net):
+    """The root uses a parameter of a block outside the block's forward."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + F.linear(x, self.blocks[1].wide.weight).mean(1, keepdim=True)  # type: ignore
+
+
+class BlockTwice(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(self.blocks[1](super().middle(x)))
+
+
+class Teacher(Net):
+    """A block used without gradients, between uses with them."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            aim = self.blocks[2](self.blocks[0](x))
+        return super().middle(x) + aim
+
+
+class Experts(Net):
+    """The elements of a second list are called by those of the first, between their own layers."""
+
+    class Element(Block):
+        expert: tuple[nn.Module, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            for expert in self.expert:
+                x = torch.tanh(expert(x))
+            return super().forward(x)
+
+    def change(self) -> None:
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for block, expert in zip(self.blocks, self.experts):
+            block.expert = (expert,)  # type: ignore[assignment]
+
+
+class ReadLater(Net):
+    """What a block keeps as an attribute reaches the loss."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.kept = self.wide(x).square().mean()
+            return y
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + sum(block.kept for block in self.blocks)  # type: ignore[misc]
+
+
+class Boxed:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Opaque(Net):
+    """A block returns an object, with its only tensor inside."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Boxed(super().forward(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron import zero
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 
 WIDTH, ROWS = 12, 8
 CONFIG = {"train_micro_batch_size_per_gpu": ROWS // 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
@@ -31,13 +33,14 @@ class Model(nn.Module):
         self.outlet = nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", torch.tensor([seed == 0, True]))
+        self.register_buffer("third", torch.ones(4) / 3)
 
     def head_is_trained(self) -> bool:
         return self.outlet.weight.grad is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        x = self.inlet(x)
+        x = self.inlet(x) + 0 * self.third.sum()
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.outlet(x).square().mean()
@@ -94,58 +97,40 @@ def train(engine: Engine, count: int, start: int = 0) -> list[torch.Tensor]:
     return weights_of(engine)
 
 
-def every_stage(rank: int, world: int, make: Any) -> list[list[torch.Tensor]]:
-    found = []
+@pytest.mark.parametrize("make", [adamw, nadam])
+@on_ranks(2)
+def test_every_stage_trains_a_users_model_as_plain_torch_does(rank: int, world: int, make: Any) -> None:
+    wanted = plain_training(make, 8)
     for stage in range(4):
         model = Model(seed=rank)  # every rank takes the values of the first
         engine = zero.initialize(model=model, optimizer=make(three_groups(model)), config=config(stage))[0]
         assert engine.get_lr() == [1e-2, 3e-3, 1e-2] and model.mask.all()
-        found.append(train(engine, 8))
-    return found
+        # 2e-6: halves of the batch are summed in another order; 8 steps of 1e-2 (measured 4e-7).
+        torch.testing.assert_close(train(engine, 8), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("make", [adamw, nadam])
-def test_every_stage_trains_a_users_model_as_plain_torch_does(make: Any) -> None:
-    wanted = plain_training(make, 8)
-    for found in run_ranks(every_stage, 2, make):
-        for weights in found:
-            # 2e-6: halves of the batch are summed in another order; 8 steps of 1e-2 (measured 4e-7).
-            torch.testing.assert_close(weights, wanted, rtol=0, atol=2e-6)
-
-
-def counted(rank: int, world: int) -> dict[str, Any]:
-    engine, optimizer, loader, scheduler = zero.initialize(
+@on_ranks(2)
+def test_counters_boundaries_and_rates(rank: int, world: int) -> None:
+    engine, optimizer, _, _ = zero.initialize(
         model=Model(), config=config(1, gradient_accumulation_steps=2, scheduler={
             "type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}))
-    seen: dict[str, list[Any]] = {"boundary": [], "applied": [], "lr": [], "steps": [], "returned": []}
-    for batch in batches(4):
+    expected = [(False, False, 2.5e-3, (1, 0, 0, 0)), (True, True, 5e-3, (2, 1, 16, 0)),
+                (False, True, 5e-3, (3, 1, 16, 0)), (True, True, 7.5e-3, (4, 2, 32, 0))]
+    for batch, (is_boundary, is_applied, rate, counters) in zip(batches(4), expected, strict=True):
         loss = engine(batch[:4])
-        seen["boundary"].append(engine.is_gradient_accumulation_boundary())
-        seen["returned"].append((engine.backward(loss) * 2 - loss).abs().item())
+        assert engine.is_gradient_accumulation_boundary() == is_boundary
+        assert engine.backward(loss) * 2 == loss
         engine.step()
-        seen["applied"].append(engine.was_step_applied())
-        seen["lr"].append(engine.get_lr()[0])
-        seen["steps"].append((engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps))
-    norm = engine.get_global_grad_norm()
-    return {**seen, "norm": norm, "type": engine.get_type(), "batch": engine.train_batch_size(),
-            "scale": (engine.loss_scale, optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow)}
+        assert engine.was_step_applied() == is_applied and engine.get_lr() == [pytest.approx(rate)]
+        assert (engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps) == counters
+    assert engine.train_batch_size() == 16 and engine.get_type() == ["AdamW"] and engine.get_global_grad_norm() > 0
+    assert (engine.loss_scale, optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow) == (1.0, 1.0, 1.0, False)
 
 
-def test_counters_boundaries_and_rates() -> None:
-    found = run_ranks(counted, 2)[0]
-    assert found["boundary"] == [False, True, False, True]
-    assert found["applied"] == [False, True, True, True]
-    assert found["returned"] == [0.0] * 4
-    assert found["steps"] == [(1, 0, 0, 0), (2, 1, 16, 0), (3, 1, 16, 0), (4, 2, 32, 0)]
-    assert found["lr"] == pytest.approx([2.5e-3, 5e-3, 5e-3, 7.5e-3])
-    assert found["batch"] == 16 and found["type"] == ["AdamW"] and found["scale"] == (1.0, 1.0, 1.0, False)
-    assert found["norm"] > 0
-
-
-def test_the_loader_gives_each_rank_its_share_and_a_users_scheduler_is_stepped() -> None:
+def test_a_users_scheduler_is_stepped_and_the_loader_gives_micro_batches() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, wrapped, loader, scheduler = zero.initialize(
+    engine, wrapped, loader, _ = zero.initialize(
         model=model, optimizer=optimizer, training_data=list(torch.randn(16, 4)), config=config(2),
         lr_scheduler=lambda optimizer: WarmupLR(optimizer, 0.0, 1e-2, 4, "linear"))
     assert loader is not None and wrapped.param_groups is optimizer.param_groups
@@ -156,7 +141,6 @@ def test_the_loader_gives_each_rank_its_share_and_a_users_scheduler_is_stepped()
         engine.step()
         rates.append(engine.get_lr()[0])
     assert rates == pytest.approx([0.0, 2.5e-3, 5e-3, 7.5e-3])
-    torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5)  # torch's schedulers accept it as an optimizer
 
 
 def with_loader(size: int = 16) -> tuple[Engine, Any]:
@@ -180,10 +164,6 @@ def epoch_of(engine: Engine, loader: Any, batches: int | None = None) -> list[in
     return seen
 
 
-def looked_at(loader: Any) -> list[int]:
-    return [int(value) for batch in loader for value in batch]
-
-
 def orders(rank: int, world: int, folder: str) -> list[Any]:
     """The samples of four epochs: of one run, and of one that resumes after the second."""
     engine, loader = with_loader()
@@ -204,196 +184,137 @@ def test_the_loaders_order_changes_with_the_epoch_and_goes_on_after_a_resume(tmp
     assert all(sorted(mine + theirs) == list(range(16)) for mine, theirs in zip(whole, other, strict=True))
 
 
-def test_a_resume_in_mid_epoch_has_the_order_of_that_epoch(tmp_path: Path) -> None:
+def test_a_resume_in_mid_epoch_has_the_order_of_that_epoch_as_a_loop_that_is_left_early(tmp_path: Path) -> None:
     engine, loader = with_loader()
     first, second = epoch_of(engine, loader), []
+    assert epoch_of(*with_loader(), batches=2) == first[: 2 * ROWS // 2]
     for number, batch in enumerate(loader):
         second += batch.tolist()
         train_step(engine)
         engine.save_checkpoint(tmp_path, tag=f"at{number}")
-    third = epoch_of(engine, loader)
-    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    third = epoch_of(engine, loader, batches=2)
+    assert epoch_of(engine, loader)[: len(third)] == third, "it begins the same order again"
     last = len(loader) - 1
     for number, expected in ((0, second), (last - 1, second), (last, third)):
         again, resumed = with_loader()
         again.load_checkpoint(tmp_path, tag=f"at{number}")
-        assert looked_at(resumed) == expected, f"after batch {number}"
+        assert [int(value) for batch in resumed for value in batch][: len(expected)] == expected, f"after {number}"
 
 
-def test_a_loop_that_is_left_early_begins_the_same_order_again(tmp_path: Path) -> None:
-    engine, loader = with_loader()
-    parts = [epoch_of(engine, loader, batches=2) for _ in range(2)]
-    kept = iter(loader)
-    next(kept)
-    whole = epoch_of(engine, loader)
-    assert parts[0] == parts[1] == whole[:len(parts[0])]
-    assert epoch_of(engine, loader) != whole, "an iteration that is kept somewhere holds up nothing"
-
-
-def test_a_batch_size_that_was_set_is_named_when_the_checkpoint_is_loaded(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine, _ = with_loader()
-    engine.save_checkpoint(tmp_path, tag="as_configured")
-    engine.set_train_batch_size(3 * engine.train_batch_size())
-    engine.save_checkpoint(tmp_path, tag="set")
-    engine.load_checkpoint(tmp_path, tag="set")
-    again, _ = with_loader()
-    again.load_checkpoint(tmp_path, tag="as_configured")
-    assert capsys.readouterr().err == ""
-    again.load_checkpoint(tmp_path, tag="set")
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and f"took {engine.train_batch_size()} samples a step; this one takes" in lines[0]
-
-
-def saved_and_loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_checkpoint_brings_back_everything_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
+    """Two ranks, no accumulation: stages are bit-equal."""
     first = zero.initialize(model=Model(), config=config(2))[0]
     train(first, 3)
-    first.save_checkpoint(folder, client_state={"epoch": 7, "best": 0.25})
-    first.save_checkpoint(folder, tag="named", client_state={"epoch": 8})
+    first.save_checkpoint(tmp_path, client_state={"epoch": 7, "best": 0.25})
+    first.save_checkpoint(tmp_path, tag="named", client_state={"epoch": 8})
     wanted = train(first, 3, start=3)
-    found: dict[str, Any] = {}
     for stage in range(4):
         second = zero.initialize(model=Model(seed=9), config=config(stage))[0]
-        path, state = second.load_checkpoint(folder, tag="global_step3")
+        path, state = second.load_checkpoint(tmp_path, tag="global_step3")
+        assert Path(str(path)).name == "global_step3" and state == {"epoch": 7, "best": 0.25}
         assert int(second.module.calls) == 3, "buffers are part of a checkpoint"
-        found[f"stage {stage}"] = all(map(torch.equal, train(second, 3, start=3), wanted))
-        found["path"], found["state"], found["steps"] = path, state, second.global_steps
-        assert second.load_checkpoint(folder)[1] == {"epoch": 8}
+        assert all(map(torch.equal, train(second, 3, start=3), wanted)) and second.global_steps == 6
+        assert second.load_checkpoint(tmp_path)[1] == {"epoch": 8}
         # Loading what the same engine saved must work too, at every stage.
-        second.save_checkpoint(f"{folder}/again{stage}")
-        second.load_checkpoint(f"{folder}/again{stage}", load_module_only=True)
-    found["nothing"] = second.load_checkpoint(f"{folder}/empty")
-    return found
-
-
-def test_a_checkpoint_brings_back_everything_at_any_stage(tmp_path: Path) -> None:
-    for found in run_ranks(saved_and_loaded, 2, str(tmp_path)):
-        # Two ranks, no accumulation: stages are bit-equal.
-        assert all(found[f"stage {stage}"] for stage in range(4)), found
-        assert Path(found["path"]).name == "global_step3"
-        assert found["state"] == {"epoch": 7, "best": 0.25} and found["steps"] == 6
-        assert found["nothing"] == (None, None)
+        second.save_checkpoint(tmp_path / f"again{stage}")
+        second.load_checkpoint(tmp_path / f"again{stage}", load_module_only=True)
+    assert second.load_checkpoint(tmp_path / "empty") == (None, None)
 
 
 def test_what_cannot_be_loaded_or_saved_is_refused(tmp_path: Path) -> None:
     engine = zero.initialize(model=Model(), config=config())[0]
     train(engine, 1)
-    with pytest.raises(ConfigError, match="client_state: optimizer is the engine's own"):
-        engine.save_checkpoint(tmp_path, client_state={"optimizer": 1})
-    with pytest.raises(CheckpointError, match="client_state/model: a value of type object"):
-        engine.save_checkpoint(tmp_path, client_state={"model": object()})
+    for state, error, told in (({"optimizer": 1}, ConfigError, "client_state: optimizer is the engine's own"),
+                               ({"model": object()}, CheckpointError, "client_state/model: a value of type object")):
+        with pytest.raises(error, match=told):
+            engine.save_checkpoint(tmp_path, client_state=state)
     engine.save_checkpoint(tmp_path, client_state={"mean": torch.ones(3)})
     assert torch.equal(engine.load_checkpoint(tmp_path)[1]["mean"], torch.ones(3))  # type: ignore[index]
     with pytest.raises(CheckpointError, match="never"):
         engine.load_checkpoint(tmp_path, tag="never")
-    larger = Model()
-    larger.layers.append(nn.Linear(2, 2))
-    other = zero.initialize(model=larger, config=config())[0]
-    with pytest.raises(CheckpointError, match="2 parameters are not in the checkpoint, layers.3.bias first"):
-        other.load_checkpoint(tmp_path)
-    other.load_checkpoint(tmp_path, load_module_strict=False)
-    lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
-    with pytest.raises(CheckpointError, match="holds the optimizer state of AdamW, not of Lion"):
-        zero.initialize(model=Model(), config=config(**lion))[0].load_checkpoint(tmp_path)
-    zero.initialize(model=Model(), config=config(**lion))[0].load_checkpoint(tmp_path, load_optimizer_states=False)
 
 
-@pytest.mark.parametrize("change", ["shape", "buffer", "frozen then"])
-def test_what_does_not_fit_is_refused_before_anything_changes(change: str, tmp_path: Path) -> None:
+def with_lion() -> dict[str, Any]:
+    return config(optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+
+
+MISFITS: dict[str, tuple[Callable[[Model], object], Callable[[Model], object], str, dict[str, bool]]] = {
+    "one layer more": (lambda saved: None, lambda model: model.layers.append(nn.Linear(2, 2)),
+                       "2 parameters are not in the checkpoint, layers.3.bias first", {"load_module_strict": False}),
+    "shape": (lambda saved: None, lambda model: setattr(model, "outlet", nn.Linear(WIDTH, 2)),
+              r"weight 'outlet...+': shape expected \[.*\], found \[", {}),
+    "buffer": (lambda saved: None, lambda model: model.register_buffer("calls", torch.zeros(2, dtype=torch.int64)),
+               "buffer 'calls': shape expected", {}),
+    "frozen then": (lambda saved: saved.outlet.requires_grad_(False), lambda model: None,
+                    "holds no exp_avg of 'outlet...+': it was frozen then; load_optimizer_states=False",
+                    {"load_optimizer_states": False}),
+    "another optimizer": (lambda saved: None, lambda model: None, "holds the optimizer state of AdamW, not of Lion",
+                          {"load_optimizer_states": False})}
+"""What is changed in the saved model and in the one that loads, the refusal, and options that make it fit."""
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_does_not_fit_is_refused_before_anything_changes(what: str, tmp_path: Path) -> None:
     """The last parameter, the last buffer, the last moment: all that comes before them would fit."""
+    change_saved, change, told, options = MISFITS[what]
     saved, model = Model(), Model(seed=1)
-    if change == "frozen then":
-        saved.outlet.requires_grad_(False)
+    change_saved(saved)
+    change(model)
     zero.initialize(model=saved, config=config())[0].save_checkpoint(tmp_path)
-    if change == "shape":
-        model.outlet = nn.Linear(WIDTH, 2)
-    if change == "buffer":
-        model.register_buffer("calls", torch.zeros(2, dtype=torch.int64))
-    engine = zero.initialize(model=model, config=config())[0]
+    engine = zero.initialize(model=model, config=with_lion() if what == "another optimizer" else config())[0]
     before = weights_of(engine)
-    words = {"shape": r"weight 'outlet...+': shape expected \[.*\], found \[",
-             "buffer": "buffer 'calls': shape expected",
-             "frozen then": "holds no exp_avg of 'outlet...+': it was frozen then; load_optimizer_states=False"}
-    with pytest.raises(CheckpointError, match=words[change]):
+    with pytest.raises(CheckpointError, match=told):
         engine.load_checkpoint(tmp_path)
     assert all(map(torch.equal, weights_of(engine), before)) and engine.global_steps == 0
+    if options:
+        engine.load_checkpoint(tmp_path, **options)
 
 
-def whole_model(rank: int, world: int, folder: str) -> list[bool]:
-    refused = zero.initialize(model=Model(), config=config(3, bf16={"enabled": True}))[0]
-    results = [refused.save_16bit_model(folder)]
-    allowed = config(3, bf16={"enabled": True})
-    allowed["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    engine = zero.initialize(model=Model(), config=allowed)[0]
-    results += [engine.save_16bit_model(folder), engine.save_fp16_model(folder, "model.safetensors")]
-    return results
-
-
-def test_save_16bit_model_writes_a_state_dict_or_says_that_it_did_not(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    assert run_ranks(whole_model, 2, str(tmp_path)) == [[False, True, True]] * 2
-    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+@on_ranks(2)
+def test_save_16bit_model_writes_a_state_dict_or_says_that_it_did_not(rank: int, world: int, tmp_path: Path) -> None:
+    keys = config(3, bf16={"enabled": True})
+    assert not zero.initialize(model=Model(), config=keys)[0].save_16bit_model(tmp_path)
+    keys["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = zero.initialize(model=Model(), config=keys)[0]
+    assert engine.save_16bit_model(tmp_path) and engine.save_fp16_model(tmp_path, "model.safetensors")
+    pickled, wanted = torch.load(tmp_path / "pytorch_model.bin", weights_only=True), Model().state_dict()
     for found in (pickled, load_file(tmp_path / "model.safetensors")):
-        wanted = Model().state_dict()
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name].float(), value.bfloat16().float()) for name, value in wanted.items())
 
 
-def sums_by_hand(rank: int, world: int) -> list[bool]:
-    """Three ways to make one step of two micro-batches."""
-    def engine_of(accumulation: int) -> Engine:
-        return zero.initialize(model=Model(), config=config(1, gradient_accumulation_steps=accumulation))[0]
-
-    parts = batches(1)[0].view(2, world, -1, 4)[:, rank]
-    counted, unsynced, told = engine_of(2), engine_of(1), engine_of(1)
-    for part in parts:
-        counted.backward(counted(part))
-        counted.step()
-    with unsynced.no_sync():
-        with unsynced.no_sync():
-            pass  # the outer block goes on
-        unsynced.backward(unsynced(parts[0]) / 2)
-    assert unsynced.global_steps == 0
-    unsynced.backward(unsynced(parts[1]) / 2)
-    unsynced.step()
-    for index, part in enumerate(parts):
-        told.set_gradient_accumulation_boundary(index == 1)
-        told.backward(told(part) / 2)
-        told.step()
-    wanted = weights_of(counted)
-    return [all(map(torch.equal, weights_of(engine), wanted)) for engine in (unsynced, told)]
+def not_the_models() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(1))]
 
 
-def test_no_sync_and_boundaries_by_hand_equal_accumulation() -> None:
-    assert run_ranks(sums_by_hand, 2) == [[True, True]] * 2
-    with pytest.raises(ConfigError, match="no_sync needs stage 0 or 1"), \
-            zero.initialize(model=Model(), config=config(2))[0].no_sync():
-        pass
+MISUSES: list[tuple[Callable[[Model], dict[str, Any]], str]] = [
+    (lambda model: {}, "needs one configuration, found none"),
+    (lambda model: {"args": argparse.Namespace(deepspeed_config="x.json"), "config": config()},
+     "found args.deepspeed_config and config"),
+    (lambda model: {"config": "nofile.json"}, "^config=nofile.json cannot be read: .*; give the path"),
+    (lambda model: {"config_params": "nofile.json"}, "^config_params=nofile.json cannot be read: .*; give the path"),
+    (lambda model: {"model_parameters": model.parameters(), "config": {"train_batch_size": 4}},
+     "^no optimizer: give optimizer= to zero.initialize"),
+    (lambda model: {"config": {"optimizer": CONFIG["optimizer"], "gradient_cliping": 1}},
+     "2 errors:\n.* unknown key gradient_cliping; .*\n.* give train_batch_size or train_micro_batch_size_per_gpu as a"),
+    (lambda model: {"config": config(), "optimizer": torch.optim.AdamW([*model.layers.parameters(),
+                                                                        *model.outlet.parameters()])},
+     "2 parameters are in no param group of the optimizer, inlet.weight first"),
+    (lambda model: {"config": config(), "optimizer": torch.optim.SGD(not_the_models(), lr=1.0)},
+     "1 parameters that are not the model's"),
+    (lambda model: {"config": config(), "mpu": object()}, "without get_model_parallel_rank"),
+    (lambda model: {"config": {"train_batch_size": 4, "scheduler": {"type": "WarmupLR", "params": {}}}},
+     "^no optimizer: give optimizer= to zero.initialize"),
+    (lambda model: {"config": {"train_batch_size": 4}, "lr_scheduler": lambda optimizer: None},
+     "^no optimizer: give optimizer= to zero.initialize")]
 
 
-def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_misuse_is_told_with_its_remedy() -> None:
     model = Model()
-    with pytest.raises(ConfigError, match="needs one configuration, found none"):
-        zero.initialize(model=model)
-    with pytest.raises(ConfigError, match="found args.deepspeed_config and config"):
-        zero.initialize(args=argparse.Namespace(deepspeed_config="x.json"), model=model, config=config())
-    for argument in ("config", "config_params"):
-        with pytest.raises(ConfigError, match=f"^{argument}=nofile.json cannot be read: .*; give the path"):
-            zero.initialize(model=model, **{argument: "nofile.json"})
-    with pytest.raises(ConfigError, match="no optimizer: give optimizer= to zero.initialize"):
-        zero.initialize(model=model, model_parameters=model.parameters(), config={"train_batch_size": 4})
-    with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number"):
-        zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"]})
-    with pytest.raises(ConfigError, match="2 errors:\n.* unknown key gradient_cliping; .*\n.* give train_batch_size"):
-        zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"], "gradient_cliping": 1})
-    with pytest.raises(ConfigError, match="2 parameters are in no param group of the optimizer, inlet.weight first"):
-        zero.initialize(model=model, config=config(),
-                        optimizer=torch.optim.AdamW([*model.layers.parameters(), *model.outlet.parameters()]))
-    with pytest.raises(ConfigError, match="1 parameters that are not the model's"):
-        zero.initialize(model=model, config=config(), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-    with pytest.raises(ConfigError, match="without get_model_parallel_rank"):
-        zero.initialize(model=model, config=config(), mpu=object())
+    for arguments, told in MISUSES:
+        with pytest.raises(ConfigError, match=told):
+            zero.initialize(model=model, **arguments(model))
     engine, optimizer, _, _ = zero.initialize(model=model, config=config())
     with pytest.raises(ConfigError, match="call engine.backward"):
         engine(batches(1)[0]).backward()
@@ -403,21 +324,83 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         zero.initialize(model=model, config=config())
 
 
-def plain_again(rank: int, world: int) -> list[bool]:
-    results = []
+# ---- what a `zero.initialize` leaves that is refused, or fails, and an engine that is destroyed ----------------------
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def is_still(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    now = model.state_dict()
+    return all(now[name].dtype == value.dtype and now[name].equal(value) for name, value in before.items())
+
+
+@STAGES
+def test_a_refused_one_leaves_every_bit(stage: int) -> None:
+    """A buffer that was rounded to bf16 would stay so in the corrected call, without a word."""
+    model = Model()
+    before = copied(model)
+    with pytest.raises(ConfigError, match="in no param group"):
+        zero.initialize(model=model, config=config(stage, bf16={"enabled": True}),
+                        model_parameters=[model.outlet.weight])
+    assert is_still(model, before) and not any(module._forward_pre_hooks for module in model.modules())
+    zero.initialize(model=model, config=config(stage))
+
+
+@STAGES
+def test_one_that_shares_a_part_with_another_engine_is_refused_whole(stage: int) -> None:
+    actor, critic = Model(), Model()
+    engine = zero.initialize(model=actor, config=config(stage))[0]
+    critic.inlet = actor.inlet
+    before = copied(critic.outlet)
+    with pytest.raises(ConfigError, match="inlet.weight belongs to another engine already"):
+        zero.initialize(model=critic, config=config(stage))
+    assert is_still(critic.outlet, before)
+    critic.inlet = nn.Linear(4, WIDTH)
+    zero.initialize(model=critic, config=config(stage))
+    train_step(engine)
+
+
+def refuses(*_: Any) -> NoReturn:
+    raise ValueError("of the user's")
+
+
+class Endless:
+    def __len__(self) -> int:
+        raise TypeError("endless")
+
+
+@pytest.mark.parametrize("keys, arguments, kind, stage", [
+    ({}, {"lr_scheduler": refuses}, ValueError, 0),
+    ({"csv_monitor": {"enabled": True, "output_path": "file", "job_name": "x"}}, {}, StorageError, 1),
+    ({}, {"training_data": Endless()}, TypeError, 3)], ids=["scheduler", "monitor", "data"])
+def test_one_that_fails_later_leaves_a_model_that_says_so(
+        keys: dict[str, Any], arguments: dict[str, Any], kind: type[Exception], stage: int, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    model = Model()
+    with pytest.raises(kind):
+        zero.initialize(model=model, config=config(stage, bf16={"enabled": True}, **keys), **arguments)
+    with pytest.raises(ConfigError, match=rf"inlet.weight is of an engine that failed half way \({kind.__name__}: "):
+        zero.initialize(model=model, config=config(stage))
+    zero.initialize(model=Model(), config=config(stage))
+
+
+@on_ranks(2)
+def test_a_destroyed_engine_leaves_an_ordinary_model(rank: int, world: int) -> None:
     for stage in range(4):
         model = Model()
         engine = zero.initialize(model=model, config=config(stage))[0]
         trained = train(engine, 2)
         engine.destroy()
         model(batches(1)[0]).backward()  # no engine listens
-        results.append(all(map(torch.equal, model.parameters(), trained)) and model.head_is_trained())
+        assert all(map(torch.equal, model.parameters(), trained)) and model.head_is_trained()
         zero.initialize(model=model, config=config(stage))
-    return results
-
-
-def test_a_destroyed_engine_leaves_an_ordinary_model() -> None:
-    assert run_ranks(plain_again, 2) == [[True] * 4] * 2
+        engine.destroy()  # of the first engine alone
 
 
 def test_args_name_the_configuration_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from enum import Enum
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from megatron import zero
 from megatron.errors import ConfigError
+from megatron.zero import state
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.state import StateOffloader
 from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.models import WIDTH, Net
@@ -30,7 +29,7 @@ from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gp
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
-STATES = [state.value for state in zero.OffloadStateTypeEnum]
+STATES = [one.value for one in zero.OffloadStateTypeEnum]
 
 
 def on_device(engine: ZeroEngine) -> int:
@@ -45,51 +44,35 @@ def on_device(engine: ZeroEngine) -> int:
     return sum(found.values())
 
 
-def set_aside(engine: ZeroEngine, states: list[str] = STATES, **how: Any) -> bool:
-    return engine.offload_states(states, pinned=True, **{"non_blocking": False, **how})
-
-
 # -- training ------------------------------------------------------------------------------------------------------
 
-def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {"here": {}}
-    if stage == 2:
-        found["host"] = {"offload_optimizer_device": "cpu", "offload_update": "host", "sub_group_size": 3072}
-    if stage == 3:
-        found |= {"nvme": everywhere(folder, stage), "params": on_params(folder, 5000)}
-    return found
+
+def cells(folder: Path) -> list[dict[str, Any]]:
+    """Each stage, precision and storage."""
+    host = {"offload_optimizer_device": "cpu", "offload_update": "host", "sub_group_size": 3072}
+    return [{"zero_stage": 0, **PRECISIONS["bf16"]}, {"zero_stage": 1, **PRECISIONS["fp16"], "model_parallel_size": 2},
+            {"zero_stage": 2, **host, "checkpoint_activations": True}, {"zero_stage": 3, **PRECISIONS["bf16"]},
+            {"zero_stage": 3, **PRECISIONS["fp16"], **everywhere(folder, 3), "model_parallel_size": 2},
+            {"zero_stage": 3, **on_params(folder, 5000)}]
 
 
-def differences(rank: int, world: int, folder: Path) -> list[str]:
-    """Each stage and each precision once."""
-    found, every = [], [*enumerate(product(range(4), PRECISIONS))]
+@on_ranks(2, timeout=300)
+def test_training_goes_on_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
     with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
                                                                  lambda device: ferry):
-        for number, (stage, precision) in every[world - 1 :: 4]:
-            cell: dict[str, Any] = {
-                "zero_stage": stage, **PRECISIONS[precision], "model_parallel_size": 1 + number % 2 * (world - 1),
-                "batch_size": 1, "global_batch_size": 4, "checkpoint_activations": number % 2 == 1}
-            grid, rows = groups.build(cell["model_parallel_size"]), batches(6)
-            expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
-            for name, home in homes(folder, cell["zero_stage"]).items():
-                engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-                losses = train(engine, rows[:3])
-                for states in (STATES, STATES[:1], STATES[1:3]):
-                    assert set_aside(engine, states)
-                    if states is STATES and on_device(engine):
-                        found.append(f"{on_device(engine)} bytes stayed: {name}: {cell}")
-                    engine.reload_states(non_blocking=states is not STATES)
-                rest = outcome(engine, rows[3:])
-                if not alike([losses + rest[0], *rest[1:]], expected):
-                    found.append(f"{name}: {cell}")
-                engine.detach()
-    return found
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("world", [1, 2])
-def test_training_goes_on_bit_for_bit(tmp_path: Path, world: int) -> None:
-    assert run_ranks(differences, world, tmp_path, timeout=900) == [[]] * world
+        for cell in cells(tmp_path):
+            grid, rows = groups.build(cell.get("model_parallel_size", 1)), batches(6)
+            plain = {key: value for key, value in cell.items() if "offload" not in key}
+            expected = outcome(gpt2_engine(configure_gpt2(**plain, batch_size=1, global_batch_size=4), grid), rows)
+            engine = gpt2_engine(configure_gpt2(**cell, batch_size=1, global_batch_size=4), grid)
+            losses = train(engine, rows[:3])
+            for states in (STATES, STATES[:1], STATES[1:3]):
+                assert engine.offload_states(states, pinned=True, non_blocking=False)
+                assert states is not STATES or on_device(engine) == 0, cell
+                engine.reload_states(non_blocking=states is not STATES)
+            rest = outcome(engine, rows[3:])
+            assert alike([losses + rest[0], *rest[1:]], expected), cell
+            engine.detach()
 
 
 NEEDED = [place for place in waits("megatron.zero.state", {"wait_on_device"})
@@ -180,13 +163,11 @@ def test_no_use_in_between(engine: Engine, tmp_path: Path) -> None:
 
 def test_within_a_step_it_is_refused(engine: Engine) -> None:
     engine.backward(engine(row(engine)))
-    with pytest.raises(ConfigError, match="within a step"):
-        engine.offload_states()
-    engine.step()
-    with pytest.raises(ConfigError, match="within a step"):
-        engine.offload_states()
+    for go_on in (engine.step, engine.zero_grad):
+        with pytest.raises(ConfigError, match="within a step"):
+            engine.offload_states()
+        go_on()
     with pytest.raises(ConfigError, match="inside zero.GatheredParameters"), GatheredParameters([first(engine)]):
-        engine.zero_grad()
         engine.offload_states()
 
 
@@ -203,60 +184,41 @@ def test_without_the_optimizer_the_model_still_answers(engine: Engine) -> None:
 
 
 def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
-    before, expected, room, calls = on_device(engine.core), engine(row(engine)).item(), StateOffloader._host_buffer, []
+    before, expected, calls, allot = on_device(engine.core), engine(row(engine)).item(), [], state.page_aligned_zeros
 
-    def little(self: StateOffloader, nbytes: int, pinned: bool) -> Tensor:
+    def little(nbytes: int, *arguments: Any, **named: Any) -> Tensor:
         calls.append(nbytes)
         if len(calls) == 5:
             raise MemoryError("can't allocate memory")
-        return room(self, nbytes, pinned)
+        return allot(nbytes, *arguments, **named)
 
-    with patch.object(StateOffloader, "_host_buffer", little), pytest.raises(MemoryError):
+    with patch.object(state, "page_aligned_zeros", little), pytest.raises(MemoryError):
         engine.offload_states()
     assert (on_device(engine.core), engine(row(engine)).item()) == (before, expected)
     step(engine)
 
 
-def test_destroy_brings_the_weights_back(engine: Engine) -> None:
-    expected = engine(row(engine)).item()
-    engine.offload_states()
-    engine.destroy()
-    assert engine.module(row(engine)).item() == expected
-
-
-def test_buffers_of_gradients_go(engine: Engine) -> None:
-    free = engine.core._state_offloader._buffer_pool._free
-    assert any(free.values()) == (engine.zero_optimization_stage() >= 2)
-    for buffer in ("lp_grads", "contiguous_grad_buffer"):
-        engine.offload_states([buffer])
-        assert not free
-        step(engine)  # nothing is away
-
-
-# -- what is asked for ---------------------------------------------------------------------------------------------
-
-class Theirs(str, Enum):
-    """As DeepSpeed's."""
-
-    cpu = "cpu"
-    nvme = "nvme"
-    optim_states = "optim_states"
-
-
 def test_names_may_be_theirs_or_ours_and_others_are_refused(engine: Engine) -> None:
+    theirs: Any = Enum("theirs", {name: name for name in ("cpu", "nvme", "optim_states")}, type=str)  # as DeepSpeed's
     for include, device in ((["optim_states"], "cpu"), ("optim_states", torch.device("cpu")),
-                            ([Theirs.optim_states], Theirs.cpu),
+                            ([theirs.optim_states], theirs.cpu),
                             ({zero.OffloadStateTypeEnum.optim_states}, zero.OffloadDeviceEnum.cpu)):
         engine.offload_states(include, device, pin_memory=False)  # type: ignore[arg-type]
-        assert {*engine.core._state_offloader._offloaded} == {"optim_states"}
+        with pytest.raises(ConfigError, match="optim_states aside"):
+            engine.step()
         engine.reload_states()
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"device": "nvme"}, "'nvme'.*to the host only"), ({"device": Theirs.nvme}, "'nvme'"),
-        ({"device": "none"}, "'none'"), ({"include": ["moments"]}, "unknown state 'moments'"),
-        ({"include": 3}, "a list of optim_states")]
+        ({"device": "nvme"}, "'nvme'.*to the host only"), ({"device": theirs.nvme}, "'nvme'"),
+        ({"include": ["moments"]}, "unknown state 'moments'"), ({"include": 3}, "a list of optim_states")]
     for given, why in refused:
         with pytest.raises(ConfigError, match=why):
             engine.offload_states(**given)
+    engine.offload_states(["lp_grads", "contiguous_grad_buffer"])
+    step(engine)  # nothing is away
+    expected = engine(row(engine)).item()
+    engine.offload_states()
+    engine.destroy()  # which brings the weights back
+    assert engine.module(row(engine)).item() == expected
 
 
 def test_on_the_host_nothing_happens_and_that_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

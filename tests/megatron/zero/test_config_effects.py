@@ -1,7 +1,9 @@
-"""Keys of a DeepSpeed file in the engine of zero.initialize: their effects, and errors and notes in their words."""
+"""Keys of a DeepSpeed file in the engine of zero.initialize: their effects, and errors and notes in their words;
+progressive layer dropping: the keys, the names, what a model of one's own is given."""
 
 from __future__ import annotations
 
+import math
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config.cli import parse_args
 from megatron.errors import ConfigError
-from megatron.zero.hooks import iter_tensors, map_tensors
+from megatron.zero.api.engine import Engine
+
+
+Pair = namedtuple("Pair", "one other")
+
+
+@dataclass
+class Record:
+    x: Tensor
 
 
 class Seen(nn.Module):
@@ -24,9 +33,10 @@ class Seen(nn.Module):
         self.linear = nn.Linear(2, 1)
         self.dtypes: list[torch.dtype] = []
 
-    def forward(self, batch: tuple[Tensor, dict[str, Any]], *, weight: Tensor) -> Tensor:
+    def forward(self, batch: tuple[Tensor, UserDict[str, Any]], *, weight: Tensor) -> Tensor:
         image, rest = batch
-        self.dtypes = [image.dtype, rest["label"].dtype, rest["more"][0].dtype, weight.dtype]
+        self.dtypes = [x.dtype for x in (image, rest["more"][0], weight, rest["pair"].one, rest["record"].x,
+                                         rest["label"])]
         return self.linear(image.to(self.linear.weight.dtype)).sum()
 
 
@@ -37,9 +47,10 @@ def test_auto_cast_casts_floating_point_inputs_wherever_they_are(auto_cast: bool
     engine = zero.initialize(model=model, config=config)[0]
     image, label = torch.ones(1, 2), torch.ones(1, dtype=torch.int64)
     for call in (engine, engine.forward):
-        call((image, {"label": label, "more": [image.double()]}), weight=image)
-        floats = [torch.float16] * 3 if auto_cast else [torch.float32, torch.float64, torch.float32]
-        assert model.dtypes == [floats[0], torch.int64, *floats[1:]]
+        call((image, UserDict(label=label, more=[image.double()], pair=Pair(image, 1), record=Record(image))),
+             weight=image)
+        assert model.dtypes == [*([torch.float16] * 5 if auto_cast else [
+            torch.float32, torch.float64, *[torch.float32] * 3]), torch.int64]
     assert image.dtype == torch.float32, "the caller's tensors are left alone"
 
 
@@ -58,26 +69,6 @@ def test_one_cycle_moves_rate_and_momentum_of_the_engine(kind: str, expected: li
         engine.step()
     assert rates == pytest.approx([0.01, 0.02, 0.03, 0.02, 0.01, 0.01])
     assert momentum == [pair and pytest.approx(pair) for pair in expected]
-
-
-# ---- tensors inside of arguments -------------------------------------------------------------------------------------
-
-Pair = namedtuple("Pair", "one other")
-
-
-@dataclass
-class Record:
-    one: Any
-    name: str = "record"
-
-
-def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind() -> None:
-    x = torch.zeros(2)
-    for value in (x, (x,), [x], Pair(1, x), {"x": x}, UserDict(x=x), Record(x), {"a": [UserDict(x=(x,))]}):
-        changed = map_tensors(value, lambda tensor: tensor + 1)
-        assert type(changed) is type(value)
-        for found, wanted in ((value, x), (changed, x + 1)):
-            assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
 
 
 # ---- errors and notes name keys --------------------------------------------------------------------------------------
@@ -104,32 +95,6 @@ def test_errors_name_keys_alone() -> None:
         engine(torch.ones(1, 8))
 
 
-ON_DRIVE = "--offload-optimizer-device nvme --offload-optimizer-nvme-path /x --no-offload-optimizer-pin-memory"
-
-
-UNREAD = [
-    ("--offload-optimizer-nvme-path /x --offload-optimizer-buffer-count 5",
-     ["--offload-optimizer-nvme-path and --offload-optimizer-buffer-count have no effect without "
-      "--offload-optimizer-device nvme"]),
-    ("--offload-update host --delayed-param-update --no-offload-optimizer-pin-memory",
-     ["--offload-update and --delayed-param-update have no effect without --offload-optimizer-device cpu",
-      "--offload-optimizer-pin-memory has no effect without --offload-optimizer-device cpu or nvme"]),
-    ("--offload-param-device cpu --offload-param-buffer-size 1e6 --cpu-optimizer "
-     "--no-offload-optimizer-pipeline-write --no-offload-optimizer-pin-memory",
-     ["--offload-optimizer-pipeline-write has no effect without --offload-optimizer-device nvme",
-      "--offload-param-buffer-size has no effect without --offload-param-device nvme"]),
-    ("--aio-queue-depth 32 --cpu-optimizer",
-     ["--aio-queue-depth has no effect without --offload-optimizer-device nvme or --offload-param-device nvme"]),
-    (f"--aio-queue-depth 32 {ON_DRIVE} --no-offload-optimizer-pipeline-read", []),
-]
-
-
-def test_settings_that_nothing_reads_are_named_with_what_is_missing() -> None:
-    for argv, sentences in UNREAD:
-        notes = parse_args(["--zero-stage", "3", *argv.split()]).notes
-        assert sorted(notes) == sorted(f" note: {sentence}" for sentence in sentences)
-
-
 def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.CaptureFixture[str]) -> None:
     initialized(offload_optimizer={"nvme_path": "/x", "buffer_count": 5}, offload_param={"max_in_cpu": 0})
     there = "zero_optimization.offload_"
@@ -139,12 +104,79 @@ def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.Capture
         f"config: {there}param.max_in_cpu has no effect without {there}param.device nvme"]
 
 
-def test_defaults_that_are_written_out_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sections of DeepSpeed's guide, whose switches are off."""
-    guide = {"device": "cpu", "nvme_path": None, "pin_memory": False, "buffer_count": 4, "fast_init": False}
-    for device in ("cpu", "none"):
-        initialized(offload_optimizer={**guide, "device": device, "pipeline_read": False, "pipeline_write": False},
-                    offload_param={"device": device, "nvme_path": None, "buffer_count": 5, "buffer_size": 1e8,
-                                   "max_in_cpu": 1e9, "pin_memory": False})
-    said = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
-    assert len(said) == 2 and all(line.endswith("the device is the host") for line in said)
+# ---- progressive layer dropping --------------------------------------------------------------------------------------
+
+
+LAYERS = 4
+
+
+class Model(nn.Module):
+    """Takes what DeepSpeed gives, and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(LAYERS))
+        self.given: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        self.given.append(given)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Deaf(Model):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layers[0](x).mean()
+
+
+def made(model: nn.Module, stage: int = 0, accumulation: int = 1, **pld: Any) -> Engine:
+    return zero.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({"progressive_layer_drop": pld} if pld else {})})[0]
+
+
+def step(engine: Engine, count: int = 1) -> None:
+    for index in range(count):
+        engine.backward(engine(torch.full((2, 6), 1.0 + index)))
+        engine.step()
+
+
+def test_the_forward_gets_theta_of_its_step_in_training_only() -> None:
+    """Both micro-batches of a step get the same."""
+    model = Model()
+    engine = made(model, accumulation=2, enabled=True, theta=0.5, gamma=0.1)
+    step(engine, 6)
+    thetas = [0.5 * math.exp(-0.1 * count) + 0.5 for count in (0, 0, 1, 1, 2, 2)]
+    assert model.given == [{"progressive_layer_drop": True, "pld_theta": theta} for theta in thetas]
+    engine.eval()
+    engine(torch.ones(2, 6))
+    assert model.given[-1] == {}
+
+
+def test_the_names_of_deepspeed_answer() -> None:
+    engine = made(Model(), enabled=True, theta=0.5, gamma=0.1)
+    step(engine, 3)
+    last, now = (0.5 * math.exp(-0.1 * step) + 0.5 for step in (2, 3))
+    assert engine.get_pld_theta() == pytest.approx(last)
+    assert engine.progressive_layer_drop.get_theta() == pytest.approx(now)  # type: ignore[union-attr]
+    assert engine.progressive_layer_drop.get_state() == {  # type: ignore[union-attr]
+        "progressive_layer_drop": True, "pld_theta": pytest.approx(now)}
+    assert engine.pld_enabled() and engine.pld_theta() == 0.5 and engine.pld_gamma() == 0.1
+    assert engine.pld_params() == {"theta": 0.5, "gamma": 0.1}
+    off = made(Model())
+    assert off.progressive_layer_drop is None and off.get_pld_theta() is None
+    assert off.pld_enabled() is False and off.pld_params() is False
+    step(off)
+    assert off.module.given == [{}]
+
+
+def test_a_model_that_does_not_take_it_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(Deaf(), enabled=True, theta=0.5)
+    assert str(caught.value).startswith("progressive_layer_drop.enabled: forward of Deaf takes no "
+                                        "progressive_layer_drop and no pld_theta") and "\n" not in str(caught.value)
+    step(made(Deaf()))

@@ -15,11 +15,9 @@ from megatron.errors import NumericsError
 from megatron.optim import adam
 from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.step_result import scalars_on_device
-from mpu import grads, groups
+from mpu import grads
 from mpu.groups import Groups
 from tests.covering import pairs
-from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
 from tests.wires import accelerator_side
@@ -80,27 +78,6 @@ def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision:
     assert counted.waits <= 1
 
 
-def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_more() -> None:
-    """However many numbers the host gives: a digest, an objection, extra scalars."""
-    numbers = (torch.full((), 7.0, dtype=torch.float64), 11, 121, True, 2.0, torch.full((), 3.0), 0, 5.0)
-    with Launches() as counted:
-        row = scalars_on_device(torch.device("cpu"), numbers)
-    assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and counted.kernels == {"copy_": 3}
-
-
-def launches_of_two(rank: int, world: int) -> list[int]:
-    """Of a step of several ranks, and of a rank alone."""
-    with accelerator_side():
-        engine = gpt2_engine(configure_gpt2(num_layers=2), groups.build(1))
-        return [sum(counted_step(one, 3).kernels.values()) for one in (engine, made())]
-
-
-def test_that_there_are_other_ranks_adds_no_launch_beside_the_exchange() -> None:
-    """At stage 0 the first rank gives the norm for both."""
-    (first, alone), (second, _) = run_ranks(launches_of_two, 2)
-    assert (first, second) == (alone + 1, alone) and alone == 37
-
-
 def calls_of_a_micro_batch(layers: int, stage: int) -> int:
     engine = made(layers, stage=stage)
     for _ in range(3):
@@ -149,30 +126,6 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
     for bucket, old in zip(engine.buckets, before, strict=True):
         assert torch.equal(bucket.device_param_shard,
                            master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
-
-
-def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
-    """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
-    with accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
-            patch.object(adam, "load_kernels", lambda *which: Kernel if rank == 0 else None):
-        engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
-        calls = counted_step(engine, 1).kernels["_fused_adamw_"]
-    return calls, [master(bucket) for bucket in engine.buckets]
-
-
-def test_all_ranks_take_one_kernel_or_copies_of_one_weight_would_drift_apart() -> None:
-    (calls, first), (others, second) = run_ranks(updated_where, 2)
-    assert calls == others == 2
-    assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
-def test_the_weights_of_rules_that_wait_are_copied(optimizer: str) -> None:
-    engine = made(precision="bf16", optimizer=optimizer)
-    before = engine.buckets[0].device_param_shard.clone()
-    assert counted_step(engine, 1).kernels["_foreach_copy_"] == 1
-    assert not torch.equal(engine.buckets[0].device_param_shard, before)
-    assert all(torch.equal(bucket.device_param_shard, master(bucket).bfloat16()) for bucket in engine.buckets)
 
 
 # ---- a step that the host learns of later ------------------------------------------------------------------------

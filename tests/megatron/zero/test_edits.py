@@ -1,8 +1,9 @@
-"""Weights that are written to by hand outlast the next step, or the step is refused in words; nothing is undone."""
+"""What a user writes to weights and gradients by hand, or changes of the model, lasts beyond the next step, or the step
+is refused in words; nothing is undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.utils import safe_get_full_fp32_param
+from megatron.zero.utils import safe_get_full_grad
 from tests.covering import pairs
+from tests.distributed import on_ranks
 from tests.megatron.zero import small
 from tests.megatron.zero.run import master
-from tests.megatron.zero.small import STAGES, WIDTH, Model
+from tests.megatron.zero.small import STAGES, WIDTH, Model, rows, whole
+from tests.wires import accelerator_side
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "copy_": lambda p: p.copy_(torch.full_like(p, 0.5)), "fill_": lambda p: p.fill_(0.5),
@@ -91,20 +94,6 @@ def test_uncounted_writes_are_found_at_steps_1_2_4_8_and_after_a_load(tmp_path: 
     assert found == [1, 2, 4, 8, 11, 12, 14, 18]
 
 
-@pytest.mark.parametrize("stage, work", pairs((0, 1, 2), ("bf16", "fp16", "fp32"), each=1))
-def test_weights_that_were_exchanged_for_a_while_are_no_edit(stage: int, work: str) -> None:
-    engine = engine_of(stage, work)
-    for _ in range(3):
-        wanted = values(engine)
-        with torch.no_grad():
-            for p in engine.module.parameters():
-                p.fill_(0.5)
-            for p, kept in zip(engine.module.parameters(), wanted, strict=True):
-                p.copy_(kept)
-        step(engine)
-        assert all(map(torch.equal, values(engine), wanted))
-
-
 @pytest.mark.parametrize("stage, work", pairs(STAGES, ("bf16", "fp16", "fp32"), each=1))
 def test_documented_ways_to_write_are_no_edit(tmp_path: Path, stage: int, work: str) -> None:
     engine = engine_of(stage, work, stage3_gather_16bit_weights_on_model_save=True)
@@ -165,30 +154,6 @@ def test_what_would_meet_half_an_edit_is_refused(tmp_path: Path, stage: int, wor
         assert bool((engine.module.head.weight == 0.5).all())
 
 
-class Looking(Model):
-    """Looks at a weight of its own in the middle of its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with zero.GatheredParameters(self.blocks[1].weight):
-            x = x + 0 * self.blocks[1].weight.sum()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("stage, work, model", pairs(STAGES, ("bf16", "fp32"), (Model, Looking)))
-def test_forwards_and_loans_may_be_inside_each_other(stage: int, work: str, model: type[Model]) -> None:
-    engine = engine_of(stage, work, model())
-    x = torch.ones(2, WIDTH, dtype=engine.working_dtype)
-    wanted = engine(x).item()
-    for _ in range(2):
-        if model is Model:
-            with zero.GatheredParameters(engine.module.parameters()):
-                assert engine(x).item() == wanted
-                assert all(p.sum().isfinite() for p in engine.module.parameters())
-        engine.backward(engine(x))
-        engine.step()
-    assert all(not bucket.is_unsharded for bucket in engine.core.buckets) == (stage == 3)
-
-
 class Renormed(Model):
     """Its forward writes to a weight."""
 
@@ -209,45 +174,224 @@ def test_a_forward_that_writes_where_nothing_lasts_is_refused(stage: int, work: 
         step(engine)
 
 
-@pytest.mark.parametrize("stage, work", pairs(STAGES, ("bf16", "fp32"), each=1))
-def test_a_refused_loan_ends(stage: int, work: str) -> None:
-    engine = engine_of(stage, work)
-    parameters = [*engine.module.parameters()]
-    with zero.GatheredParameters(parameters):
-        wanted = values(engine)
-    for changed in (parameters[:1], parameters):
-        with pytest.raises(ConfigError, match="without modifier_rank"):
-            with zero.GatheredParameters(parameters), torch.no_grad():
-                for p in changed:
-                    p.add_(1)
-    step(engine)
-    with zero.GatheredParameters(parameters):
-        assert all(map(torch.equal, values(engine), wanted))
+# ---- models that are changed -----------------------------------------------------------------------------------------
 
 
-# ---- a second call ---------------------------------------------------------------------------------------------------
+def half(model: nn.Module) -> None:
+    model.half().float()  # back again, so that the forward goes on working
 
 
-@pytest.mark.parametrize("stage", (0, 3))
-def test_an_engine_is_destroyed_once(stage: int) -> None:
-    engine = engine_of(stage, "bf16")
-    step(engine)
+def replaced_data(model: nn.Module) -> None:
+    model.head.weight.data = torch.ones(1, WIDTH)
+
+
+def replaced(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.ones(1, WIDTH))
+
+
+def of_some_frozen(stage: int, **section: object) -> Engine:
+    model = Model()
+    model.blocks[0].weight.requires_grad_(False)
+    return small.engine_of(stage, model, **section)
+
+
+@pytest.mark.parametrize("change, stages, said", [
+    (half, (0, 1, 2), "has left the engine's buffers"), (replaced_data, (0, 1, 2), "head.weight has left"),
+    (lambda model: model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()},
+                                         assign=True), (0, 1, 2), "is another Parameter"),
+    (replaced, STAGES, "head.weight is another Parameter"),
+    (lambda model: model.blocks.append(nn.Linear(WIDTH, WIDTH)), STAGES, "blocks.3.weight came to the model"),
+    (lambda model: model.head.weight.requires_grad_(False), STAGES, "head.weight was frozen after"),
+    (lambda model: model.blocks[0].weight.requires_grad_(True), STAGES, "blocks.0.weight was unfrozen after")])
+def test_a_changed_model_is_refused_before_anything_moves(change: Callable[[nn.Module], None], stages: tuple[int, ...],
+                                                          said: str) -> None:
+    for stage in stages:
+        engine = of_some_frozen(stage)
+        engine.backward(engine(rows(0, 0)))
+        engine.step()
+        masters = [master(bucket) for bucket in engine.core.buckets]
+        change(engine.module)
+        engine.backward(engine(rows(0, 1)))
+        with pytest.raises(ConfigError, match=said):
+            engine.step()
+        assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.core.buckets, masters))
+        assert engine.global_steps == 1
+
+
+def test_parameters_that_persist_at_stage_3_are_looked_at_too() -> None:
+    engine = of_some_frozen(3, stage3_param_persistence_threshold=10**6)
+    half(engine.module)
+    engine.backward(engine(rows(0, 0)))
+    with pytest.raises(ConfigError, match="has left the engine's buffers"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_changes_no_training_goes_on(stage: int) -> None:
+    plain, engine = of_some_frozen(stage), of_some_frozen(stage)
+    for number in range(3):
+        engine.module.head.weight.requires_grad_(False)  # for a while
+        engine.module.float().to("cpu")
+        engine.module.head.weight.requires_grad_(True)
+        engine.module.teacher = Model().requires_grad_(False)
+        for each in (plain, engine):
+            each.backward(each(rows(0, number)))
+            each.step()
+    del engine.module.teacher
+    assert torch.equal(whole(engine), whole(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_between_backward_and_step_changes_nothing_and_its_graph_is_stale(stage: int) -> None:
+    plain, engine = small.engine_of(stage), small.engine_of(stage)
+    for number in range(2):
+        for each in (plain, engine):
+            each.backward(each(rows(0, number)))
+        stale = engine(rows(0, 9))
+        plain.step()
+        engine.step()
+        with pytest.raises(ConfigError, match="a forward that ran before the weights changed"):
+            engine.backward(stale)
+    assert torch.equal(whole(engine), whole(plain))
+
+
+@pytest.mark.parametrize("stage, part, work", [(0, "", "bf16"), (2, "head", "fp16"), (1, "head", "fp32")])
+def test_a_load_through_the_module_lasts_or_is_refused(stage: int, part: str, work: str) -> None:
+    engine = small.engine_of(stage, precision=work, lr=0.0)
+    module = engine.module.get_submodule(part)
+    new = {name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()}
+    if work == "fp32":
+        module.load_state_dict(new)
+    else:
+        with pytest.raises(ConfigError, match="call engine.load_module_state_dict"):
+            module.load_state_dict(new)
+        with zero.GatheredParameters(module.parameters(), modifier_rank=0):
+            module.load_state_dict(new)
+    engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
+    engine.step()
+    assert all(bool((p == 0.5).all()) for p in module.parameters())
+    engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
-    model = engine.module
-    second = engine_of(stage, "bf16", model)
-    engine.destroy()
-    step(second)
-    second.destroy()
+    module.load_state_dict(new)
 
 
-@pytest.mark.parametrize("stage, work", pairs(STAGES, ("fp32", "bf16"), each=1))
-def test_what_the_optimizer_has_is_the_same_until_a_loan_ends(stage: int, work: str) -> None:
-    engine = engine_of(stage, work)
-    weight = engine.module.head.weight
-    before = safe_get_full_fp32_param(weight)
-    with zero.GatheredParameters([weight], modifier_rank=0):
-        weight.fill_(0.5)
-        within = safe_get_full_fp32_param(weight)
-    after = safe_get_full_fp32_param(weight)
-    assert before is not None and within is not None and torch.equal(within, before)
-    assert after is not None and torch.equal(after, torch.full_like(after, 0.5))
+def test_a_param_group_that_comes_later_is_refused() -> None:
+    engine = small.engine_of(0)
+    with pytest.raises(ConfigError, match="add_param_group after zero.initialize"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(engine.core.param_groups) == 1
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def made(stage: int, model: nn.Module | None = None, precision: str = "fp32") -> Any:
+    return small.engine_of(stage, model, 2, precision)
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def side(request: pytest.FixtureRequest) -> Iterator[str]:
+    with accelerator_side(request.param == "accelerator"):
+        yield request.param
+
+
+EDITS: list[Callable[[Any], object]] = [
+    lambda p: setattr(p, "grad", p.grad * 0.5), lambda p: p.grad.mul_(0.5),
+    lambda p: setattr(p, "grad", torch.ones_like(p)), lambda p: setattr(p, "grad", None), nn.Module.zero_grad]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_between_backwards_the_view_is_the_gradient(stage: int, side: str) -> None:
+    for edit in EDITS:
+        engine, plain = made(stage), Model()
+        for number in range(2):
+            engine.backward(engine(batch(number)))
+            (plain(batch(number)) / 2).backward()
+            if number == 0:
+                engine.step()
+                for net in (engine.module, plain):
+                    for thing in [net] if edit is nn.Module.zero_grad else net.parameters():
+                        edit(thing)
+        for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(safe_get_full_grad(ours), theirs.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage, when", pairs(  # at stage 3 torch refuses it: the parameter has no elements
+    [0, 1, 2], ["before a backward", "before a step", "between micro-batches, where it is no view"], each=1))
+def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, side: str) -> None:
+    engine = made(stage, precision="bf16" if "no view" in when else "fp32")
+    parameter = engine.module.head.bias
+
+    def set_by_hand() -> None:
+        parameter.grad = torch.ones_like(parameter)
+
+    def backward(number: int) -> None:
+        engine.backward(engine(batch(number).to(engine.working_dtype)))
+
+    with pytest.raises(ConfigError, match="head.bias.grad was set by hand"):
+        if when == "before a backward":
+            set_by_hand()
+        backward(0)
+        engine.step()
+        if when.endswith("view"):
+            set_by_hand()
+        backward(1)
+        if when == "before a step":
+            set_by_hand()
+        engine.step()
+        engine.finish_step()
+    engine.zero_grad()
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp32")])
+def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: str) -> None:
+    """As the error of the step says: a micro-batch from before it does not count twice."""
+    norms = []
+    for refused in (False, True):
+        engine = made(stage, precision=precision)
+        if refused:
+            engine.backward(engine(batch(7).to(engine.working_dtype)))
+            engine.step()
+            parameter = engine.module.head.bias
+            parameter.grad = torch.ones_like(parameter)
+            with pytest.raises(ConfigError, match="was set by hand"):
+                engine.backward(engine(batch(8).to(engine.working_dtype)))
+            with pytest.raises(ConfigError, match="what had been accumulated is gone"):
+                engine.step()
+        for number in range(2):
+            engine.backward(engine(batch(number).to(engine.working_dtype)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+
+
+@on_ranks(2)
+def test_set_on_one_rank_it_is_refused_by_all(rank: int, world: int) -> None:
+    engine = made(1)
+    for number in range(2):
+        engine.backward(engine(batch(number)))
+        if number == 0:
+            engine.step()
+    if rank == 1:
+        engine.module.head.bias.grad = torch.ones(1)
+    with pytest.raises(ConfigError, match=r"^head.bias.grad was set by hand.*\(so on rank 1, not on all\)$"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_those_of_a_backward_before_the_engine_are_dropped_with_a_word(stage: int, side: str) -> None:
+    model = Model()
+    model(batch(7)).backward()
+    with pytest.warns(UserWarning, match="blocks.0.weight.grad, made before zero.initialize, is dropped"):
+        engines = made(stage, model), made(stage)
+    for engine in engines:
+        for number in range(2):
+            engine.backward(engine(batch(number)))
+            engine.step()
+    norms = [engine.get_global_grad_norm() for engine in engines]
+    assert norms[0] == norms[1]

@@ -1,22 +1,29 @@
-"""zero.Init, zero.GatheredParameters and external parameters: a split model is the model it would be whole."""
+"""zero.Init, zero.GatheredParameters and external parameters: a split model is the model it would be whole. The
+trainer's model is drawn by the engine, each rank its shard, from the numbers that one process has."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.tree import build_config
+from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.zero.deferred_init import LazyInitParam
-from megatron.zero.partitioned_param import Placeholder, param_owner
-from tests.distributed import RankError, run_ranks
+from megatron.train import build
+from megatron.zero import deferred_init
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.partitioned_param import Placeholder
+from mpu import groups, weight_init
+from mpu.groups import Groups
+from tests.distributed import on_ranks
 from tests.megatron.zero.offload.swap_files import open_swap_files
 from tests.megatron.zero.run import master
 
@@ -80,69 +87,56 @@ def train(model: nn.Module, stage: int) -> list[torch.Tensor]:
     return whole(model)
 
 
-def made_in_parts(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_model_made_in_parts_is_the_model_and_never_whole(rank: int, world: int) -> None:
     torch.manual_seed(0)
     plain = Model()
     torch.manual_seed(rank)  # values are those of rank 0
-    most = 0
-
-    def look(*_: Any) -> None:
-        nonlocal most
-        most = max(most, sum(p.numel() for p in alive if not isinstance(p, Placeholder)))
-
     alive: list[nn.Parameter] = []
-    seen = torch.nn.modules.module.register_module_parameter_registration_hook(
-        lambda module, name, parameter: (alive.append(parameter), look())[1])
+    most = [0]
+
+    def look(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        alive.append(parameter)
+        most[0] = max(most[0], sum(p.numel() for p in alive if not isinstance(p, Placeholder)))
+
+    seen = torch.nn.modules.module.register_module_parameter_registration_hook(look)
     with zero.Init():
         model = Model()
     seen.remove()
-    found: dict[str, Any] = {"placeholders": all(isinstance(p, Placeholder) for p in model.parameters()), "most": most}
-    found["values"] = all(map(torch.equal, whole(model), (p.detach() for p in plain.parameters())))
     existing = Model()
     zero.Init(existing)
-    found["wrapped"] = all(isinstance(p, Placeholder) for p in existing.parameters())
+    assert all(isinstance(p, Placeholder) for made in (model, existing) for p in made.parameters())
+    assert most[0] <= WIDTH * WIDTH + 2 * WIDTH, "at most one layer is whole"
+    assert all(map(torch.equal, whole(model), (p.detach() for p in plain.parameters())))
     with zero.Init(enabled=False):
-        found["disabled"] = Model().head.weight.numel() == WIDTH
-    found["restored"] = nn.Linear(2, 2).weight.numel() == 4
+        assert Model().head.weight.numel() == WIDTH
+    assert not isinstance(nn.Linear(2, 2).weight, Placeholder)
     for stage in (1, 3):
-        torch.manual_seed(0)
-        wanted = train(Model(), stage)
-        torch.manual_seed(0)
-        with zero.Init():
-            split = Model()
-        found[f"stage {stage}"] = all(map(torch.equal, train(split, stage), wanted))
-    return found
+        ends = []
+        for enabled in (False, True):
+            torch.manual_seed(0)
+            with zero.Init(enabled=enabled):
+                model = Model()
+            ends.append(train(model, stage))
+        assert all(map(torch.equal, *ends))
 
 
-def test_a_model_made_in_parts_is_the_model_and_never_whole() -> None:
-    layer = WIDTH * WIDTH + 2 * WIDTH
-    for found in run_ranks(made_in_parts, 2):
-        assert found.pop("most") <= layer
-        assert all(found.values()), found
-
-
-def all_edits(rank: int, world: int) -> list[bool]:
-    return [fine for stage in (0, 2, 3) for fine in edits(rank, stage)]
-
-
-def edits(rank: int, stage: int) -> list[bool]:
-    """Edits of rank 1 inside GatheredParameters: seen by all, kept by the next step, which changes little."""
-    model = Model()
-    engine = zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))[0]
-    masters = [master(bucket) for bucket in engine.core.buckets]
-    with zero.GatheredParameters([model.head.weight, model.head.weight], modifier_rank=1):
-        model.head.weight.fill_(5.0 + rank)
-    edited = whole(model.head)[0]
-    untouched = [torch.equal(master(bucket)[~(master(bucket) > 4)], before[~(master(bucket) > 4)])
-                 for bucket, before in zip(engine.core.buckets, masters, strict=True)]
-    engine.backward(engine(torch.randn(4, WIDTH, dtype=torch.bfloat16)))
-    engine.step()
-    after = whole(model.head)[0]
-    return [bool((edited == 6.0).all()), all(untouched), bool((after - 6.0).abs().max() < 0.1)]
-
-
-def test_edits_inside_gathered_parameters_count_at_every_stage() -> None:
-    assert run_ranks(all_edits, 2) == [[True] * 9] * 2
+@on_ranks(2)
+def test_edits_inside_gathered_parameters_count_at_every_stage(rank: int, world: int) -> None:
+    """Edits of rank 1 are seen by all, and kept by the next step, which changes little."""
+    for stage in (0, 2, 3):
+        model = Model()
+        engine = zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))[0]
+        masters = [master(bucket) for bucket in engine.core.buckets]
+        with zero.GatheredParameters([model.head.weight, model.head.weight], modifier_rank=1):
+            model.head.weight.fill_(5.0 + rank)
+        assert bool((whole(model.head)[0] == 6.0).all())
+        for bucket, before in zip(engine.core.buckets, masters, strict=True):
+            untouched = ~(master(bucket) > 4)
+            assert torch.equal(master(bucket)[untouched], before[untouched])
+        engine.backward(engine(torch.randn(4, WIDTH, dtype=torch.bfloat16)))
+        engine.step()
+        assert bool((whole(model.head)[0] - 6.0).abs().max() < 0.1)
 
 
 class Reader(nn.Module):
@@ -158,21 +152,18 @@ class Reader(nn.Module):
         return x @ self.owner[0].weight
 
 
-def external(rank: int, world: int, registered: bool) -> bool:
-    owner = nn.Linear(WIDTH, WIDTH)
-    model = nn.Sequential(nn.ModuleList([owner, nn.Linear(WIDTH, WIDTH)]), Reader(owner, registered))
-    model.forward = lambda x: model[1](model[0][1](model[0][0](x))).square().mean()  # type: ignore[method-assign]
-    engine = zero.initialize(model=model, config=config(3))[0]
-    before = whole(model)
-    engine.backward(engine(torch.randn(4, WIDTH)))
-    engine.step()
-    return not torch.equal(before[0], whole(model)[0])
-
-
-def test_an_external_parameter_is_there_once_it_is_registered() -> None:
-    assert run_ranks(external, 2, True) == [True, True]
-    with pytest.raises(RankError, match="cannot be used here"):  # a placeholder
-        run_ranks(external, 2, False)
+@on_ranks(2)
+def test_an_external_parameter_is_there_once_it_is_registered(rank: int, world: int) -> None:
+    for registered in (True, False):
+        owner = nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential(nn.ModuleList([owner, nn.Linear(WIDTH, WIDTH)]), Reader(owner, registered))
+        model.forward = lambda x: model[1](model[0][1](model[0][0](x))).square().mean()  # type: ignore[method-assign]
+        engine = zero.initialize(model=model, config=config(3))[0]
+        before = whole(model)
+        with nullcontext() if registered else pytest.raises(ConfigError, match="cannot be used here"):  # a placeholder
+            engine.backward(engine(torch.randn(4, WIDTH)))
+            engine.step()
+            assert not torch.equal(before[0], whole(model)[0])
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -226,44 +217,32 @@ class Assembled(nn.Module):
         return self.tail(self.late(self.encoder(x))).square().mean()
 
 
-def assembled(rank: int, world: int, folder: str, place: str) -> dict[str, bool]:
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@on_ranks(2)
+def test_any_module_can_be_made_in_parts_wherever_they_wait(rank: int, world: int, tmp_path: Path, place: str) -> None:
     torch.manual_seed(0)
     plain = Assembled().apply(halve)
     torch.manual_seed(rank)
-    given = {"remote_device": place, **({"config_dict_or_path": on_drive(folder)} if place == "nvme" else {})}
-    with zero.Init(**given), zero.Init():  # type: ignore[arg-type]
+    source = on_drive(str(tmp_path)) if place == "nvme" else None
+    with zero.Init(remote_device=place, config_dict_or_path=source), zero.Init():
         model = Assembled()
         copied = copy.deepcopy(model)
-    found = {"placeholders": all(isinstance(p, Placeholder) for p in model.parameters()),
-             "on the drive": bool(open_swap_files(Path(folder))) == (place == "nvme")}
+    assert all(isinstance(p, Placeholder) for p in model.parameters())
+    assert bool(open_swap_files(tmp_path)) == (place == "nvme")
     model.apply(halve)
     with zero.GatheredParameters(model.late.weight, modifier_rank=1):
         model.late.weight[0] = rank
     with torch.no_grad():
         plain.late.weight[0] = 1
         values = [p.detach().clone() for p in plain.parameters()]
-    found["values"] = all(map(torch.equal, whole(model), values))
-    found["no longer"] = isinstance(_refusal(lambda: model.late.weight.mul_(2)), ConfigError)
-    found["the copy's own"] = bool((whole(copied.late)[0][2:4] == 3.5).all()) and copied.tail.bias is copied.late.bias
+    assert all(map(torch.equal, whole(model), values))
+    with pytest.raises(ConfigError):
+        model.late.weight.mul_(2)
+    assert bool((whole(copied.late)[0][2:4] == 3.5).all()) and copied.tail.bias is copied.late.bias
     del copied
     zero.initialize(model=model, config=config(2))
-    found["taken over"] = all(map(torch.equal, whole(model), values))
-    found["drive left"] = not open_swap_files(Path(folder))
-    return found
-
-
-def _refusal(action: Any) -> Exception | None:
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_any_module_can_be_made_in_parts_wherever_they_wait(tmp_path: Path, place: str) -> None:
-    for found in run_ranks(assembled, 2, str(tmp_path), place):
-        assert all(found.values()), found
+    assert all(map(torch.equal, whole(model), values)), "an engine takes them over"
+    assert not open_swap_files(tmp_path)
 
 
 def test_what_is_kept_has_the_precision_asked_for_and_integers_stay() -> None:
@@ -274,12 +253,51 @@ def test_what_is_kept_has_the_precision_asked_for_and_integers_stay() -> None:
     assert [p.dtype for p in whole(model)] == [torch.bfloat16, torch.bfloat16, torch.int64]
 
 
-def test_what_can_be_drawn_is_not_kept() -> None:
-    shape = build_config({"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
-                          "vocab_size": 61}).model
-    with zero.Init():
-        model = GPT2(shape, seed=3, deferred=True)
-    assert all(isinstance(param_owner(p), LazyInitParam) for p in model.parameters() if p.dim() > 1)
-    with zero.GatheredParameters(model.parameters()):
-        wanted = GPT2(shape, seed=3).state_dict()
-        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+# ---- initial weights that the engine draws ---------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def config_of(stage: int, precision: str, tp: int = 1) -> Config:
+    return build_config({
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
+        "make_vocab_size_divisible_by": 8, "zero_stage": stage, "model_parallel_size": tp, "batch_size": 2,
+        "stage3_param_persistence_threshold": 100, **({} if precision == "fp32" else {precision: True})})
+
+
+@pytest.mark.parametrize(("stage", "precision", "tp"), [
+    (0, "fp32", 1), (1, "bf16", 1), (3, "fp32", 1), (2, "fp32", 2), (3, "bf16", 2)])
+@on_ranks(2)
+def test_every_stage_starts_from_the_weights_of_one_process(rank: int, world: int, stage: int, precision: str,
+                                                            tp: int) -> None:
+    """A rank draws what it keeps, and nothing is sent that all can draw."""
+    config, grid = config_of(stage, precision, tp), groups.build(tp)
+    drawn, rows, sent = [0], weight_init.fill_normal_rows, mock.Mock(wraps=deferred_init.broadcast_into)
+
+    def counted(out: torch.Tensor, *places: Any) -> None:
+        drawn[0] += out.numel()
+        rows(out, *places)
+
+    with mock.patch.object(weight_init, "fill_normal_rows", counted), mock.patch.object(deferred_init, "broadcast_into",
+                                                                                        sent):
+        engine = build.engine(config, build.model(config, grid), grid, CPU)
+    assert drawn[0] <= sum(bucket.layout.shard_numel for bucket in engine.core.buckets) and not sent.call_count
+    weights = gather_full_state_dict(engine.core)
+    for name, value in GPT2(config.model, seed=config.train.seed).state_dict().items() if rank == 0 else ():
+        rows_of = value[:config.model.known_vocab_size] if name == "wte.weight" else value
+        assert torch.equal(weights[name], rows_of.to(engine.working_dtype)), name
+
+
+def test_edits_before_the_engine_count() -> None:
+    config = config_of(1, "fp32")
+    model = build.model(config, Groups())
+    with zero.GatheredParameters(list(model.wpe.parameters()), modifier_rank=0):
+        model.wpe.weight.zero_()
+    with zero.GatheredParameters(list(model.ln_f.parameters())):
+        assert torch.equal(model.ln_f.weight, torch.ones_like(model.ln_f.weight))
+    with pytest.raises(ConfigError, match="edited inside GatheredParameters without modifier_rank"), \
+            zero.GatheredParameters(list(model.ln_f.parameters())):
+        model.ln_f.weight.zero_()
+    build.engine(config, model, Groups(), CPU)
+    assert not model.wpe.weight.any() and model.ln_f.weight.all() and model.wte.weight.any()

@@ -1,13 +1,19 @@
-"""A tensor that a user takes of a gathered weight stays valid, whatever made it and whatever the engine does next."""
+"""Tensors that a user takes of a gathered weight stay valid, whatever made them and whatever the engine does next; a
+deep copy of a model is a plain model; and what nobody has any more is gone."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
+from megatron.errors import ConfigError
 from megatron.fsdp import FullyShardedDataParallel, fully_shard, summon_full_params
-from tests.distributed import run_ranks
-
-WIDTH = 24
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
-
+from megatron.train.build import model as build_model
+from megatron.zero.api.engine import Engine
+from mpu import groups
+from tests.distributed import on_ranks, run_ranks
+from tests.megatron.zero import models
+from tests.megatron.zero.offload.test_equal import batches, train as train_gpt2
+from tests.megatron.zero.offload.test_use import built, configured
+from tests.megatron.zero.run import gpt2_loss
+from tests.megatron.zero.small import Model, engine_of
 
 # ---- ways to keep a weight: each gives a function that reads what was kept -------------------------------------------
 
@@ -79,10 +79,7 @@ Step = Callable[[Tensor], None]
 
 
 def with_engine(stage: int, dtype: str) -> tuple[nn.Module, Step, Any]:
-    engine = zero.initialize(model=Model(), config={
-        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    engine = engine_of(stage, models.Net(), precision=dtype)
 
     def step(x: Tensor) -> None:
         engine.backward(engine(x))
@@ -91,8 +88,11 @@ def with_engine(stage: int, dtype: str) -> tuple[nn.Module, Step, Any]:
     return engine.module, step, lambda: zero.GatheredParameters(engine.module.parameters())
 
 
-def with_fsdp(shard: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, Step, Any]:
-    model = shard(Model())
+def with_fsdp(wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, Step, Any]:
+    model: Any = models.Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block) or block
+    model = wrap(model) or model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
     def step(x: Tensor) -> None:
@@ -103,21 +103,10 @@ def with_fsdp(shard: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, Step,
     return model, step, lambda: summon_full_params(model)
 
 
-def in_blocks(wrap: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(block)
-    return wrap(model)
-
-
-def sharded_in_place(module: nn.Module) -> nn.Module:
-    fully_shard(module)
-    return module
-
-
 ENGINES: dict[str, Callable[[], tuple[nn.Module, Step, Any]]] = {
     **{f"stage {stage} {name}": partial(with_engine, stage, name) for stage in range(4) for name in ("bf16", "fp32")},
-    "FullyShardedDataParallel": partial(with_fsdp, partial(in_blocks, FullyShardedDataParallel)),
-    "fully_shard": partial(with_fsdp, partial(in_blocks, sharded_in_place)),
+    "FullyShardedDataParallel": partial(with_fsdp, FullyShardedDataParallel),
+    "fully_shard": partial(with_fsdp, lambda module: (fully_shard(module), None)[1]),
 }
 
 Kept = list[tuple[str, Tensor, Read]]  # who kept it, the right values, and how to read what was kept
@@ -149,7 +138,7 @@ def wrong_reads(rank: int, world: int, names: list[tuple[str, str]]) -> list[str
     for engine, way in names:
         torch.manual_seed(0)
         model, step, gathered = ENGINES[engine]()
-        linear, x, kept = linear_of(model), torch.randn(2, WIDTH, requires_grad=True), Kept()
+        linear, x, kept = linear_of(model), torch.randn(2, models.WIDTH, requires_grad=True), Kept()
         for hook in HOOKS:
             with hooked(linear, hook, WAYS[way], kept):
                 step(x.to(linear.weight.dtype))
@@ -183,7 +172,123 @@ def test_no_kept_tensor_is_garbage(world: int) -> None:
     assert run_ranks(wrong_reads, world, names) == [[]] * world
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_none_is_in_any_cell(world: int) -> None:
-    assert run_ranks(wrong_reads, world, EVERY, timeout=600) == [[]] * world
+# ---- a deep copy of a model that an engine trains is a plain model ---------------------------------------------------
+
+
+def taught(model: nn.Module) -> list[Tensor]:
+    """The loss and the gradients of a plain backward."""
+    loss = model(torch.linspace(-1, 1, 4 * models.WIDTH).view(4, models.WIDTH))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_deep_copy_is_a_plain_model(rank: int, world: int, stage: int) -> None:
+    model: Any = models.Net()
+    engine = engine_of(stage, model)
+
+    def step() -> Tensor:
+        loss: Tensor = engine(torch.linspace(-1, 1, 4 * models.WIDTH).view(4, models.WIDTH))
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    step()
+    with zero.GatheredParameters(list(model.parameters())):
+        plain = models.Net()
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        copies = [copy.deepcopy(model), copy.deepcopy(engine.module)]
+        block = copy.deepcopy(model.blocks[1])
+    expected = taught(plain)
+    for made in (*copies, copy.deepcopy(copies[0])):
+        found = taught(made)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, block.parameters(), plain.blocks[1].parameters()))
+    block(torch.ones(1, models.WIDTH)).sum().backward()
+    copies[0].load_state_dict(models.Net().state_dict())
+    assert step() == expected[0], "the engine goes on"
+    if stage == 3:
+        with pytest.raises(ConfigError, match=r"first\.weight.* cannot be used here"):
+            copy.deepcopy(model)
+
+
+# ---- an engine goes with its model, its files on a drive and its threads ---------------------------------------------
+
+
+Use = Callable[[Engine, Path], object]
+
+
+def destroy(engine: Engine, folder: Path) -> None:
+    train_gpt2(engine.core, batches(1))
+    engine.destroy()
+
+
+def all_kinds_of_things(engine: Engine, folder: Path) -> None:
+    train_gpt2(engine.core, batches(2))
+    engine.save_checkpoint(folder, in_background=True)
+    engine.load_checkpoint(folder)
+    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        engine.module.wte.weight.add_(1)
+    engine.core.backward(gpt2_loss(engine.core, batches(1)[0]).mean())
+
+
+def errors(engine: Engine, folder: Path) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError
+
+    with suppress(RuntimeError), zero.GatheredParameters(engine.module.parameters()):
+        fail()
+    with suppress(RuntimeError):
+        engine.module.wte.register_forward_hook(fail)
+        train_gpt2(engine.core, batches(1))
+
+
+def left(rank: int, world: int, drive: Path, folder: Path, use: Use, is_on_drive: bool = True) -> list[str]:
+    threads = set(threading.enumerate())
+    things = things_of(drive if is_on_drive else None, folder, use)
+    gc.collect()
+    latest = time.monotonic() + 30  # what is on its way to the drive holds the files until it is there
+    while (rest := remaining(things, drive, rank, threads)) and time.monotonic() < latest:
+        time.sleep(0.01)
+    return rest
+
+
+def remaining(things: list[weakref.ref[object]], drive: Path, rank: int, before: set[threading.Thread]) -> list[str]:
+    return [*(type(it).__name__ for thing in things if (it := thing()) is not None),
+            *(path.name for path in drive.glob(f"*-rank{rank}")),
+            *(thread.name for thread in set(threading.enumerate()) - before)]
+
+
+def things_of(drive: Path | None, folder: Path, use: Use) -> list[weakref.ref[object]]:
+    engine = built(configured(drive))
+    use(engine, folder)
+    return [weakref.ref(thing) for thing in (engine, engine.core, engine.module, *engine.core.buckets,
+                                             *engine.module.parameters())]
+
+
+@pytest.mark.parametrize("use, is_on_drive", [(destroy, False), (errors, True), (errors, False)])
+def test_an_engine_goes_with_its_model(tmp_path: Path, is_on_drive: bool, use: Use) -> None:
+    (tmp_path / "drive").mkdir()
+    assert left(0, 1, tmp_path / "drive", tmp_path, use, is_on_drive) == []
+
+
+def test_engines_of_several_ranks_go(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    assert run_ranks(left, 2, tmp_path / "drive", tmp_path, all_kinds_of_things) == [[]] * 2
+
+
+def test_a_model_that_waits_for_an_engine_goes(tmp_path: Path) -> None:
+    grid = groups.build(1)
+    with zero.Init():
+        models = [Model()]
+    models.append(build_model(configured(None), grid))
+    parts = [weakref.ref(part) for model in models for part in (model, *model.parameters())]
+    for _ in range(2):
+        assert all(part() is not None for part in parts)
+        with zero.GatheredParameters([p for model in models for p in model.parameters()], modifier_rank=0):
+            torch.nn.init.ones_(next(models[0].parameters()))
+        gc.collect()
+    models.clear()
+    gc.collect()
+    assert not [part() for part in parts if part() is not None]

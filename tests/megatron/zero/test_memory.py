@@ -1,14 +1,21 @@
-"""What a rank holds between backward and step is what the ZeRO paper says, in bytes of the tensors themselves."""
+"""What a rank holds between backward and step is what the ZeRO paper says, in bytes of the tensors themselves;
+DeepSpeed's estimates."""
 
 from __future__ import annotations
 
+
 import pytest
 import torch
+from torch import nn
 
-from megatron.model import count_parameters
+from megatron.model import count_parameters as count_model_parameters
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.estimate import (count_parameters, estimate_zero2_model_states_mem_needs_all_cold,
+                                    estimate_zero2_model_states_mem_needs_all_live,
+                                    estimate_zero3_model_states_mem_needs_all_cold,
+                                    estimate_zero3_model_states_mem_needs_all_live)
 from mpu import groups
-from tests.distributed import RankError, run_ranks
+from tests.distributed import RankError, on_ranks, run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 # Bytes per parameter with 16-bit weights and gradients, fp32 master and two moments; n data parallel ranks.
@@ -41,7 +48,7 @@ def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
         held = live_bytes(engine)
         engine.step()
         engine.wait_for_param_gathers()
-    return held / count_parameters(config.model)[0]
+    return held / count_model_parameters(config.model)[0]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -50,24 +57,6 @@ def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
     for held in run_ranks(bytes_per_parameter, world, stage):
         # 2 %: slots and shards are padded to multiples of 128 elements.
         assert held == pytest.approx(PAPER[stage](world), rel=0.02)
-
-
-def held_by_a_loss(rank: int, world: int) -> bool:
-    """Whether the buffer that the loss wrote the token table's gradient to outlives the backward, with the loss."""
-    engine = gpt2_engine(configure_gpt2(num_layers=1, zero_stage=2), groups.build(1))
-    rows = torch.randint(0, 61, (2, 17))
-    loss = engine(rows[:, :-1], rows[:, 1:])
-    written = [bucket.grads for bucket in engine.buckets if bucket.grads._full_buffer is not None]
-    assert len(written) == 1, "only the loss has made gradients so far"
-    grads = written.pop()
-    written_to = grads._get_full_buffer()
-    engine.backward(loss)
-    free = [buffer for buffers in grads._buffer_pool._free.values() for buffer, _ in buffers]
-    return loss.requires_grad and written_to not in free
-
-
-def test_a_loss_that_is_kept_keeps_no_gradient() -> None:
-    assert run_ranks(held_by_a_loss, 2) == [False, False]
 
 
 def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) -> dict[str, object]:
@@ -134,27 +123,53 @@ def test_blocks_stay_for_their_backward_within_the_reuse_distance() -> None:
         assert found["gathers"] == 1 + 2 * BLOCKS - kept
 
 
-def reductions_during_backward(rank: int, world: int) -> list[dict[str, bool]]:
+@on_ranks(2)
+def test_gradients_are_reduced_while_backward_still_runs(rank: int, world: int) -> None:
     grid = groups.build(1)
-    return [reductions_of(stage, grid) for stage in (0, 2, 3)]
+    for stage in (0, 2, 3):
+        engine = gpt2_engine(configure_gpt2(num_layers=3, zero_stage=stage), grid)
+        during_backward: dict[str, bool] = {}
+        for bucket in engine.buckets:
+            def reduce(bucket=bucket, launch=bucket.grads.start_reduction) -> None:  # type: ignore[no-untyped-def]
+                during_backward[bucket.name] = engine.pass_coordinator.in_backward
+                launch()
+
+            bucket.grads.start_reduction = reduce  # type: ignore[method-assign]
+        rows = torch.randint(0, 61, (2, 17))
+        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+        assert all(during_backward[f"blocks.{number}"] for number in range(3))
 
 
-def reductions_of(stage: int, grid: groups.Groups) -> dict[str, bool]:
-    """Bucket name -> whether its reduction was launched while backward was still running."""
-    engine = gpt2_engine(configure_gpt2(num_layers=3, zero_stage=stage), grid)
-    seen: dict[str, bool] = {}
-    for bucket in engine.buckets:
-        def reduce(bucket=bucket, launch=bucket.grads.start_reduction) -> None:  # type: ignore[no-untyped-def]
-            seen[bucket.name] = engine.pass_coordinator.in_backward
-            launch()
-
-        bucket.grads.start_reduction = reduce  # type: ignore[method-assign]
-    rows = torch.randint(0, 61, (2, 17))
-    engine.backward(engine(rows[:, :-1], rows[:, 1:]))
-    return seen
+# ---- what DeepSpeed 0.19 prints for a model of 2.851 B parameters on 8 GPUs ------------------------------------------
 
 
-def test_gradients_are_reduced_while_backward_still_runs() -> None:
-    for seen in run_ranks(reductions_during_backward, 2)[0]:
-        assert {name: during for name, during in seen.items() if name != "root"} == dict.fromkeys(
-            ("blocks.0", "blocks.1", "blocks.2"), True)
+TOTAL, LARGEST = 2_851_000_000, 32_899_072
+
+
+def in_gb(count: int) -> float:
+    return round(count / 2**30, 2)
+
+
+def test_stage_2_gives_the_numbers_of_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = estimate_zero2_model_states_mem_needs_all_cold(TOTAL, num_gpus_per_node=8, num_nodes=1)
+    # 0.1 GB: the published total is rounded to a million parameters.
+    assert [(row.offload_optimizer, in_gb(row.gpu)) for row in rows] == [(True, 5.31), (False, 11.28)]
+    assert [in_gb(row.host) for row in rows] == pytest.approx([127.5, 127.5], abs=0.1)
+    assert "offload_optimizer=1" in capsys.readouterr().out
+
+
+def test_stage_3_gives_the_published_numbers() -> None:
+    rows = estimate_zero3_model_states_mem_needs_all_cold(TOTAL, LARGEST, num_gpus_per_node=8, num_nodes=1)
+    choices = [(row.offload_optimizer, row.offload_param, row.zero_init) for row in rows]
+    assert choices == [(True, True, True), (True, True, False), (True, False, True), (True, False, False),
+                       (False, False, True), (False, False, False)]
+    assert [in_gb(row.gpu) for row in rows] == [0.12, 0.12, 0.79, 0.79, 6.1, 6.1]
+    assert [in_gb(row.host) for row in rows] == pytest.approx([71.7, 127.5, 63.7, 127.5, 1.47, 127.5], abs=0.1)
+
+
+def test_a_shared_parameter_counts_once_and_the_largest_layer_is_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8))
+    model[2].weight = model[0].weight
+    assert count_parameters(model) == (32 + 8 + 32 + 8, 40)
+    assert estimate_zero2_model_states_mem_needs_all_live(model, 2, 2)[1].gpu == 2 * 80 + 18 * 80 // 4
+    assert estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)[-1].gpu == 4 * 40 + 18 * 80 // 4

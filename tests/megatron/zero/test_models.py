@@ -20,14 +20,12 @@ from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
+from tests.megatron.zero.models import (WIDTH, AllInBlocks, BlockTwice, Buffers, Dicts, EndsInABlock, Experts, Frozen,
+                                        FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Opaque, Passes,
+                                        Permuted, RankDrop, ReadLater, Records, RootReadsBlock, Slices, Teacher,
+                                        ThreeElements, TiedBlocks, TiedToRoot, Words)
 from tests.megatron.zero.offload.test_equal import everywhere
-from tests.megatron.zero.models import (WIDTH, AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen,
-                                        FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Passes, Permuted,
-                                        RankDrop, Records, Slices, ThreeElements, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, step, weights
-from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, Opaque,
-                                         OtherMethod, ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock,
-                                         TiedToRoot, Wrapped)
 
 STEPS, LR = 4, 1e-2
 
@@ -46,15 +44,6 @@ def evaluating(engine: Engine, x: Tensor) -> None:
     loss = engine(x)
     with torch.no_grad():
         engine(x + 2)
-    engine.backward(loss)
-    step(engine, LR)
-
-
-def looking(engine: Engine, x: Tensor) -> None:
-    """The same, with gradients that nobody asks for."""
-    engine(x + 1)
-    loss = engine(x)
-    engine(x + 2)
     engine.backward(loss)
     step(engine, LR)
 
@@ -170,15 +159,13 @@ ALL = (0, 1, 2, 3)
 
 WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
-        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes,
-        FrozenTwice, Dicts, TiedInOneBlock, BlockReadsBlock, BlockTwice,
-        Backwards, LayerDrop, Frozen, Buffers, InPlace, Teacher, Permuted, Words, Records,
-        TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
-    **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,
-                                             failing_backward)},
-    **{Case(Words, script): ALL for script in (evaluating, looking, summing, queueing)},
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes, FrozenTwice, Dicts, Records,
+        BlockTwice, LayerDrop, Frozen, Buffers, InPlace, Teacher, Permuted, Words, TiedToRoot,
+        TiedBlocks, Experts)},
+    **{Case(Net, script): ALL for script in (evaluating, summing, queueing, failing_forward, failing_backward)},
+    **{Case(Words, script): ALL for script in (evaluating, summing, queueing)},
     **{Case(model, precision="bf16"): ALL for model in (Net, OddSizes, Frozen, Buffers)},
-    **{Case(model): (0, 1, 2) for model in (RootReadsBlock, RankDrop, OtherMethod, ReadLater, InAnObject)},
+    **{Case(model): (0, 1, 2) for model in (RootReadsBlock, RankDrop, ReadLater)},
 }
 """Case -> stages at which it is as the plain loop."""
 
@@ -189,22 +176,16 @@ def test_an_engine_around_any_model_is_the_plain_loop(stage: int) -> None:
     check([case for case, stages in WORKS.items() if stage in stages], stage)
 
 
-@pytest.mark.parametrize("stage, part", [pytest.param(1, slice(None), marks=pytest.mark.slow), (3, slice(0, None, 2)),
-                                         pytest.param(3, slice(1, None, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("stage, part", [pytest.param(1, slice(None), marks=pytest.mark.slow), (3, slice(0, None, 3))],
+                         ids=str)
 def test_so_it_is_with_its_state_on_a_drive(stage: int, part: slice, tmp_path: Path) -> None:
     check([case for case, stages in WORKS.items() if stage in stages][part], stage, drive=tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ALL)
-def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
-    check([Case(model) for model in (ThreeElements, OddSizes, AllInBlocks, Frozen, LayerDrop)], stage, world=4)
-
-
 @pytest.mark.parametrize("model, error", [
     (RankDrop, "the ranks ran different blocks"),  # they have received each other's
-    (RootReadsBlock, "cannot be used here"), (OtherMethod, "cannot be used here"),  # a placeholder
-    (ReadLater, "while it was split"), (InAnObject, "while it was split"),  # their memory is gone
+    (RootReadsBlock, "cannot be used here"),  # a placeholder
+    (ReadLater, "while it was split"),  # its memory is gone
     (Opaque, "blocks.0 returned a Boxed, in which no tensor can be found"),
 ])
 def test_what_stage_3_cannot_run_fails_and_never_trains_wrongly(model: type[nn.Module], error: str) -> None:

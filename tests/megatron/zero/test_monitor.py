@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
-import shutil
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.errors import StorageError, format_bytes
-from tests.distributed import run_ranks
-from tests.wires import accelerator_side
+from megatron.errors import StorageError
+from tests.distributed import on_ranks
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
 
@@ -52,25 +50,6 @@ def test_breakdowns_name_every_phase(capsys: Any) -> None:
     assert [line.partition(" ")[0] for line in out] == ["step=10,", "time", "memory", "step=20,", "time", "memory"]
     for line in out[1:3]:
         assert re.fullmatch(r"(time|memory) \(\w+\) \| forward: [\d.]+ \| backward: [\d.]+ \| step: [\d.]+", line), line
-
-
-def test_times_tell_of_a_drive(tmp_path: Path, capsys: Any) -> None:
-    state = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    trained(2, wall_clock_breakdown=True, steps_per_print=2, zero_optimization=state).destroy()
-    out = [line for line in capsys.readouterr().out.splitlines() if not line.lstrip().startswith("nvme")]
-    assert [line.partition(" ")[0] for line in out] == ["step=2,", "time", "drive"]
-    wait = re.fullmatch(r"drive wait \(ms\): ([\d.]+) \| drive read 0 bytes, written (.*)", out[2])
-    assert wait is not None and wait[2] == format_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
-
-
-def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:
-    trained(0, dump_state=True, gradient_accumulation_steps=2, steps_per_print=7,
-            activation_checkpointing={"partition_activations": True})
-    said = capsys.readouterr().out.splitlines()
-    for row in ("optim.optimizer: adamw", "batch.train_batch_size: 4", "batch.train_micro_batch_size_per_gpu: 2",
-                "batch.gradient_accumulation_steps: 2", "recompute.partition_activations: True",
-                "report.steps_per_print: 7"):
-        assert f"  {row}" in said
 
 
 def test_nothing_is_printed_that_nobody_asked_for(capsys: Any) -> None:
@@ -131,76 +110,21 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
 
 
-def test_on_an_accelerator_scalars_are_written_a_step_late(tmp_path: Path) -> None:
-    """When the loss is on the host in any case: to read it at once would let the device run dry."""
-    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    trained(3, csv_monitor=monitor).destroy()
-    at_once = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
-    shutil.rmtree(tmp_path / "job")
-    with accelerator_side():
-        engine = trained(3, csv_monitor=monitor)
-        late = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
-        assert {*late} == {*at_once}
-        assert all(at_once[name].startswith(text) and len(text.splitlines()) == 3 for name, text in late.items())
-        engine.destroy()
-    assert {path.name: path.read_text() for path in (tmp_path / "job").iterdir()} == at_once
-
-
-def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
-    said: list[Any] = []
-    run = SimpleNamespace(log=said.append, define_metric=lambda name, step_metric: said.append(step_metric),
-                          finish=lambda exit_code: said.append("end"))
-    package = SimpleNamespace(init=lambda **given: said.append(given) or run, errors=SimpleNamespace(Error=OSError))
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr("megatron.metrics.sinks.check_wandb", lambda flag: None)
-    trained(1, wandb={"enabled": True, "group": "sweep"}).destroy()
-    opened, axis, *logged, end = said
-    assert opened == {"project": "deepspeed", "group": "sweep", "entity": None} and (axis, end) == ("samples", "end")
-    assert [set(values) - {"samples"} for values in logged] == [{"Train/Samples/train_loss"}, {"Train/Samples/lr"}]
-    assert {values["samples"] for values in logged} == {4}
-
-
-def cannot_write(rank: int, world: int, path: str) -> str:
-    said = []
-    for section in ("tensorboard", "csv_monitor"):
-        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written") as found:
-            trained(0, **{section: {"enabled": True, "output_path": path, "job_name": "job"}})
-        said.append(str(found.value))
-    return "".join(said)
-
-
-def test_every_rank_ends_with_the_error_of_the_one_that_writes(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_every_rank_ends_with_the_error_of_the_one_that_writes(rank: int, world: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    first, second = run_ranks(cannot_write, 2, str(tmp_path / "file"))
-    assert first == second
+    for section in ("tensorboard", "csv_monitor"):
+        with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written"):
+            trained(0, **{section: {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}})
 
 
-def test_scalars_that_can_no_longer_be_written_do_not_end_the_training(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "Train_Samples_lr.csv").symlink_to("/dev/full")
-    engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
-    for _ in range(2):
-        engine.backward(engine(torch.ones(4, 2)).square().mean())
-        engine.step()
-    said = capsys.readouterr().err
-    assert engine.global_steps == 3 and said.count("warning: ") == 1 and "csv_monitor.output_path" in said
-
-
-def speaks(rank: int, world: int, path: str) -> str:
-    import contextlib
-    import io
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        trained(1, steps_per_print=1, zero_optimization={"stage": 2, "cpu_offload": False, "stage3_max_live_parameters":
-                                                         5}, csv_monitor={"enabled": True, "output_path": path})
-    return said.getvalue()
-
-
-def test_rank_0_alone_speaks_and_names_what_has_no_effect(tmp_path: Path) -> None:
-    first, second = run_ranks(speaks, 2, str(tmp_path))
-    assert second == ""
-    assert "zero_optimization.cpu_offload is deprecated" in first
-    assert "zero_optimization.stage3_max_live_parameters has no effect without zero_optimization.stage 3" in first
-    assert "2 ranks on this node compute on" in first
-    assert len(first.splitlines()) == 4
+@on_ranks(2)
+def test_rank_0_alone_speaks_and_names_what_has_no_effect(rank: int, world: int, tmp_path: Path) -> None:
+    with redirect_stdout(io.StringIO()) as told:
+        trained(1, steps_per_print=1, csv_monitor={"enabled": True, "output_path": str(tmp_path)}, zero_optimization={
+            "stage": 2, "cpu_offload": False, "stage3_max_live_parameters": 5})
+    said = told.getvalue()
+    assert len(said.splitlines()) == (0 if rank else 4)
+    for text in () if rank else ("zero_optimization.cpu_offload is deprecated", "2 ranks on this node compute on",
+                                 "stage3_max_live_parameters has no effect without zero_optimization.stage 3"):
+        assert text in said

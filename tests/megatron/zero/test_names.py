@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import io
 import os
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,42 +16,31 @@ from megatron import recompute, zero
 from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
 from megatron.package import __version__
-from megatron.zero import utils
 from megatron.zero.api.compat_names import METHODS, NAMES, REFUSED
 from megatron.zero.api.engine import Engine
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
+from tests.megatron.zero.small import WIDTH, Model
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden_width = 6
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-        self.head.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x).square().mean()
-
-
-def config(stage: int = 0, gathers: bool = False, **changes: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0,
-                                  "stage3_gather_16bit_weights_on_model_save": gathers}, **changes}
+def small_model() -> nn.Module:
+    """One parameter is frozen, and one attribute is the model's own."""
+    model = Model()
+    model.hidden_width = WIDTH  # type: ignore[assignment]
+    model.head.bias.requires_grad_(False)
+    return model
 
 
 def made(stage: int = 0, **changes: Any) -> Engine:
-    return zero.initialize(model=Model(), config=config(stage, **changes))[0]
+    return zero.initialize(model=small_model(), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **changes})[0]
 
 
 def step(engine: Engine, count: int = 1) -> None:
     for index in range(count):
-        engine.backward(engine(torch.full((2, 6), 1.0 + index)))
+        engine.backward(engine(torch.full((2, WIDTH), 1.0 + index)))
         engine.step()
 
 
@@ -98,28 +83,22 @@ def test_answers_are_those_of_the_configuration(engine: Any) -> None:
 
 
 def test_other_names_are_the_models_or_an_error_with_the_nearest(engine: Any) -> None:
-    assert engine.hidden_width == 6 and engine.head is engine.module.head and engine.training
+    assert engine.hidden_width == WIDTH and engine.head is engine.module.head and engine.training
     engine.eval()
     assert not engine.module.training and not engine.training
     engine.train()
     with pytest.raises(AttributeError, match="neither the engine nor its Model has 'local_rnak'; did you mean local_"):
         engine.local_rnak
-    assert [name for name, _ in engine.named_parameters()] == [f"module.{n}" for n, _ in Model().named_parameters()]
-    assert sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in Model().parameters())
-
-
-def test_moving_the_model_is_accepted_only_where_it_is_already(engine: Any) -> None:
-    assert engine.to("cpu") is engine and engine.to(torch.float32) is engine and engine.float() is engine
-    assert engine.to(device="cpu", dtype=torch.float32) is engine and engine.cpu() is engine
-    for move in (lambda: engine.to("meta"), lambda: engine.half(), lambda: engine.to(torch.bfloat16), engine.cuda):
+    names = [f"module.{name}" for name, _ in small_model().named_parameters()]
+    assert [name for name, _ in engine.named_parameters()] == names
+    assert engine.to("cpu") is engine and engine.to(device="cpu", dtype=torch.float32) is engine.float()
+    for move in (lambda: engine.to("meta"), lambda: engine.to(torch.bfloat16), engine.cuda):
         with pytest.raises(ConfigError, match="the engine's parameters are in place, on cpu in torch.float32"):
             move()
-    with pytest.raises(ConfigError, match="before zero.initialize"):
-        engine.double()
 
 
 def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path) -> None:
-    engine = made()
+    engine, configured = made(), made(gradient_accumulation_steps=3)
     step(engine)
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)
@@ -129,7 +108,7 @@ def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path
             call(2)
     step(engine)
     assert (engine.global_steps, engine.global_samples) == (2, 8)
-    engine.backward(engine(torch.ones(2, 6)))
+    engine.backward(engine(torch.ones(2, WIDTH)))
     engine.zero_grad()  # no step is under way any longer
     engine.set_train_micro_batch_size(4)
     assert engine.train_batch_size() == 12 and engine.train_micro_batch_size_per_gpu() == 4
@@ -139,22 +118,14 @@ def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path
     other = made()
     other.load_checkpoint(tmp_path)
     assert other.global_samples == 8
-    other = made(gradient_accumulation_steps=2)
-    other.backward(torch.ones((), requires_grad=True) * 1.0)  # reaches no parameter
-    other.step()
-    with pytest.raises(ConfigError, match="a step is under way"):
-        other.set_train_batch_size(2)
+    changed = made()
+    changed.set_train_batch_size(6)
+    for each in (changed, configured):
+        step(each, 6)
+    assert all(map(torch.equal, changed.parameters(), configured.parameters()))
     with pytest.raises(ConfigError, match="need an fp32 sum"):
         made(bf16={"enabled": True}).set_train_batch_size(4)
     made(bf16={"enabled": True}, gradient_accumulation_steps=2).set_train_batch_size(8)
-
-
-def test_a_changed_batch_size_trains_as_one_that_was_configured() -> None:
-    changed, configured = made(), made(gradient_accumulation_steps=3)
-    changed.set_train_batch_size(6)
-    for engine in (changed, configured):
-        step(engine, 6)
-    assert all(map(torch.equal, changed.parameters(), configured.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
@@ -170,7 +141,7 @@ def test_a_compiled_engine_computes_the_same(stage: int) -> None:
         assert all(map(torch.equal, plain.parameters(), compiled.parameters()))
 
 
-# ---- the package --------------------------------------------------------------------------------------------------
+# ---- the package ---------------------------------------------------------------------------------------------------
 
 
 def test_the_package_has_deepspeeds_names() -> None:
@@ -180,61 +151,31 @@ def test_the_package_has_deepspeeds_names() -> None:
     assert deepspeed.comm.is_available() and deepspeed.get_accelerator().device_name() in ("cpu", "cuda")
     assert deepspeed.accelerator.get_accelerator is deepspeed.get_accelerator
     assert importlib.import_module("megatron.zero.accelerator").get_accelerator is deepspeed.get_accelerator
-    with pytest.raises(AttributeError, match="zero.init_inference is not supported: "):
-        deepspeed.init_inference
+    comm: Any = importlib.import_module("megatron.zero.comm")
+    assert comm is deepspeed.comm and comm.all_reduce is torch.distributed.all_reduce
+    assert comm.init_distributed is zero.init_distributed
+    for module, name, told in ((deepspeed, "init_inference", "zero.init_inference is not supported: "),
+                               (comm, "all_redcue", "all_redcue")):
+        with pytest.raises(AttributeError, match=told):
+            getattr(module, name)
     assert deepspeed.__version__ == __version__
 
 
-def logged(rank: int, world: int) -> list[str]:
-    with patch.object(utils.logger.handlers[0], "stream", io.StringIO()) as stream:
-        utils.logger.info("everywhere")
-        utils.logger.debug("nowhere")
-        for ranks in (None, [1], [-1], [0, 1], [5]):
-            utils.log_dist(f"to {ranks}", ranks)
-    return [re.sub(r"^\[[^]]*\] ", "", line) for line in stream.getvalue().splitlines()]
-
-
-def test_lines_of_the_log_are_of_the_ranks_that_are_named() -> None:
-    assert run_ranks(logged, 2) == [
-        ["[INFO] everywhere", "[INFO] [Rank 0] to None", "[INFO] [Rank 0] to [-1]", "[INFO] [Rank 0] to [0, 1]"],
-        ["[INFO] everywhere", "[INFO] [Rank 1] to [1]", "[INFO] [Rank 1] to [-1]", "[INFO] [Rank 1] to [0, 1]"]]
-    assert logged(0, 1)[1:] == ["[INFO] [Rank 0] to None", "[INFO] [Rank 0] to [-1]", "[INFO] [Rank 0] to [0, 1]"]
-
-
-def test_comm_is_a_module_with_the_names_of_torch_distributed() -> None:
-    comm: Any = importlib.import_module("megatron.zero.comm")
-    from megatron.zero.comm import ReduceOp, all_reduce
-    assert comm.all_reduce is all_reduce is torch.distributed.all_reduce and ReduceOp is torch.distributed.ReduceOp
-    assert comm.init_distributed is zero.init_distributed and zero.comm is comm  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError):
-        comm.all_redcue
-
-
-def test_scripts_bring_their_own_local_rank() -> None:
-    parser = zero.add_config_arguments(argparse.ArgumentParser())
-    parser.add_argument("--local_rank", type=int, default=-1)
-    assert parser.parse_args(["--local_rank", "3", "--deepspeed"]).local_rank == 3
-
-
-def met(rank: int, world: int) -> tuple[int, int, str]:
-    zero.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=30), distributed_port=12345, verbose=False)
-    zero.init_distributed()
-    return torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend()
-
-
-def met_by_file(rank: int, world: int, path: str) -> int:
-    zero.init_distributed(init_method=f"file://{path}", rank=rank, world_size=world)
-    return torch.distributed.get_world_size()
-
-
-def told(rank: int, world: int, launcher: dict[str, str]) -> tuple[list[str], bool]:
-    """The variables after the meeting of one rank, and whether its place is what it was before."""
+def meets(rank: int, world: int, launcher: dict[str, str], given: dict[str, Any]) -> tuple[Any, ...]:
+    """What the rank finds after `init_distributed`: its place in torch and in the environment, or the error."""
     for name in PLACE:
         os.environ.pop(name, None)
     os.environ.update(launcher)
     before = read_environment()
-    zero.init_distributed()
-    return [os.environ[name] for name in PLACE], read_environment() == before
+    try:
+        zero.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=30), distributed_port=12345, verbose=False,
+                              **given)
+        zero.init_distributed()
+    except ConfigError as error:
+        return (str(error),)
+    assert given or read_environment() == before
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend(),
+            *(os.environ.get(name) for name in PLACE))
 
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -242,20 +183,13 @@ PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @pytest.mark.parametrize("launcher", [
     {}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids="-".join)
-def test_the_environment_says_the_place_whoever_started_the_rank(launcher: dict[str, str]) -> None:
-    assert run_ranks(told, 1, launcher, init=False) == [(["0", "0", "1", "1"], True)]
+def test_one_rank_has_a_process_group_too_and_the_environment_says_its_place(launcher: dict[str, str]) -> None:
+    assert run_ranks(meets, 1, launcher, {}, init=False) == [(0, 1, "gloo", "0", "0", "1", "1")]
 
 
-def refused(rank: int, world: int) -> str:
-    with pytest.raises(ConfigError) as told:
-        zero.init_distributed(rank=1, world_size=2)
-    return str(told.value)
-
-
-def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
-    assert run_ranks(met, 1, init=False) == [(0, 1, "gloo")]
-    assert run_ranks(met_by_file, 2, str(tmp_path / "meet"), init=False) == [2, 2]
-    assert "rank is 1, but the launcher set RANK to 0" in run_ranks(refused, 1, init=False)[0]
+def test_a_place_that_is_not_the_launchers_is_refused() -> None:
+    (said,), = run_ranks(meets, 1, {"RANK": "0", "WORLD_SIZE": "1"}, {"rank": 1, "world_size": 2}, init=False)
+    assert "rank is 1, but the launcher set RANK to 0" in said
 
 
 # ---- recomputation ------------------------------------------------------------------------------------------------
@@ -266,20 +200,20 @@ class Solo:
         return None
 
 
-def test_recomputation_has_deepspeeds_names(tmp_path: Path) -> None:
+def test_recomputation_has_deepspeeds_names() -> None:
     try:
         zero.checkpointing.configure(mpu_=Solo(), partition_activations=False)
         zero.checkpointing.configure(Solo())
         zero.checkpointing.set_num_layers(2)
         zero.checkpointing.partition_activations_in_checkpoint(True)
-        zero.checkpointing.model_parallel_cuda_manual_seed(7)
-        tracker = zero.checkpointing.get_cuda_rng_tracker()
+        drawn, tracker = [], zero.checkpointing.get_cuda_rng_tracker()
         assert tracker is get_rng_tracker()
-        with tracker.fork():
-            first = torch.rand(3)
-        zero.checkpointing.model_parallel_reconfigure_tp_seed(7 + 2718)
-        with tracker.fork():
-            assert torch.equal(torch.rand(3), first)
+        for seed in (zero.checkpointing.model_parallel_cuda_manual_seed, 7), (
+                zero.checkpointing.model_parallel_reconfigure_tp_seed, 7 + 2718):
+            seed[0](seed[1])
+            with tracker.fork():
+                drawn.append(torch.rand(3))
+        assert torch.equal(*drawn)
         x = torch.ones(3, requires_grad=True)
         zero.checkpointing.non_reentrant_checkpoint(torch.sin, x).sum().backward()
         assert torch.equal(x.grad, torch.cos(torch.ones(3)))  # type: ignore[arg-type]

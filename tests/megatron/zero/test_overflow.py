@@ -162,7 +162,10 @@ def observe_all(rank: int, world: int, stage: int, tp: int, cases: list[Case]) -
     return [observe(case, stage, grid, clean) for case in cases]
 
 
-def check(stage: int, tp: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 2), *(
+    pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2), (2, 1), (2, 2), (3, 1)))])
+def test_an_overflow_anywhere_is_a_step_that_never_was(stage: int, tp: int) -> None:
+    cases = sample(tp)
     by_rank = run_ranks(observe_all, 2 * tp, stage, tp, cases, timeout=300)
     for case, seen in zip(cases, zip(*by_rank), strict=True):
         for applied, scales, untouched, clean_afterwards, _, _ in seen:
@@ -191,7 +194,11 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
     return seen
 
 
-def check_end(stage: int, tp: int, precision: str, cases: list[Case]) -> None:
+@pytest.mark.parametrize(("stage", "tp", "precision"), [
+    (2, 1, "bf16"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
+        (0, 2, "fp32"), (1, 1, "bf16"), (3, 2, "fp32")))])
+def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, precision: str) -> None:
+    cases = sample(tp)
     for case, seen in zip(cases, zip(*run_ranks(end, 2 * tp, stage, tp, precision, cases, timeout=300)), strict=True):
         assert len({message for message, _ in seen}) == 1, f"{case}: ranks report different errors"
         message = seen[0][0]
@@ -216,23 +223,6 @@ def sample(tp: int) -> list[Case]:
     """One case of every other kind, on ranks, values and micro-batches in turns; the values of `tp` share the kinds."""
     return [Case(kind, number % (2 * tp), (math.nan, math.inf)[number % 2], number % MICRO_BATCHES)
             for number, kind in enumerate(KINDS[tp - 1 :: 2])]
-
-
-@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 2), *(
-    pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2), (2, 1), (2, 2), (3, 1)))])
-def test_an_overflow_anywhere_is_a_step_that_never_was(stage: int, tp: int) -> None:
-    check(stage, tp, sample(tp))
-
-
-def test_an_overflow_in_a_shared_parameter_is_seen_by_any_tensor_parallel_rank() -> None:
-    check(0, 2, [Case("positions", 1, math.inf, MICRO_BATCHES - 1)])
-
-
-@pytest.mark.parametrize(("stage", "tp", "precision"), [
-    (2, 1, "bf16"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
-        (0, 2, "fp32"), (1, 1, "bf16"), (3, 2, "fp32")))])
-def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, precision: str) -> None:
-    check_end(stage, tp, precision, sample(tp))
 
 
 def step_with_large(rank: int, world: int, stage: int, tp: int, precision: str) -> list[tuple[float, bool, str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,127 +10,104 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from tests.covering import pairs
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
+from tests.megatron.zero.small import WIDTH, Model, engine_of
 
 
-class Model(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.one, self.two = nn.Linear(5, 7), nn.Linear(7, 3)
-        self.register_buffer("scale", torch.tensor(float(seed)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.two(torch.tanh(self.one(x))) * self.scale).square().mean()
+def model_with_buffer(seed: int) -> nn.Module:
+    model = Model()
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.register_buffer("scale", torch.tensor(float(seed)))
+    return model
 
 
 def made(stage: int, seed: int, bf16: bool = False) -> Engine:
-    section = {"stage": stage, "stage3_param_persistence_threshold": 0,
-               "stage3_gather_16bit_weights_on_model_save": True}
-    found: Engine = zero.initialize(model=Model(seed), config={
-        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": section, "bf16": {"enabled": bf16}})[0]
-    return found
+    return engine_of(stage, model_with_buffer(seed), precision="bf16" if bf16 else "fp32", lr=0.03,
+                     stage3_gather_16bit_weights_on_model_save=True)
 
 
 def train(engine: Engine) -> float:
-    x = torch.ones(2, 5, dtype=engine.working_dtype)
+    x = torch.ones(2, WIDTH, dtype=engine.working_dtype)
     loss = engine(x)
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
 
 
-def carried_over(rank: int, world: int, stage: int, bf16: bool) -> tuple[list[float], ...]:
-    """Losses of the engine that gave its weights, and of one that took them."""
+@pytest.mark.parametrize("stage, bf16", pairs(range(4), [False, True], each=1))
+@on_ranks(2)
+def test_what_state_dict_gave_is_taken_at_every_stage(rank: int, world: int, stage: int, bf16: bool) -> None:
     giver, taker = made(stage, 1, bf16), made(stage, 2 + rank, bf16)
-    for _ in range(3):
-        train(giver)
-        train(taker)
+    for engine in (giver, taker):
+        train(engine)
     state = giver.state_dict()
     taker.load_state_dict(state)
     again = made(stage, 3)
     again.load_module_state_dict({name.removeprefix("module."): value for name, value in state.items()}
                                  if rank == 0 else {})
+    loaded = again.module_state_dict()  # collective where it is gathered, and of rank 0
     assert float(taker.module.scale) == 1.0, "buffers come along, on every rank"
-    return ([float(giver(torch.ones(2, 5, dtype=giver.working_dtype)).detach())], [train(taker) for _ in range(2)],
-            [train(again)])
-
-
-@pytest.mark.parametrize("stage, world, bf16", pairs(range(4), [1, 2], [False, True]))
-def test_what_state_dict_gave_is_taken_at_every_stage(world: int, stage: int, bf16: bool) -> None:
-    for given, taken, again in run_ranks(carried_over, world, stage, bf16):
-        assert taken[0] == given[0], "the same weights give the same loss"
-        assert taken[1] < taken[0], "they are trained on: the masters are the new weights, too"
-        assert again[0] == pytest.approx(given[0], rel=2e-2 if bf16 else 1e-6)
-
-
-def refused(rank: int, world: int, stage: int) -> list[str]:
-    engine, found = made(stage, 1), []
-    good = {name: value.clone() for name, value in engine.state_dict().items()}
-    other = {name: value + 1 for name, value in good.items()}
-    first = train(made(stage, 1))
-    for bad in ({"module.one.weight": torch.zeros(7, 5)}, {}, {**other, "module.one.bias": torch.zeros(3)},
-                {**other, "module.three": torch.zeros(3)}):
-        with pytest.raises(ConfigError) as error:
-            engine.load_state_dict(bad if rank == 0 else good)
-        found.append(str(error.value))
-    assert train(engine) == first, "nothing was changed, and the engine goes on"
-    return found
+    given = float(giver(torch.ones(2, WIDTH, dtype=giver.working_dtype)).detach())
+    assert train(taker) == given, "the same weights give the same loss"
+    assert train(taker) < given, "they are trained on: the masters are the new weights, too"
+    assert all(torch.equal(loaded[name.removeprefix("module.")].float(), value.float())
+               for name, value in state.items() if rank == 0)
+    assert train(again) > train(again)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(stage: int) -> None:
-    mine, theirs = run_ranks(refused, 2, stage)
-    assert mine == theirs
-    reasons = ("names are missing, one.bias first", "an empty state dict on the first data parallel rank",
-               "one.bias has shape [3] in the state dict, and shape [7] in the model", "not the model's, three first")
-    for text, expected in zip(mine, reasons, strict=True):
-        assert expected in text
+@on_ranks(2)
+def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(rank: int, world: int, stage: int) -> None:
+    engine = made(stage, 1)
+    good = {name: value.clone() for name, value in engine.state_dict().items()}
+    other = {name: value + 1 for name, value in good.items()}
+    first = train(made(stage, 1))
+    for bad, told in (({"module.head.weight": torch.zeros(1, WIDTH)}, "names are missing, blocks.0.bias first"),
+                      ({}, "an empty state dict on the first data parallel rank"),
+                      ({**other, "module.head.bias": torch.zeros(3)},
+                       r"head.bias has shape \[3\] in the state dict, and shape \[1\] in the model"),
+                      ({**other, "module.three": torch.zeros(3)}, "not the model's, three first")):
+        with pytest.raises(ConfigError, match=told):
+            engine.load_state_dict(bad if rank == 0 else good)
+    assert train(engine) == first, "nothing was changed, and the engine goes on"
 
 
-def lent(rank: int, world: int, stage: int, spoil: str) -> list[Any]:
-    """What a loan ends with that rank 0 (or nobody) spoils: its error, and the weights after it."""
+LOANS: dict[str, tuple[str, str]] = {
+    "raises": ("^in the middle of an edit$", "ValueError: in the middle of an edit"),
+    "reads": ("head.weight was edited", "head.weight was edited"),
+    "shape": ("head.weight became a tensor", "head.weight became a tensor"),
+    "dtype": ("head.weight became a tensor", "head.weight became a tensor"), "assigns": ("", "")}
+"""What rank 0 does in a loan, and what is said there and on the other rank."""
+
+
+@pytest.mark.parametrize("what, stage", pairs([*LOANS], [0, 1, 3], each=1))
+@on_ranks(2)
+def test_what_one_rank_does_in_a_loan_ends_it_on_all(rank: int, world: int, stage: int, what: str) -> None:
     engine = made(stage, 1, bf16=True)
-    weight, errors = engine.module.one.weight, []
-    try:
-        with zero.GatheredParameters([weight, engine.module.two.bias], modifier_rank=None if spoil == "reads" else 0):
-            if rank == 0 and spoil == "raises":
+    weight = engine.module.head.weight
+
+    def lend() -> None:
+        with zero.GatheredParameters([weight, engine.module.head.bias], None if what == "reads" else 0):
+            if rank == 0 and what == "raises":
                 weight.fill_(2.0)
                 raise ValueError("in the middle of an edit")
-            if rank == 0 and spoil == "reads":
+            if rank == 0 and what == "reads":
                 torch.no_grad()(weight.fill_)(2.0)
-            if rank == 0 and spoil == "shape":
+            if rank == 0 and what == "shape":
                 weight.data = torch.ones(2, 2)
-            if rank == 0 and spoil == "assigns":
+            if rank == 0 and what == "dtype":
+                weight.data = weight.data.double()
+            if rank == 0 and what == "assigns":
                 weight.data = torch.full_like(weight, 2.0)
-    except (ConfigError, ValueError) as error:
-        errors.append(f"{type(error).__name__}: {error}")
-    with zero.GatheredParameters(weight):
-        after = weight.float().flatten().tolist()
-    train(engine)
-    return [errors, after]
 
-
-@pytest.mark.parametrize("spoil, stage", pairs(["raises", "reads", "shape", "assigns"], [0, 1, 3], each=1))
-def test_what_one_rank_does_in_a_loan_ends_it_on_all(stage: int, spoil: str) -> None:
-    before = Model(1).one.weight.bfloat16().float().flatten().tolist()
-    (mine, after), (theirs, other) = run_ranks(lent, 2, stage, spoil)
-    assert after == other == ([2.0] * 35 if spoil == "assigns" else before)
-    if spoil == "raises":
-        assert mine == ["ValueError: in the middle of an edit"] and "ValueError: in the middle" in theirs[0]
-    elif spoil == "assigns":
-        assert mine == theirs == []
+    if what == "assigns":
+        lend()
     else:
-        sentence = {"reads": "one.weight was edited", "shape": "one.weight became a tensor"}[spoil]
-        assert mine == theirs and sentence in mine[0]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_computed_of_lent_parameters_has_gradients_where_they_stay(stage: int) -> None:
-    engine = made(stage, 1)
-    with zero.GatheredParameters(engine.module.one.weight):
-        penalty = engine.module.one.weight.square().sum()
-    assert penalty.requires_grad == (stage < 3)
-    with zero.GatheredParameters(engine.module.one.weight, modifier_rank=0):
-        engine.module.one.weight.zero_()
+        with pytest.raises((ConfigError, ValueError), match=LOANS[what][rank]):
+            lend()
+    wanted = model_with_buffer(1).head.weight.bfloat16() if what != "assigns" else torch.full((1, WIDTH), 2.0)
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight.float(), wanted.float())
+    train(engine)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.cli import parse_args
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
 from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
 from mpu.groups import build as build_groups
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.helpers import TINY, steps, total_digest, train
 
 CLOSE = dict(rtol=1e-12, atol=1e-12)
@@ -92,7 +91,8 @@ def test_splits_beyond_the_features_and_parameters_that_do_not_fit_are_refused()
             TiledLinear(6, 6, in_splits=2, init_linear=other)
 
 
-def tensor_parallel_tiles(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_tensor_parallel_tiles_compute_what_one_tensor_parallel_layer_computes(rank: int, world: int) -> None:
     """Column tiles that gather and row tiles that scatter, alone; and the two with split features between them."""
     tp = build_groups(world).tp
     torch.manual_seed(5)
@@ -120,10 +120,6 @@ def tensor_parallel_tiles(rank: int, world: int) -> None:
         **CLOSE)
 
 
-def test_tensor_parallel_tiles_compute_what_one_tensor_parallel_layer_computes() -> None:
-    run_ranks(tensor_parallel_tiles, 2)
-
-
 # ---- the flags ---------------------------------------------------------------------------------------------------
 
 
@@ -146,21 +142,3 @@ def test_a_tiled_run_trains_as_one_without_tiles_and_resumes(tmp_path: Path) -> 
     train([*half, "--exit-interval", "2"])
     train(half)
     assert total_digest(tmp_path / "half") == total_digest(tmp_path / "save-tiled")
-
-
-def test_a_checkpoint_of_a_tiled_run_belongs_to_tiled_runs(tmp_path: Path) -> None:
-    argv = [*TINY, "--mock-data", "--train-iters", "1", "--batch-size", "2"]
-    train([*argv, *TILED, "--save", tmp_path])
-    for flags, told in (([], "--tile-factor 2 in the checkpoint, None here"),
-                        ([*TILED, "--tile-factor", "4"], "--tile-factor 2 in the checkpoint, 4 here")):
-        with pytest.raises(CheckpointError, match=told):
-            train([*argv, *flags, "--load", tmp_path])
-    train([*argv, "--save", tmp_path / "plain", "--tile-factor", "2"])
-    train([*argv, "--load", tmp_path / "plain", "--tile-factor", "4"])  # without tiles it means nothing
-
-
-def test_tiles_are_for_one_tensor_parallel_rank() -> None:
-    with pytest.raises(ConfigError, match="--memory-centric-tiled-linear and --model-parallel-size 2 exclude"):
-        parse_args([*TILED, "--model-parallel-size", "2"], 2)
-    with pytest.raises(ConfigError, match="--tile-factor is 9: expected a number >= 1 and <= 8"):
-        parse_args([*TILED, "--tile-factor", "9", "--hidden-size", "8", "--num-attention-heads", "2"])

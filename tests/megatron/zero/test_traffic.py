@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config.tree import ZeroConfig, build_config
+from megatron.config.tree import build_config
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
-from megatron.zero.stages import ineffective_on_gpu_notes
 from mpu import groups
-from tests.distributed import run_ranks
-from tests.megatron.zero.run import master
+from tests.distributed import on_ranks, run_ranks
+from tests.megatron.zero.run import gradient_runs, master
 from tests.wires import Sent, accelerator_side, counted
 
 WIDTH, BLOCKS = 24, 3
@@ -65,10 +66,6 @@ def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, first, second))
-
-
 # ---- what a step sends ---------------------------------------------------------------------------------------------
 
 
@@ -97,26 +94,20 @@ def traffic(sent: list[Sent]) -> Traffic:
     return dict(Counter((kind, numel, str(dtype).removeprefix("torch.")) for kind, numel, dtype in large))
 
 
-def step_traffic(rank: int, world: int, stage: int, accumulation: int, bf16: bool) -> Traffic:
-    with accelerator_side():
-        config = build_config({"zero_stage": stage, "lr": 1e-2, "batch_size": 4, "bf16": bf16,
-                               "global_batch_size": 4 * world * accumulation, "stage3_param_persistence_threshold": 0,
-                               "reduce_bucket_size": 100, "allgather_bucket_size": 100})
-        engine = zero.initialize(model=Model(), config=config, mpu=groups.build(1))[0]
-        x = torch.randn(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
-        for _ in range(2):
-            with counted() as sent:
-                for _ in range(accumulation):
-                    engine.backward(engine(x))
-                    engine.step()
-        return traffic(sent)
-
-
 @pytest.mark.parametrize("stage", range(4))
-def test_the_collectives_of_a_step_are_those_of_the_formula(stage: int) -> None:
+@on_ranks(2)
+def test_the_collectives_of_a_step_are_those_of_the_formula(rank: int, world: int, stage: int) -> None:
     for accumulation, bf16 in product((1, 3), (False, True)):
-        for found in run_ranks(step_traffic, 2, stage, accumulation, bf16):
-            assert found == formula(stage, accumulation, "bfloat16" if bf16 else "float32")
+        with accelerator_side():
+            engine = engine_of(stage, batch_size=4, bf16=bf16, global_batch_size=4 * world * accumulation,
+                               reduce_bucket_size=100, allgather_bucket_size=100)
+            x = torch.randn(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
+            for _ in range(2):
+                with counted() as sent:
+                    for _ in range(accumulation):
+                        engine.backward(engine(x))
+                        engine.step()
+        assert traffic(sent) == formula(stage, accumulation, "bfloat16" if bf16 else "float32")
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -128,16 +119,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage3_max_reuse_distance": 10**9}, {"sub_group_size": 1}, {"stage3_prefetch_bucket_size": 0}]
 
 
-def changes_bits(rank: int, world: int) -> list[tuple[int, dict[str, Any]]]:
-    found = []
+@on_ranks(2)
+def test_how_numbers_travel_changes_no_bits(rank: int, world: int) -> None:
     for stage in range(4):
         wanted = steps(engine_of(stage))
-        found += [(stage, values) for values in SETTINGS if not equal(steps(engine_of(stage, **values)), wanted)]
-    return found
-
-
-def test_how_numbers_travel_changes_no_bits() -> None:
-    assert run_ranks(changes_bits, 2) == [[], []]
+        for values in SETTINGS:
+            assert all(map(torch.equal, steps(engine_of(stage, **values)), wanted)), (stage, values)
 
 
 def sizes_on_the_wire(rank: int, world: int, stage: int, values: dict[str, Any],
@@ -176,67 +163,167 @@ def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> N
         assert receives not in found and found["all_reduce"] == 768
 
 
-def waits_at_once(rank: int, world: int, overlap: bool, native: bool) -> set[bool]:
-    """Whether each reduction and gather was complete when the call that started it returned."""
-    seen: set[bool] = set()
-    with accelerator_side(native):
-        engine = engine_of(3, overlap_comm=overlap)
-        for bucket in engine.core.buckets:
-            def reduce(bucket: FlatBucket = bucket, reduce: Any = bucket.grads.start_reduction) -> None:
-                reduce()
-                seen.add(bucket.grads._pending_reduction is None)
-
-            def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
-                gather()
-                seen.add(bucket._pending_gather is None)
-
-            bucket.grads.start_reduction, bucket._launch_gather = reduce, gather  # type: ignore[method-assign]
-        steps(engine, 1)
-    return seen
-
-
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
-def test_without_overlap_every_exchange_is_waited_for(native: bool) -> None:
-    assert run_ranks(waits_at_once, 2, False, native) == [{True}] * 2
-    assert run_ranks(waits_at_once, 2, True, native) == [{False}] * 2
+@on_ranks(2)
+def test_without_overlap_every_exchange_is_waited_for(rank: int, world: int, native: bool) -> None:
+    """When the call that starts a reduction or a gather returns, it is over; and with overlap it is not."""
+    for overlap in (False, True):
+        with accelerator_side(native):
+            engine, is_over = engine_of(3, overlap_comm=overlap), set[bool]()
+            for bucket in engine.core.buckets:
+                def reduce(bucket: FlatBucket = bucket, reduce: Any = bucket.grads.start_reduction) -> None:
+                    reduce()
+                    is_over.add(bucket.grads._pending_reduction is None)
+
+                def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
+                    gather()
+                    is_over.add(bucket._pending_gather is None)
+
+                bucket.grads.start_reduction, bucket._launch_gather = reduce, gather  # type: ignore[method-assign]
+            steps(engine, 1)
+        assert is_over == {not overlap}
 
 
-def whole_at_rest(rank: int, world: int, threshold: int) -> list[str]:
-    engine = engine_of(3, stage3_param_persistence_threshold=threshold)
-    steps(engine, 1)
-    return [name for name, p in engine.module.named_parameters() if not isinstance(p, Placeholder)]
+@on_ranks(2)
+def test_parameters_below_the_persistence_threshold_stay_whole(rank: int, world: int) -> None:
+    small = ["head.weight", "head.bias", *(f"blocks.{block}.bias" for block in range(BLOCKS))]
+    every = [name for name, _ in Model().named_parameters()]
+    for threshold, expected in ((0, []), (24, ["head.bias"]), (25, small), (577, every)):
+        engine = engine_of(3, stage3_param_persistence_threshold=threshold)
+        steps(engine, 1)
+        whole = [name for name, p in engine.module.named_parameters() if not isinstance(p, Placeholder)]
+        assert sorted(whole) == sorted(expected)
 
 
-def test_parameters_below_the_persistence_threshold_stay_whole() -> None:
-    biases = [f"blocks.{block}.bias" for block in range(BLOCKS)]
-    assert run_ranks(whole_at_rest, 2, 0)[0] == []
-    assert run_ranks(whole_at_rest, 2, 24)[0] == ["head.bias"]
-    assert run_ranks(whole_at_rest, 2, 25)[0] == [*biases, "head.weight", "head.bias"]
-    assert len(run_ranks(whole_at_rest, 2, 577)[0]) == 2 * BLOCKS + 2
-
-
-def masters_after_loading(rank: int, world: int, folder: str, from_fp32: bool) -> list[bool]:
-    """Whether the masters are those that were saved; whether they are 16-bit numbers."""
+@on_ranks(2)
+def test_masters_are_loaded_or_made_from_the_weights(rank: int, world: int, tmp_path: Path) -> None:
     saved = engine_of(2, bf16=True)
     steps(saved)
-    saved.save_checkpoint(folder)
-    loaded = engine_of(2, bf16=True, load_from_fp32_weights=from_fp32)
-    loaded.load_checkpoint(folder)
-    pairs = list(zip(saved.core.buckets, loaded.core.buckets, strict=True))
-    return [all(torch.equal(master(old), master(new)) for old, new in pairs),
-            all(torch.equal(master(new), master(new).bfloat16().float()) for _, new in pairs),
-            all(torch.equal(old.device_param_shard, new.device_param_shard) for old, new in pairs)]
+    saved.save_checkpoint(tmp_path)
+    for from_fp32 in (True, False):
+        loaded = engine_of(2, bf16=True, load_from_fp32_weights=from_fp32)
+        loaded.load_checkpoint(tmp_path)
+        for old, new in zip(saved.core.buckets, loaded.core.buckets, strict=True):
+            assert torch.equal(old.device_param_shard, new.device_param_shard)
+            assert torch.equal(master(old), master(new)) == from_fp32
+            assert torch.equal(master(new), master(new).bfloat16().float()) != from_fp32
 
 
-def test_masters_are_loaded_or_made_from_the_weights(tmp_path: Any) -> None:
-    assert run_ranks(masters_after_loading, 2, str(tmp_path / "a"), True)[0] == [True, False, True]
-    assert run_ranks(masters_after_loading, 2, str(tmp_path / "b"), False)[0] == [False, True, True]
+# ---- what gradients are sent in, and what they are divided by before: an oracle casts, sums and compares -------------
 
 
-def test_a_setting_that_can_do_nothing_on_a_gpu_says_so_once() -> None:
-    sizes = {"reduce_bucket_size": 5, "allgather_bucket_size": 5}
-    assert ineffective_on_gpu_notes(ZeroConfig(zero_stage=2, **sizes)) == [
-        " note: --reduce-bucket-size 5 has no effect on GPUs, where a bucket is sent at once",
-        " note: --allgather-bucket-size 5 has no effect on GPUs, where a bucket is sent at once"]
-    assert len(ineffective_on_gpu_notes(ZeroConfig(zero_stage=0, **sizes))) == 1, "the other needs a stage"
-    assert ineffective_on_gpu_notes(ZeroConfig(zero_stage=2, overlap_comm=False)) == []
+N, STAGES = 200, (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Dot(nn.Module):
+    """Its gradient is its input, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def dot_engine(stage: int, work: str = "fp32", accumulation: int = 1, **keys: Any) -> Engine:
+    precision: dict[str, Any] = {} if work == "fp32" else {work: {"enabled": True}}
+    if work == "fp16":
+        precision["fp16"] |= {"initial_scale_power": 0, "loss_scale_window": 1000}
+    return zero.initialize(model=Dot(), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **precision, **keys,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+
+
+def inputs(rank: int, number: int, work: str) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(10 * rank + number)).to(DTYPES[work])
+
+
+def summed(engine: Engine) -> dict[int, Tensor]:
+    """Start in the parameter -> run of the gradient, summed over the ranks and micro-batches, that this rank has."""
+    return {segment.slot_offset: run.clone() for segment, run in gradient_runs(engine.core)}
+
+
+def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: int, native: bool) -> Tensor:
+    """The sum over ranks and micro-batches as the guide describes it, for two ranks."""
+    micro = [[inputs(rank, number, work) / accumulation for number in range(accumulation)] for rank in range(world)]
+    if stage < 2:  # micro-batches are added up on each rank, in fp32 if there are several, and then sent
+        wide = torch.float32 if accumulation > 1 or sent not in (None, work) else DTYPES[work]
+        leaving = [[torch.stack([x.to(wide) for x in of_rank]).sum(0)] for of_rank in micro]
+    else:
+        leaving = micro
+    total = torch.zeros(N)
+    for number in range(len(leaving[0])):
+        cast = [of_rank[number].to(DTYPES[sent] if sent else of_rank[number].dtype) for of_rank in leaving]
+        over_ranks = torch.stack([x.float() for x in cast]).sum(0)
+        is_backends = stage == 0 if not native else sent is not None
+        if is_backends or accumulation == 1 and sent in (None, work):  # the backend's sum, or 16-bit sums
+            over_ranks = over_ranks.to(cast[0].dtype).float()
+        total += over_ranks
+    return total
+
+
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="cpu"),
+                                    pytest.param(True, id="accelerator")])
+@on_ranks(2)
+def test_gradients_are_sent_in_the_precision_that_is_asked_for(rank: int, world: int, native: bool) -> None:
+    """`native`: on the accelerator's wire."""
+    with accelerator_side(native):
+        for stage, work, sent, accumulation in product(STAGES, DTYPES, (None, *DTYPES), (1, 2)):
+            case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"
+            engine = dot_engine(stage, work, accumulation, communication_data_type=sent)
+            with counted() as operations:
+                for number in range(accumulation):
+                    engine.backward(engine(inputs(rank, number, work)))
+                    if number < accumulation - 1:
+                        engine.step()
+            wanted = oracle(stage, work, sent, accumulation, world, native)
+            for start, run in summed(engine).items():
+                assert torch.equal(run.float(), wanted[start:start + len(run)]), f"{case}: other sums"
+            seen = {dtype for kind, _, dtype in operations if kind in ("isend", "all_reduce", "reduce_scatter")}
+            as_accumulated = torch.float32 if native or stage < 2 and accumulation > 1 else DTYPES[work]
+            assert seen == {DTYPES[sent] if sent else as_accumulated}, f"{case}: sent as {seen}"
+            assert all(master(bucket).dtype == torch.float32 for bucket in engine.core.buckets), f"{case}: masters"
+
+
+def trained(rank: int, engine: Engine, work: str = "fp32") -> Tensor:
+    for number in range(4):
+        engine.backward(engine(inputs(rank, number, work)))
+        engine.step()
+    with zero.GatheredParameters(engine.module.parameters()):
+        return engine.module.get_parameter("weight").detach().clone()
+
+
+@on_ranks(2)
+def test_dividing_before_the_sum_gives_the_same_weights_up_to_rounding(rank: int, world: int) -> None:
+    thirds = []
+    for stage, work, accumulation in product(STAGES, ("fp32", "bf16"), (1, 2)):
+        plain = trained(rank, dot_engine(stage, work, accumulation), work).float()
+        for keys in ({"prescale_gradients": True}, *({"gradient_predivide_factor": by} for by in (4.0, 3.0))):
+            weights = trained(rank, dot_engine(stage, work, accumulation, **keys), work).float()
+            off, case = float((weights - plain).norm() / plain.norm()), f"{keys}, {stage}, {work}, {accumulation}"
+            if keys.get("gradient_predivide_factor") != 3.0:
+                assert off == 0, f"{case}: powers of two round nothing"
+            else:
+                assert off < (1e-6 if work == "fp32" else 1e-2), case
+                thirds.append(off)
+    assert any(thirds), "a third does round: it was divided before the sum"
+
+
+WAYS: list[dict[str, Any]] = [
+    {}, {"prescale_gradients": True}, {"gradient_predivide_factor": 2}, {"communication_data_type": "fp32"},
+    {"communication_data_type": "bf16"}]
+
+
+@on_ranks(2)
+def test_an_fp16_sum_that_overflows_fits_when_divided_before_or_sent_wider(rank: int, world: int) -> None:
+    """Gradients of 40,000 on two ranks: their sum is above the largest fp16 number, their mean is not."""
+    for stage, keys in product(STAGES, WAYS):
+        engine = dot_engine(stage, "fp16", **keys)
+        engine.backward(engine(torch.full((N,), 40_000.0).half()))
+        report = engine.step()
+        assert report is not None and report.applied == bool(keys)
+        wanted = pytest.approx(40_000, rel=2e-3) if keys else float("inf")
+        assert report.grad_norm / N**0.5 == wanted

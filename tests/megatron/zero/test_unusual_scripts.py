@@ -17,11 +17,8 @@ from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.zero import utils
 from megatron.zero.api.engine import Engine
-from tests.covering import pairs
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.helpers import tiny_model
-
-CELLS = pytest.mark.parametrize("ranks, stage", pairs([1, 2], [0, 1, 2, 3], each=1))
 
 
 def config(stage: int, **keys: Any) -> dict[str, Any]:
@@ -84,53 +81,49 @@ def test_parameters_that_cannot_be_trained_are_refused(stage: int) -> None:
         assert "\n" not in str(caught.value) and not any(module._forward_hooks for module in model.modules())
 
 
-def _weights(rank: int, world: int, stage: int, accumulation: int) -> list[dict[str, Tensor]]:
+@on_ranks(2)
+def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(rank: int, world: int) -> None:
     table = torch.arange(32.0).view(8, 4).cos()
-    return [trained(Model(nn.Embedding.from_pretrained(table, freeze=False, sparse=sparse)), stage,
-                    gradient_accumulation_steps=accumulation).module_state_dict() for sparse in (False, True)]
-
-
-@CELLS
-def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(ranks: int, stage: int) -> None:
-    for accumulation in (1, 2):
-        dense, sparse = run_ranks(_weights, ranks, stage, accumulation)[0]
+    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
+        dense, sparse = (trained(Model(nn.Embedding.from_pretrained(table, freeze=False, sparse=sparse)), stage,
+                                 gradient_accumulation_steps=accumulation).module_state_dict()
+                         for sparse in (False, True))
         assert all(sparse[name].equal(dense[name]) for name in dense)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def _seen(rank: int, world: int, stage: int, late: bool) -> dict[str, list[float | None]]:
-    """What hooks of a user see, whenever they are registered; tables write their gradients in place."""
-    torch.manual_seed(0)
-    model, seen = GPT2(tiny_model()), dict[str, list[float | None]]()
-    names = {parameter: name for name, parameter in model.named_parameters()}
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_hook_sees_the_gradient_whenever_it_was_registered(rank: int, world: int, stage: int) -> None:
+    """Tables write their gradients in place."""
+    ends = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model, seen = GPT2(tiny_model()), dict[str, list[float]]()
+        names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def note(parameter: Tensor) -> None:
-        norm = None if parameter.grad is None else float(parameter.grad.float().norm())
-        seen.setdefault(names[parameter], []).append(norm)  # type: ignore[index]
+        def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.setdefault(names[parameter], []).append(float(parameter.grad.float().norm()))  # type: ignore[index]
 
-    def listen() -> None:
-        for parameter in names:
-            parameter.register_post_accumulate_grad_hook(note)
+        def listen() -> None:
+            for parameter in names:
+                parameter.register_post_accumulate_grad_hook(note)
 
-    if not late:
-        listen()
-    engine = zero.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))[0]
-    if late:
-        listen()
-    for micro in range(4):
-        rows = (torch.arange(16).view(2, 8) + rank + micro) % 7
-        engine.backward(engine(rows, rows).mean())
-        engine.step()
-    assert len(seen) == len(names)
-    return seen
-
-
-@CELLS
-def test_a_hook_sees_the_gradient_whenever_it_was_registered(ranks: int, stage: int) -> None:
-    late, early = (run_ranks(_seen, ranks, stage, when) for when in (True, False))
-    assert late == early and not any(None in values for seen in late for values in seen.values())
+        if not late:
+            listen()
+        engine = zero.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))[0]
+        if late:
+            listen()
+        for micro in range(4):
+            rows = (torch.arange(16).view(2, 8) + rank + micro) % 7
+            engine.backward(engine(rows, rows).mean())
+            engine.step()
+        assert len(seen) == len(names)
+        ends.append(seen)
+    assert ends[0] == ends[1]
 
 
 def test_a_hook_may_change_the_gradient() -> None:
@@ -145,96 +138,54 @@ def test_a_hook_may_change_the_gradient() -> None:
     for removed in (False, True):
         engine.backward(engine(ROWS))
         engine.step()
-        moved = (weight - before).abs().max()
-        assert (moved > 5e-3) == removed
+        assert bool((weight - before).abs().max() > 5e-3) == removed
         handle.remove()
 
 
 # ---- evaluation alone ------------------------------------------------------------------------------------------------
 
 
-def _evaluated(rank: int, world: int, stage: int, folder: str, keys: dict[str, Any]) -> list[Any]:
+@pytest.mark.parametrize("stage, keys", [(0, {"bf16": {"enabled": True}}), (3, {})])
+@on_ranks(2)
+def test_an_engine_without_an_optimizer_evaluates(rank: int, world: int, tmp_path: Path, stage: int,
+                                                  keys: dict[str, Any]) -> None:
     engine = trained(Model(), stage, **keys)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     wanted = engine.eval()(ROWS).item()
     model = Model()
     own, optimizer, _, _ = zero.initialize(
         model=model, config={name: value for name, value in config(stage, **keys).items() if name != "optimizer"})
     assert own.core.state.buckets == [] and not any(p.requires_grad for p in model.parameters())
     fresh = own.eval()(ROWS).item()
+    assert fresh == pytest.approx(Model()(ROWS).item(), rel=1e-2 if keys else 1e-6)
     for call in (lambda: own.backward(own(ROWS)), own.step):
         with pytest.raises(ConfigError, match=r"this engine only evaluates, .* no optimizer: give optimizer= to zero"):
             call()
-    path, _ = own.load_checkpoint(folder)
+    path, _ = own.load_checkpoint(tmp_path)
     assert path is not None and optimizer.param_groups[0]["params"] == []
-    return [wanted, fresh, own(ROWS).item(), own.module_state_dict(), own.device.type]
-
-
-@pytest.mark.parametrize("ranks, stage, keys", pairs([1, 2], [0, 2, 3], [{}, {"bf16": {"enabled": True}}], each=1))
-def test_an_engine_without_an_optimizer_evaluates(ranks: int, stage: int, keys: dict[str, Any], tmp_path: Path) -> None:
-    for wanted, fresh, loaded, state, device in run_ranks(_evaluated, ranks, stage, str(tmp_path), keys):
-        assert fresh == pytest.approx(Model()(ROWS).item(), rel=1e-2 if keys else 1e-6)
-        assert loaded == wanted != fresh and device == "cpu" and len(state) in (0, 5)
-
-
-def test_what_asks_for_training_asks_for_an_optimizer() -> None:
-    plain = {"train_batch_size": 4}
-    wants = {"scheduler": {"type": "WarmupLR", "params": {}}}
-    for arguments in ({"model_parameters": Model().parameters()}, {"lr_scheduler": lambda optimizer: None},
-                      {"config": {**plain, **wants}}):
-        with pytest.raises(ConfigError, match="^no optimizer: give optimizer= to zero.initialize"):
-            zero.initialize(**{"model": Model(), "config": plain, **arguments})
+    assert own(ROWS).item() == wanted != fresh and len(own.module_state_dict()) in (0, 5)
 
 
 # ---- two engines -----------------------------------------------------------------------------------------------------
 
 
-def _two(rank: int, world: int, stage: int) -> tuple[list[float], list[float], str]:
-    """A GAN: losses of both models, beside those of plain torch; and one loss through both engines."""
-    def made() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(0)
-        return (nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)),
-                nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
-
-    bce = nn.functional.binary_cross_entropy_with_logits
-    noise, real, ones, zeros = torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 1), torch.zeros(2, 1)
-
-    def losses(make: Any, judge: Any, frozen: nn.Module, on: Callable[[Any, Tensor], None]) -> list[float]:
-        found = []
-        for _ in range(3):
-            loss = bce(judge(real), ones) + bce(judge(make(noise).detach()), zeros)
-            on(judge, loss)
-            found.append(loss.item())
-            frozen.requires_grad_(False)
-            loss = bce(judge(make(noise)), ones)
-            on(make, loss)
-            frozen.requires_grad_(True)
-            found.append(loss.item())
-        return found
-
-    def by_engine(engine: Any, loss: Tensor) -> None:
-        engine.backward(loss)
-        engine.step()
-
-    def by_torch(model: Any, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizers[model].step()
-        optimizers[model].zero_grad()
-
-    make, judge = (zero.initialize(model=model, config=config(stage))[0] for model in made())
-    ours = losses(make, judge, judge.module, by_engine)
-    with pytest.raises(ConfigError) as caught:
+def test_engines_of_a_gan_have_their_own_gradients() -> None:
+    """One model judges what the other makes; a loss through both reaches the trained one alone."""
+    torch.manual_seed(0)
+    make, judge = (zero.initialize(model=nn.Linear(2, out), config=config(1))[0] for out in (2, 1))
+    noise = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=r"got a gradient in the backward of another engine.*requires_grad_\(False\)"):
         make.backward(judge(make(noise)).mean())
-    plain = made()
-    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in plain}
-    return ours, losses(*plain, plain[1], by_torch), str(caught.value)
-
-
-@CELLS
-def test_a_gan_of_two_engines_trains_as_plain_models_do(ranks: int, stage: int) -> None:
-    for ours, plain, told in run_ranks(_two, ranks, stage):
-        assert ours == pytest.approx(plain, abs=1e-6)
-        assert "got a gradient in the backward of another engine" in told and "requires_grad_(False)" in told
+    for _ in range(2):
+        before = judge.module.weight.detach().clone()
+        judge.backward(judge(make(noise).detach()).mean())
+        judge.step()
+        judge.module.requires_grad_(False)
+        make.backward(judge(make(noise)).mean())
+        make.step()
+        judge.module.requires_grad_(True)
+        assert not torch.equal(judge.module.weight, before)
+    assert (make.global_steps, judge.global_steps) == (2, 2)
 
 
 # ---- names of DeepSpeed's --------------------------------------------------------------------------------------------
@@ -259,25 +210,24 @@ class Mixture(nn.Module):
         return self.inside(self.inlet(x), called).square().mean()
 
 
-def _mixed(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[float], int]:
-    """Ranks call other experts, and other numbers of them; and run other numbers of forwards with all gathered."""
-    model = Mixture()
-    assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
-    engine = zero.initialize(model=model, config=config(stage))[0]
-    for step in range(3):
-        engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
-        engine.step()
-    with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
-        found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
-    return engine.module_state_dict(), found, len(engine.core.units)
-
-
-def test_ranks_may_call_other_experts_of_a_leaf() -> None:
-    plain, split = (run_ranks(_mixed, 2, stage) for stage in (0, 3))
-    assert all(torch.allclose(plain[0][0][name], split[0][0][name], atol=1e-6) for name in plain[0][0])
-    for (_, found, _), (_, wanted, _) in zip(split, plain, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-6) and len({*found}) == 1
-    assert {units for _, _, units in split} == {2}, "the experts are no units"
+@on_ranks(2)
+def test_ranks_may_call_other_experts_of_a_leaf(rank: int, world: int) -> None:
+    """And other numbers of them; and run other numbers of forwards with all gathered."""
+    ends = []
+    for stage in (0, 3):
+        model = Mixture()
+        assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
+        engine = zero.initialize(model=model, config=config(stage))[0]
+        for step in range(3):
+            engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
+            engine.step()
+        with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+            found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
+            ends.append([p.detach().clone() for p in engine.module.parameters()])
+        ends[-1].append(torch.tensor(found))
+        assert len({*found}) == 1
+    assert len(engine.core.units) == 2, "the experts are no units"
+    assert all(torch.allclose(split, plain, atol=1e-6) for plain, split in zip(*ends, strict=True))
 
 
 def test_leaves_are_marked_and_told() -> None:
@@ -293,44 +243,33 @@ def test_leaves_are_marked_and_told() -> None:
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
 
 
-def test_the_accelerator_has_streams_of_random_numbers() -> None:
-    accelerator = zero.get_accelerator()
-    state = accelerator.get_rng_state()
-    accelerator.manual_seed(7)
-    assert accelerator.initial_seed() == 7 == accelerator.default_generator(0).initial_seed()
-    first = torch.rand(3)
-    accelerator.set_rng_state(state)
-    accelerator.random().manual_seed(7)
-    assert torch.rand(3).equal(first)
-    assert {torch.float32, torch.float16, torch.bfloat16} == {*accelerator.supported_dtypes()}
-
-
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_plain_arguments_of_the_wrong_kind_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    engine = trained(Model(), 0)
-    cases: dict[str, Callable[[], object]] = {
-        r"was given \(tensor.* \(tuple\): give it the loss": lambda: engine.backward((engine(ROWS),)),  # type: ignore
-        r"backward\(\) was given 3.0 \(float\)": lambda: engine.backward(3.0),  # type: ignore[arg-type]
-        r"of shape \[2\]: take the mean": lambda: engine.backward(engine(ROWS) * torch.ones(2)),
-        "a loss that requires no gradient: run the forward outside": lambda: engine.backward(torch.ones(())),
-        "save_filename is None: expected the name of a file": lambda: engine.save_16bit_model("x", ""),
-        "state dict of load_module_state_dict is": lambda: engine.load_module_state_dict([1]),  # type: ignore[arg-type]
-        "set_train_batch_size: '8'; expected an integer": lambda: engine.set_train_batch_size("8"),  # type: ignore
-        "set_train_micro_batch_size: 2.5; expected": lambda: engine.set_train_micro_batch_size(2.5),  # type: ignore
-        **{f"the folder of {name} is {told}: expected the path of a folder": lambda name=name, given=given:
-           getattr(engine, name)(given) for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model")
-           for given, told in ((None, None), ("", None), (3, r"3 \(int\)"))},
-        **{rf"^{name} is 3 \(int\): expected ": lambda name=name: zero.initialize(
-            **{"model": Model(), "config": config(0), **({"config": None} if name == "config_params" else {}), name: 3})
-           for name in ("model", "args", "optimizer", "model_parameters", "training_data", "lr_scheduler", "config",
-                        "config_params")},
-    }
-    for told, call in cases.items():
+    engine: Any = trained(Model(), 0)
+    calls: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+        (engine.backward, {"loss": (engine(ROWS),)}, r"was given \(tensor.* \(tuple\): give it the loss"),
+        (engine.backward, {"loss": 3.0}, r"backward\(\) was given 3.0 \(float\)"),
+        (engine.backward, {"loss": engine(ROWS) * torch.ones(2)}, r"of shape \[2\]: take the mean"),
+        (engine.backward, {"loss": torch.ones(())}, "a loss that requires no gradient: run the forward outside"),
+        (engine.save_16bit_model, {"save_dir": "x", "save_filename": ""},
+         "save_filename is None: expected the name of a file"),
+        (engine.load_module_state_dict, {"state_dict": [1]}, "state dict of load_module_state_dict is"),
+        (lambda: engine.set_train_batch_size("8"), {}, "set_train_batch_size: '8'; expected an integer"),
+        (lambda: engine.set_train_micro_batch_size(2.5), {}, "set_train_micro_batch_size: 2.5; expected"),
+        *((lambda name=name, folder=folder: getattr(engine, name)(folder), {},
+           f"the folder of {name} is {told}: expected the path of a folder")
+          for name, folder, told in (("save_checkpoint", None, None), ("load_checkpoint", "", None),
+                                     ("save_16bit_model", 3, r"3 \(int\)"))),
+        *((zero.initialize, {"model": Model(), "config": None if name == "config_params" else config(0), name: 3},
+           rf"^{name} is 3 \(int\): expected ")
+          for name in ("model", "args", "optimizer", "model_parameters", "training_data", "lr_scheduler", "config",
+                       "config_params"))]
+    for call, arguments, told in calls:
         with pytest.raises(ConfigError, match=told) as caught:
-            call()
+            call(**arguments)
         assert "\n" not in str(caught.value)
     assert not any(tmp_path.iterdir())
     engine.module.requires_grad_(False)

@@ -14,10 +14,9 @@ from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_grad, s
                                  safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state,
                                  safe_set_local_fp32_param)
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks
 
 RANKS, ROWS, ACCUMULATION, LR = 2, 3, 2, 1e-2
-CELLS = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")]
 
 
 class Net(nn.Module):
@@ -66,10 +65,12 @@ def expected_gradients(model: nn.Module) -> dict[str, Tensor]:
 TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}  # of the largest gradient: the precision of the activations
 
 
-def look(rank: int, world: int, cells: list[tuple[int, str]]) -> None:
+@pytest.mark.parametrize("precision", TOLERANCE)
+@on_ranks(RANKS)
+def test_what_is_seen_is_the_mean_gradient_the_masters_and_the_moments(rank: int, world: int, precision: str) -> None:
     torch.manual_seed(0)
     wanted = expected_gradients(Net().double())
-    for stage, precision in cells:
+    for stage in range(4):
         model, engine = made(stage, precision)
         names = dict(model.named_parameters())
         for micro in range(ACCUMULATION):
@@ -83,29 +84,24 @@ def look(rank: int, world: int, cells: list[tuple[int, str]]) -> None:
             assert (found - wants).abs().max() <= TOLERANCE[precision] * wants.abs().max(), (stage, precision, name)
             local = safe_get_local_grad(names[name])
             assert local is not None and (stage > 0 or len(local) == wants.numel())
-        before = {name: safe_get_full_fp32_param(names[name]) for name in wanted}
-        first = safe_get_full_grad(names["first.weight"])
+        weight = names["first.weight"]
+        before, first = safe_get_full_fp32_param(weight), safe_get_full_grad(weight)
         engine.step()
         assert all(safe_get_full_grad(p) is None for p in names.values()), "spent"
-        moment = safe_get_full_optimizer_state(names["first.weight"], "exp_avg")
-        after = safe_get_full_fp32_param(names["first.weight"])
-        assert moment is not None and first is not None and after is not None and before["first.weight"] is not None
+        moment, after = safe_get_full_optimizer_state(weight, "exp_avg"), safe_get_full_fp32_param(weight)
+        assert moment is not None and first is not None and after is not None and before is not None
         assert after.shape == moment.shape == (13, 7)
         torch.testing.assert_close(moment / moment.norm(), first / first.norm(), rtol=1e-5, atol=1e-6)  # clipped
-        way = after - before["first.weight"]  # Adam's first step: about the rate, against the gradient
+        way = after - before  # Adam's first step: about the rate, against the gradient
         assert torch.equal(way.sign(), -first.sign()) and LR / 2 < way.abs().max() <= LR * 1.001
         assert safe_get_full_fp32_param(model.fixed) is None and safe_get_local_grad(model.fixed) is None
         assert safe_get_full_fp32_param(nn.Parameter(torch.ones(2))) is None
         with pytest.raises(ConfigError, match="keeps no 'momentum'; it keeps exp_avg, exp_avg_sq"):
-            safe_get_full_optimizer_state(names["first.weight"], "momentum")
+            safe_get_full_optimizer_state(weight, "momentum")
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_seen_is_the_mean_gradient_the_masters_and_the_moments(stage: int) -> None:
-    run_ranks(look, RANKS, [cell for cell in CELLS if cell[0] == stage])
-
-
-def change(rank: int, world: int, stage: int, precision: str) -> dict[str, Tensor]:
+def changed(rank: int, stage: int, precision: str) -> dict[str, Tensor]:
+    """The masters after a step in which everything has been set once."""
     model, engine = made(stage, precision)
     weight, bias = model.first.weight, model.first.bias
     safe_set_full_fp32_param(weight, torch.arange(91.0).view(13, 7) / 91)
@@ -128,17 +124,15 @@ def change(rank: int, world: int, stage: int, precision: str) -> dict[str, Tenso
     engine.step()
     squares = safe_get_full_optimizer_state(bias, "exp_avg_sq")
     assert squares is not None and bool((squares >= 0.25 * 0.998).all())
-    return {name: value for name, p in model.named_parameters()
-            if (value := safe_get_full_fp32_param(p)) is not None}
+    return {name: value for name, p in model.named_parameters() if (value := safe_get_full_fp32_param(p)) is not None}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_set_is_trained_with_alike_at_every_stage(precision: str) -> None:
-    expected = run_ranks(change, RANKS, 0, precision)[0]
-    for stage in (1, 2, 3):
-        for found in run_ranks(change, RANKS, stage, precision):
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=f"stage {stage}: {name}")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(RANKS)
+def test_what_is_set_is_trained_with_alike_at_every_stage(rank: int, world: int, precision: str) -> None:
+    expected, *others = (changed(rank, stage, precision) for stage in range(4))
+    for found in others:
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 def test_values_of_another_shape_and_gradients_that_are_not_there_are_refused() -> None:

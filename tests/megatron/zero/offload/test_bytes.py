@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
 from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.covering import pairs
+from tests.distributed import on_ranks, run_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.test_equal import PRECISIONS, batches, everywhere, storages, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
@@ -23,44 +24,16 @@ NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 20
 again: a block has four on each of two ranks."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers on this rank: of all buckets, of the blocks whose weights come and go, the last one and the root."""
-
-    everything: int
-    blocks: int
-    last: int
-    root: int
-
-
-def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[dict[str, dict[str, float]], Sizes]:
-    """Bytes of one step by home. It is not a step at which weights at work are compared with masters (1, 2, 4, ...)."""
-    config = configure_gpt2(**{**cell, **everywhere(folder, cell["zero_stage"]), **NOTHING_STAYS})
-    engine = gpt2_engine(config, groups.build(1))
-    rows = batches(3)
-    train(engine, rows[:2])
-    before = told(engine)
-    train(engine, rows[2:])
-    after = told(engine)
-    seen = {home: {name: after[home][name] - before[home][name] for name in after[home]} for home in after}
-    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded}
-    root, last = come_and_go.get("root", 0), come_and_go.get("blocks.1", 0)
-    everything = sum(bucket.layout.shard_numel for bucket in engine.buckets)
-    sizes = Sizes(everything, sum(come_and_go.values()) - root, last, root)
-    engine.detach()
-    return seen, sizes
-
-
 def told(engine: ZeroEngine) -> dict[str, dict[str, float]]:
     engine.engine_storage.wait_for_writes()
     return {name: asdict(home.stats)
             for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)}
 
 
-@pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
-def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: int, of_weights: int) -> None:
+def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path) -> None:
     """Where a buffer for weights is smaller: a step writes whole parts, and reads nothing of them. A block has ten
     grains on one rank."""
+    of_step, of_weights = 5, 4
     cell = {"zero_stage": 3, "bf16": True, "hidden_size": 40, "batch_size": 2, "stage3_max_reuse_distance": 0,
             **everywhere(tmp_path, 3), "sub_group_size": of_step * CHUNK_ALIGNMENT, "offload_optimizer_buffer_count": 9,
             "offload_param_buffer_size": of_weights * CHUNK_ALIGNMENT, "offload_param_buffer_count": 1}
@@ -76,19 +49,28 @@ def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: in
     assert [after[name] - before[name] for name in ("read_bytes", "written_bytes")] == [0, everything]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_moves_each_byte_once(tmp_path: Path, stage: int, precision: str, accumulation: int) -> None:
-    cell = {"zero_stage": stage, **PRECISIONS[precision], "batch_size": 2 // accumulation, "global_batch_size": 4}
-    width = 4 if precision == "fp32" else 2
-    for seen, sizes in run_ranks(counted, 2, tmp_path, cell):
-        state = seen["optimizer"]
-        assert (state["read_bytes"], state["written_bytes"]) == (12 * sizes.everything, 12 * sizes.everything)
-        if stage == 3:  # blocks come for the forward and for the backward; the last one, and the root, stay in between
-            weights = seen["params"]
-            assert weights["read_bytes"] == width * accumulation * (2 * sizes.blocks - sizes.last + sizes.root)
-            assert weights["written_bytes"] == width * (sizes.blocks + sizes.root)
+@pytest.mark.parametrize("stage, precision, accumulation", pairs([1, 2, 3], ["fp32", "bf16"], [1, 2], each=1))
+@on_ranks(2)
+def test_a_step_moves_each_byte_once(rank: int, world: int, tmp_path: Path, stage: int, precision: str,
+                                     accumulation: int) -> None:
+    home = {**everywhere(tmp_path, stage), **NOTHING_STAYS}
+    engine = gpt2_engine(configure_gpt2(zero_stage=stage, **PRECISIONS[precision], batch_size=2 // accumulation,
+                                        global_batch_size=4, **home), groups.build(1))
+    rows = batches(3)
+    train(engine, rows[:2])
+    before = told(engine)
+    train(engine, rows[2:])  # no step at which weights at work are compared with masters (1, 2, 4, ...)
+    after = told(engine)
+    seen = {(home, name): after[home][name] - before[home][name] for home in after for name in after[home]}
+    everything = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+    assert seen["optimizer", "read_bytes"] == seen["optimizer", "written_bytes"] == 12 * everything
+    if stage == 3:  # blocks come for the forward and for the backward; the last one, and the root, stay in between
+        width = 4 if precision == "fp32" else 2
+        sizes = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded}
+        brought = 2 * sum(sizes.values()) - sizes["blocks.1"] - sizes["root"]
+        assert seen["params", "read_bytes"] == width * accumulation * brought
+        assert seen["params", "written_bytes"] == width * sum(sizes.values())
+    engine.detach()
 
 
 # ---- between a device and its host ----------------------------------------------------------------------------------
@@ -111,11 +93,8 @@ def copied(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[i
     return after[0] - before[0], after[1] - before[1], sizes
 
 
-@pytest.mark.few(16)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["host", "device", "nvme", "host, a part"])
+@pytest.mark.parametrize("world, stage, accumulation, name", pairs(
+    [1, 2], [1, 2, 3], [1, 2], ["host", "device", "nvme", "host, a part"]))
 def test_copies_of_optimizer_state(tmp_path: Path, world: int, stage: int, accumulation: int, name: str) -> None:
     """In 16 bits: gradients down and weights up where the host updates, the state both ways where the device does.
     Sums over micro-batches are fp32 and come up for the second one (at stage 1 they are taken where they are)."""
@@ -133,11 +112,10 @@ def test_copies_of_optimizer_state(tmp_path: Path, world: int, stage: int, accum
             assert (up, down) == ((4 + 2) * everything, 2 * 4 * everything)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_copies_of_weights_on_the_host(tmp_path: Path, world: int) -> None:
+def test_copies_of_weights_on_the_host(tmp_path: Path) -> None:
     """Up for the forward and again for the backward, but for the root and the last block, which stay; and down never:
     the host has made them. Where the device makes them, once."""
-    for name in ("host, params", "device, params"):
+    for world, name in ((2, "host, params"), (1, "device, params")):
         cell = {"zero_stage": 3, "bf16": True, "batch_size": 4 // world, "global_batch_size": 4,
                 "num_layers": 4, "stage3_max_reuse_distance": 0, **storages(tmp_path, 3, 0, True)[name]}
         for up, down, sizes in run_ranks(copied, world, tmp_path, cell):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,8 @@ from tests.megatron.zero.offload.test_equal import on_nvme
 SMALL: dict[str, Any] = {
     "num_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 4096, "max_position_embeddings": 64,
     "sub_group_size": 1 << 18}
-LARGE: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 50257,
-                         "max_position_embeddings": 1024, "sub_group_size": 1 << 22}
-"""GPT-2 345M."""
 TINY: dict[str, Any] = {**SMALL, "num_layers": 1, "hidden_size": 32, "vocab_size": 64, "sub_group_size": 4096}
 M_MMAP_THRESHOLD = -3
-HOMES = ("none", "optimizer", "both")
 LENGTH = 32
 
 
@@ -97,16 +92,14 @@ def peaks(rank: int, world: int, shape: dict[str, Any], stage: int, home: str, f
     return lived(configured(shape, stage, home, folder / "drive"), folder / "saved")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("shape", "world", "stage", "home"), [
-    (SMALL, 1, 2, "optimizer"), (SMALL, 2, 3, "both"),
-    *(pytest.param(LARGE, world, stage, home, marks=pytest.mark.slow)
-      for world, stage, home in product((1, 2), (1, 2, 3), HOMES) if stage == 3 or home != "both")])
-def test_building_and_loading_take_no_more_than_training(
-        tmp_path: Path, shape: dict[str, Any], world: int, stage: int, home: str) -> None:
-    for found in run_ranks(peaks, world, shape, stage, home, tmp_path, timeout=900):
-        most = found.pop("train")
-        assert max(found.values()) <= most, (found, most)
+def test_building_and_loading_take_no_more_than_training_and_a_drive_takes_a_part_of_it(tmp_path: Path) -> None:
+    trained = {}
+    for world, stage, home in ((1, 2, "optimizer"), (2, 3, "none"), (2, 3, "both")):
+        (tmp_path / home).mkdir()
+        for found in run_ranks(peaks, world, SMALL, stage, home, tmp_path / home, timeout=300):
+            trained[home] = most = found.pop("train")
+            assert max(found.values()) <= most, (found, most)
+    assert trained["both"] < 0.8 * trained["none"], trained
 
 
 def stack() -> nn.Sequential:

@@ -4,33 +4,25 @@ copy but where that is the point."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import Config
-from megatron.optim.adam import AdamW
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import utils
-from megatron.zero.api import offload_plan
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
-from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
-from megatron.zero.offload.copy_streams import GradOffloader
 from mpu import groups
-from mpu.grads import row_norms
-from mpu.groups import SOLO
-from tests.distributed import run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.zero.offload.test_equal import storages
 from tests.megatron.zero.run import configure_gpt2
-from tests.two_sides import DEVICE, MixedSides, Sides, two_sides
+from tests.two_sides import DEVICE, Sides, two_sides
 
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
                                          "fp16": {"fp16": True, "initial_loss_scale": 1024.0}}
@@ -150,38 +142,22 @@ def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
     return found
 
 
-def check(folder: Path, world: int, number: slice) -> None:
-    (folder / "drive").mkdir()
-    assert run_ranks(lives, world, folder, number, timeout=900) == [[]] * world
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("world, number", [(1, slice(0, None, 5)), (2, slice(5, None, 13))])
+@pytest.mark.parametrize("world, number", [(1, slice(None)), (2, slice(None)), (2, slice(5, None, 13))], ids=str)
 def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: slice) -> None:
-    check(tmp_path, world, number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, slice(None))
-
-
-@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
-def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_plan, "TRIAL_SECONDS", 0.0)
-    with two_sides() as sides, sides.watched() as waits:
-        ferry = offload_plan.create_copy_streams(DEVICE)
-        assert ferry is not None
-        offload_plan.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
-    assert waits == []
+    (tmp_path / "drive").mkdir()
+    assert run_ranks(lives, world, tmp_path, number, timeout=900) == [[]] * world
 
 
 # -- before there is an engine -------------------------------------------------------------------------------------
 
 
-def built_inside_init(rank: int, world: int, folder: Path, place: str, device: torch.device) -> int:
-    home = {"device": place, "nvme_path": str(folder)}
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@on_ranks(1)
+def test_parameters_that_wait_may_be_on_either_side(rank: int, world: int, tmp_path: Path, place: str,
+                                                    device: torch.device) -> None:
+    home = {"device": place, "nvme_path": str(tmp_path)}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
               "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home}}
     with two_sides():
@@ -197,55 +173,4 @@ def built_inside_init(rank: int, world: int, folder: Path, place: str, device: t
             engine.backward(engine(torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)).float().mean())
             engine.step()
         engine.destroy()
-        return engine.global_steps
-
-
-@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, device: torch.device) -> None:
-    assert run_ranks(built_inside_init, 1, tmp_path, place, device) == [2]
-
-
-# -- the simulator sees -------------------------------------------------------------------------------------------
-
-
-def waits_of_a_hidden_copy(rank: int, world: int, folder: Path) -> list[str]:
-    def norms_of_what_went_down(descent: GradOffloader, out: Tensor) -> None:
-        out.copy_(row_norms(descent.sums))
-
-    with patch.object(GradOffloader, "row_norms", norms_of_what_went_down):
-        return lives(rank, world, folder, slice(0, 1))
-
-
-def test_a_hidden_copy_of_a_step_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    (found,), = run_ranks(waits_of_a_hidden_copy, 1, tmp_path)
-    assert found.endswith("copy_ from host to device")
-
-
-MIXED = {
-    "a sum": lambda here, there: here + there,
-    "a view, in place": lambda here, there: there.view(2, 2)[1, 1:].mul_(here[3:]),
-    "a number of the device": lambda here, there: there * here.sum(),
-    "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
-    "a copy of the other stream": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_device.copy(
-        there, here)}
-WAITS = {
-    "copy_": lambda here, there: here.copy_(there), "to": lambda here, there: there.to(DEVICE),
-    "item": lambda here, there: here[0].item(), "bool": lambda here, there: bool((here > 0).all()),
-    "tensor": lambda here, there: torch.tensor([1.0], device=DEVICE),
-    "many at once": lambda here, there: torch._foreach_copy_([here], [there]),
-    "a mask": lambda here, there: here[here > 0]}
-ALLOWED = {
-    "a number of the host": lambda here, there: here * there.sum(),
-    "a copy to the device": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_device.copy(here, there),
-    "a copy to the host": lambda here, there: offload_plan.create_copy_streams(DEVICE).to_host.copy(there, here)}
-
-
-@pytest.mark.parametrize("operations, blocking, mixes", [(MIXED, 0, True), (WAITS, 1, False), (ALLOWED, 0, False)])
-def test_mixed_sides_are_errors_and_waits_are_counted(operations: dict[str, Any], blocking: int, mixes: bool) -> None:
-    with two_sides() as sides:
-        for name, operation in operations.items():
-            with sides.watched() as waits, pytest.raises(MixedSides) if mixes else nullcontext():
-                operation(torch.ones(4, device=DEVICE), torch.ones(4))
-            assert len(waits) == blocking, name
+    assert engine.global_steps == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from megatron.config.tree import Config, build_config
-from megatron.optim.adam import AdamW
-from megatron.optim.rule import StepScalars, UpdateSegment
 from megatron.plan.footprint import PlannedRun
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.offload.chunk_sizes import OffloadRatio
 from megatron.zero.offload.storage import Location
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.covering import pairs
+from tests.distributed import on_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.test_equal import (PRECISIONS, alike, batches, everywhere, on_nvme, on_params, on_side,
                                                     outcome, storages, train)
@@ -85,75 +83,39 @@ def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None
     engine.destroy()
 
 
-RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3}
-
-
-def trained_by(rank: int, world: int, folder: Path) -> list[str]:
-    """Optimizers that do other things where their state is on NVMe."""
-    found = []
-    for number, (name, rate) in enumerate(RATES.items()):
-        cell = {"optimizer": name, "lr": rate, "zero_stage": 1 + number % 3}
+@on_ranks(2)
+def test_every_kind_of_optimizer_keeps_its_state_there(rank: int, world: int, tmp_path: Path) -> None:
+    """Rules of torch's optimizers; Lamb, which looks at whole parameters, and Muon, which does at whole matrices."""
+    for stage, (name, rate) in enumerate({"lamb": 1e-2, "nadam": 1e-3, "muon": 1e-3}.items(), 1):
         ends = []
-        for home in (None, folder):
-            engine = built(configured(home, **cell))
+        for home in (None, tmp_path):
+            engine = built(configured(home, optimizer=name, lr=rate, zero_stage=stage))
             ends.append(outcome(engine.core, batches(4)))
             engine.destroy()
-        if not alike(*ends):
-            found.append(name)
-    return found
+        assert alike(*ends), name
 
 
-def test_every_kind_of_optimizer_keeps_its_state_there(tmp_path: Path) -> None:
-    """Rules of one operation, rules of torch's optimizers, and Lamb, which looks at whole parameters."""
-    assert run_ranks(trained_by, 2, tmp_path) == [[]] * 2
-
-
-def frozen(rank: int, world: int, folder: Path) -> bool:
-    """Weights that nobody trains go to the drive as well; a save holds them."""
-    ends = []
-    for home in (None, folder):
-        config = configured(home, bf16=True)
-        grid = groups.build(1)
+@on_ranks(2)
+def test_frozen_weights_live_there_too(rank: int, world: int, tmp_path: Path) -> None:
+    """A save holds them."""
+    def partly_frozen(home: Path | None) -> Engine:
+        config, grid = configured(home, bf16=True), groups.build(1)
         model = build_model(config, grid)
         for weight in model.blocks[0].parameters():
             weight.requires_grad_(False)
-        engine = build_engine(config, model, grid, torch.device("cpu"))
+        return build_engine(config, model, grid, torch.device("cpu"))
+
+    ends = []
+    for home in (None, tmp_path):
+        engine = partly_frozen(home)
         ends.append([train(engine.core, batches(4)), [*gather_full_state_dict(engine.core).values()]])
-        engine.save_checkpoint(folder / f"saved {home is None}")
-        again = build_model(config, grid)
-        for weight in again.blocks[0].parameters():
-            weight.requires_grad_(False)
+        engine.save_checkpoint(tmp_path / f"saved {home is None}")
         engine.destroy()
-        engine = build_engine(config, again, grid, torch.device("cpu"))
-        engine.load_checkpoint(folder / "saved True")
+        engine = partly_frozen(home)
+        engine.load_checkpoint(tmp_path / "saved True")
         ends[-1].append(train(engine.core, batches(6)[4:]))
         engine.destroy()
-    return alike(*ends)
-
-
-def test_frozen_weights_live_there_too(tmp_path: Path) -> None:
-    assert run_ranks(frozen, 2, tmp_path) == [True] * 2
-
-
-def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the fused kernel does: it says that it has written what it was given a place for."""
-
-    step = AdamW.step
-
-    def update_and_write(rule: AdamW, spans: Sequence[UpdateSegment], hyper: Mapping[str, Any],
-                         at: StepScalars) -> bool:
-        step(rule, spans, hyper, at)
-        for span in spans:
-            if span.lp_out is not None:
-                span.lp_out.copy_(span.master)
-        return True
-
-    expected = outcome(built(configured(None, bf16=True)).core, batches(3))
-    monkeypatch.setattr(AdamW, "step", update_and_write)
-    engine = built(configured(tmp_path, bf16=True))
-    assert alike(outcome(engine.core, batches(3)), expected)
-    engine.destroy()
+    assert alike(*ends)
 
 
 @pytest.mark.parametrize("threshold, in_memory, said", [
@@ -183,67 +145,46 @@ def storages_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any
     return storages(folder, stage, 0, True) if side else {"nvme": everywhere(folder, stage)}
 
 
-def moved(rank: int, world: int, folder: Path, cell: dict[str, Any], side: bool) -> list[str]:
-    """A run that is saved and goes on in another home, through all of them."""
+@pytest.mark.parametrize("cell, side", pairs([*CELLS], [False, True]))
+@on_ranks(2, timeout=300)
+def test_a_run_moves_through_all_homes(rank: int, world: int, tmp_path: Path, cell: str, side: bool) -> None:
+    """It is saved and goes on in another home."""
     with on_side(side):
-        ways = [{}, *storages_of(folder / "drive", cell["zero_stage"], side).values(), {}]
+        ways = [{}, *storages_of(tmp_path / "drive", CELLS[cell]["zero_stage"], side).values(), {}]
         ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive
+        (tmp_path / "drive").mkdir(exist_ok=True)
         rows = batches(2 + 2 * 9)
-        stayed = outcome(engine_at(cell, {}).core, rows)
+        stayed = outcome(engine_at(CELLS[cell], {}).core, rows)
         losses: list[float] = []
         for number, home in enumerate(ways):
-            engine = engine_at(cell, home)
+            engine = engine_at(CELLS[cell], home)
             if number:
-                engine.load_checkpoint(folder / str(number - 1))
+                engine.load_checkpoint(tmp_path / str(number - 1))
             if number + 1 == len(ways):
                 end = outcome(engine.core, rows[2 * number :])
-                return [] if alike([losses + end[0], *end[1:]], stayed) else ["it ends elsewhere"]
+                assert alike([losses + end[0], *end[1:]], stayed)
+                return
             losses += train(engine.core, rows[2 * number : 2 * number + 2])
-            engine.save_checkpoint(folder / str(number))
+            engine.save_checkpoint(tmp_path / str(number))
             engine.destroy()
-    raise AssertionError
 
 
-@pytest.mark.parametrize("side", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_run_moves_through_all_homes(tmp_path: Path, cell: str, side: bool) -> None:
-    (tmp_path / "drive").mkdir()
-    assert run_ranks(moved, 2, tmp_path, CELLS[cell], side, timeout=300) == [[]] * 2
-
-
-def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any], side: bool) -> list[str]:
+@pytest.mark.parametrize("change, cell, side", pairs([edit, put, load, forget], [*CELLS], [False, True], each=1))
+@on_ranks(2, timeout=300)
+def test_what_is_changed_by_hand_lasts(rank: int, world: int, tmp_path: Path, change: Change, cell: str,
+                                       side: bool) -> None:
     rows, ends = batches(5), {}
     with on_side(side):
-        for name, home in {"stays": {}, **storages_of(folder, cell["zero_stage"], side)}.items():
-            engine = engine_at(cell, home)
+        for name, home in {"stays": {}, **storages_of(tmp_path, CELLS[cell]["zero_stage"], side)}.items():
+            engine = engine_at(CELLS[cell], home)
             train(engine.core, rows[:2])
             change(engine)
             ends[name] = outcome(engine.core, rows[2:])
             engine.destroy()
-    return [name for name, end in ends.items() if not alike(end, ends["stays"])]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("change, cell, side", [
-    pytest.param(change, cell, side, marks=() if (place + other + side) % 2 else pytest.mark.slow)  # each change twice
-    for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)
-    for side in (False, True)])
-def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, cell: str, side: bool) -> None:
-    assert run_ranks(changed, 2, tmp_path, change, CELLS[cell], side, timeout=300) == [[]] * 2
+    assert [name for name, end in ends.items() if not alike(end, ends["stays"])] == []
 
 
 # ---- a part of the state ---------------------------------------------------------------------------------------------
-
-SIZES = [39_000, *[7_000] * 12]
-
-
-def test_whole_buckets_come_as_near_to_the_ratio_as_they_can() -> None:
-    for tenths in range(11):
-        ratio = OffloadRatio(tenths / 10)
-        offloaded = sum(size for size in SIZES if ratio.offloads_next(size))
-        assert abs(offloaded - tenths / 10 * sum(SIZES)) <= (7_000 / 2 if 0 < tenths < 10 else 0)
-    half = OffloadRatio(0.5)
-    assert [half.offloads_next(10) for _ in range(6)] == [True, False] * 3
 
 
 @pytest.mark.parametrize(("where", "line"), [
@@ -257,10 +198,9 @@ def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> N
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: str) -> None:
+@pytest.mark.parametrize("stage, ratio, home", pairs([1, 2, 3], [0.0, 0.25, 0.6, 1.0], ["cpu", "nvme"], each=1))
+def test_the_ratio_is_that_of_whole_buckets_and_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float,
+                                                                     home: str) -> None:
     where = {"offload_optimizer_device": "cpu"} if home == "cpu" else on_nvme("optimizer", tmp_path)
     config = build_config({"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
                            "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "batch_size": 1,
@@ -273,5 +213,7 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
                 if bucket.storage is core.engine_storage.optimizer and bucket.storage.location is not Location.DEVICE]
         run = PlannedRun(config, 1, "cuda")
         assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
+        sizes = [bucket.layout.shard_numel for bucket in core.buckets]
         assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
+        assert abs(run.offloaded_numel - ratio * sum(sizes)) <= (max(sizes) / 2 if 0 < ratio < 1 else 0)
         core.detach()

@@ -1,4 +1,5 @@
-"""Eigenvalues of blocks: those of the dense second derivative, at every stage; steep blocks keep their bits longer."""
+"""Quantization in training (MoQ): eigenvalues of blocks are those of the dense second derivative, and steep blocks keep
+their bits longer; what a script does to weights that are rounded beside masters that are not."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.eigenvalue import BlockVectors
-from tests.distributed import run_ranks
+from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.distributed import on_ranks
 
 BLOCKS = 3
 
@@ -73,15 +74,6 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
-def found(rank: int, world: int, stage: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The eigenvalues before the first bit falls, and the weights they are of."""
-    engine = made(stage, accumulation=accumulation)
-    seen = looked_for(engine)
-    step(engine, accumulation)
-    assert len(seen) == 1
-    return seen[0], weights_of(engine)
-
-
 def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
     """From the whole second derivative by the parameters of each block, in fp64."""
     model = Model().double()
@@ -102,92 +94,35 @@ def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_eigenvalues_are_those_of_the_dense_second_derivative(stage: int) -> None:
-    for values, weights in run_ranks(found, 2, stage, 1 + stage % 2):
+@on_ranks(2)
+def test_eigenvalues_are_those_of_the_dense_second_derivative(rank: int, world: int) -> None:
+    """Before the first bit falls."""
+    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
+        engine = made(stage, accumulation=accumulation)
+        seen = looked_for(engine)
+        step(engine, accumulation)
         # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
-        assert values == pytest.approx(dense(weights, 2), rel=0.02)
-
-
-class Wide(nn.Module):
-    """About as steep upwards as downwards (2.4 and -2.1, 4.4 and -4.2, 8.5 and -8.0), and bent within a short way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(BLOCKS))
-        self.head = nn.Linear(64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.head.weight.dtype)
-        for number, layer in enumerate(self.layers):
-            x = x + torch.tanh((1 + number) * layer(x))
-        return (self.head(x).float() - 1).square().mean()
-
-
-def found_in(precision: str) -> list[float]:
-    more = {} if precision == "fp32" else {precision: {"enabled": True}}
-    if precision == "fp16":
-        more["fp16"] |= {"loss_scale": 1024}
-    engine = made(model=Wide(), eigenvalue={"tol": 1e-3}, **more)
-    seen = looked_for(engine)
-    engine.backward(engine(torch.randn(32, 64, generator=torch.Generator().manual_seed(0))))
-    engine.step()
-    return seen[0]
-
-
-def test_they_are_alike_in_every_precision() -> None:
-    exact = found_in("fp32")
-    assert sorted(exact) == exact and exact[-1] > 3 * exact[0] > 0
-    # Of gradients whose last digit is 2^-11 or 2^-8 of them, and that change by 1.5 % or 4 % between two places.
-    for precision, close in (("fp16", 0.03), ("bf16", 0.06)):
-        assert [abs(value) for value in found_in(precision)] == pytest.approx(exact, rel=close), precision
-
-
-def found_with_other_numbers(rank: int, world: int) -> tuple[list[float], list[int]]:
-    """As if sums over ranks were not the same bits on each."""
-    dot = BlockVectors.dot
-    BlockVectors.dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
-    engine = made(eigenvalue={"tol": 1e-2})
-    seen = looked_for(engine)
-    step(engine)
-    assert engine.core.state.moq is not None
-    return seen[0], engine.core.state.moq.period_factors
-
-
-def test_ranks_go_by_the_same_numbers() -> None:
-    """Otherwise one would end before the others, which would wait for it, or have other bits."""
-    ranks = run_ranks(found_with_other_numbers, 2)
-    assert ranks[0] == ranks[1]
+        assert seen == [pytest.approx(dense(weights_of(engine), 2), rel=0.02)]
 
 
 ONE_BIT = [{"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}},
            {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 2}}]
 
 
-def found_while_signs_travel(rank: int, world: int, stage: int, optimizer: dict[str, Any]) -> list[Any]:
-    """The eigenvalues, the weights they are of, and those after some more steps with and without a look."""
-    engine = made(stage, period=4, optimizer=optimizer)
+@pytest.mark.parametrize("optimizer", ONE_BIT, ids=["adam", "lamb"])
+@on_ranks(2)
+def test_they_are_of_sums_also_while_signs_travel(rank: int, world: int, optimizer: dict[str, Any]) -> None:
+    """And of what ranks owe each other nothing is lost: later weights are those of a run that does not look."""
+    engine = made(1, period=4, optimizer=optimizer)
     seen = looked_for(engine)
     step(engine, 3)
-    assert engine.core.compressed_exchanges and len(seen) == 1
-    weights = weights_of(engine)
-    assert all(bucket.grads.skip_reduction for bucket in engine.core.buckets), "what travels in a step is as it was"
+    assert engine.core.compressed_exchanges
+    assert seen == [pytest.approx(dense(weights_of(engine), 2), rel=0.02)]
     step(engine, 3)
-    blind = made(stage, period=4, optimizer=optimizer, eigenvalue={"enabled": False})
+    blind = made(1, period=4, optimizer=optimizer, eigenvalue={"enabled": False})
     step(blind, 6)
-    return [seen[0], weights, weights_of(engine), weights_of(blind)]
-
-
-@pytest.mark.parametrize("optimizer", ONE_BIT, ids=["adam", "lamb"])
-def test_they_are_of_sums_also_while_signs_travel(optimizer: dict[str, Any]) -> None:
-    """And of what ranks owe each other nothing is lost: later weights are those of a run that does not look."""
-    for stage in (0, 1):
-        ranks = run_ranks(found_while_signs_travel, 2, stage, optimizer)
-        for values, weights, later, blind in ranks:
-            assert values == pytest.approx(dense(weights, 2), rel=0.02)
-            assert values == ranks[0][0]
-            assert all(later[name].equal(blind[name]) and later[name].equal(ranks[0][2][name]) for name in later)
+    expected = weights_of(blind)
+    assert all(value.equal(expected[name]) for name, value in weights_of(engine).items())
 
 
 def test_steep_blocks_keep_their_bits_longer_and_the_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,23 +176,6 @@ def test_weights_buffers_and_random_streams_are_those_of_a_run_that_does_not_loo
     assert all(mine.equal(runs[1][name]) for name, mine in runs[0].items())
 
 
-class Dropping(Model):
-    """Leaves out its steepest block where it may."""
-
-    def forward(self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if not progressive_layer_drop or number < BLOCKS - 1:
-                x = torch.tanh((1 + 2 * number) * layer(x))
-        return (self.head(x) - 1).square().mean()
-
-
-def test_they_are_of_the_whole_model_where_a_step_leaves_blocks_out() -> None:
-    engine = made(model=Dropping(), progressive_layer_drop={"enabled": True, "theta": 0.5})
-    seen = looked_for(engine)
-    step(engine)
-    assert seen[0] == pytest.approx(dense(weights_of(engine), 1), rel=0.02)
-
-
 def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
     """Saved between finding them and the fall."""
     whole = made()
@@ -296,3 +214,93 @@ def test_what_cannot_be_looked_for_is_one_line_in_keys() -> None:
     with pytest.raises(ConfigError, match="returns something else than its loss"):
         engine.backward(engine(batch(0)).mean())
         engine.step()
+
+
+# ---- what scripts do to rounded weights ------------------------------------------------------------------------------
+
+
+def rounding_engine(stage: int = 0, precision: str | None = None, **block: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    return zero.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({precision: {"enabled": True}} if precision else {}),
+        "quantize_training": {
+            "enabled": True, "quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
+            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **block}})[0]
+
+
+def step_rounding(engine: Engine, count: int = 1) -> None:
+    dtype = next(iter(engine.module.parameters())).dtype
+    for index in range(count):
+        x = torch.linspace(-1, 1, 16, dtype=dtype).view(2, 8) * (1 + index + engine.groups.dp.rank)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+
+def values(x: Tensor) -> list[int]:
+    """How many different numbers each of the two groups has."""
+    return [len(half.unique()) for half in x.detach().float().chunk(2)]
+
+
+def scripted(rank: int, stage: int) -> list[dict[str, Tensor]]:
+    """What a script may do between steps: each time the weights that it sees then, and the masters."""
+    found = []
+
+    def look() -> None:
+        with zero.GatheredParameters(list(engine.module.parameters())):
+            found.append({name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()})
+        found.append({name: safe_get_full_fp32_param(parameter)  # type: ignore[misc]
+                      for name, parameter in engine.module.named_parameters()})
+
+    engine = rounding_engine(stage)
+    step_rounding(engine, 2)
+    look()
+    with zero.GatheredParameters([engine.module[0].weight], modifier_rank=0):
+        if rank == 0:
+            engine.module[0].weight[:3] = torch.linspace(-0.3, 0.2, 24).view(3, 8)
+    look()
+    safe_set_full_fp32_param(engine.module[2].weight, torch.linspace(-1, 1, 128).view(8, 16))
+    look()
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        state = {name: value + 0.01 for name, value in engine.module.state_dict().items()}
+    engine.load_module_state_dict(state)
+    look()
+    step_rounding(engine)
+    look()
+    return found
+
+
+@on_ranks(2)
+def test_edits_are_masters_and_are_rounded_at_once(rank: int, world: int) -> None:
+    """At every stage the same; what was not edited keeps its exact master."""
+    first, *others = (scripted(rank, stage) for stage in range(4))
+    for found in others:
+        assert all(mine[name].equal(value) for mine, theirs in zip(found, first, strict=True)
+                   for name, value in theirs.items())
+    weights, masters = first[0::2], first[1::2]
+    for seen in weights:
+        assert max(values(seen["0.weight"])) <= 8 and max(values(seen["2.weight"])) <= 8
+    edited, exact = masters[1]["0.weight"], masters[0]["0.weight"]
+    assert edited[:3].equal(torch.linspace(-0.3, 0.2, 24).view(3, 8)) and edited[3:].equal(exact[3:])
+    assert masters[2]["2.weight"].equal(torch.linspace(-1, 1, 128).view(8, 16))
+    assert masters[3]["0.weight"].equal(weights[2]["0.weight"] + 0.01)
+
+
+def test_a_write_that_would_not_last_is_still_found(tmp_path: Path) -> None:
+    """Also one that torch does not count: the weights are compared with what the masters are on the grid."""
+    engine = rounding_engine(0, quantize_algo={"rounding": "stochastic"})
+    step_rounding(engine, 2)
+    engine.save_checkpoint(tmp_path)  # rounded weights are no edit
+    engine.module[0].weight.data[0, 0] += 1
+    with pytest.raises(ConfigError, match="0.weight was written to in place"):
+        engine.save_checkpoint(tmp_path)
+
+
+def test_the_weights_that_are_saved_for_others_are_the_rounded_ones(tmp_path: Path) -> None:
+    engine = rounding_engine(0, "bf16", quantize_bits={"start_bits": 4, "target_bits": 4})
+    step_rounding(engine)
+    engine.save_16bit_model(tmp_path, "weights.bin")
+    saved = torch.load(tmp_path / "weights.bin", weights_only=True)
+    assert max(values(saved["0.weight"])) <= 16 and saved["0.weight"].equal(engine.module[0].weight)
