@@ -1,18 +1,31 @@
-"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and counts micro-batches.
+"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and takes the steps.
 
     loss = engine(batch...);  engine.backward(loss);  engine.step()
 
-Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, step.py the
-optimizer step, state.py keeps what is saved.
+Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, state.py
+keeps what is saved. A step in the order of the code, with what each part sends (P parameters, N data parallel ranks):
+
+    reduce   backward has reduced the gradients: each rank holds its shard of their sum, with the loss scale on it
+    norm     one all-reduce over the world of a dozen numbers: squared norm, overflow, consistency, loss, stop requests
+    clip     nothing: unscaling, averaging and clipping are one factor, which the update applies
+    update   nothing, for elementwise rules: each rank updates the fp32 masters of its shard (update.py)
+    cast     nothing: the update also writes the shard in working precision
+    gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated; at
+             stage 3 the next forward does it, but for the small parameters that stay gathered
+
+A *deferred* step takes the result of the norm on the device (step_result.py), and the host reads it later:
+`read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an
+accelerator, unless the loss scale is dynamic or the rule needs numbers on the host.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -20,14 +33,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
-from megatron.distributed.collective_log import CollectiveLog, assert_collective_call
+from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog, assert_collective_call
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, UpdateRule
+from megatron.optim.one_bit import OneBitRule
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import publish_masters
-from megatron.zero.compression import CompressedBucketExchange
+from megatron.zero.compression import CompressedBucketExchange, CompressedGradExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
@@ -37,9 +51,12 @@ from megatron.zero.param_coordinator import ParamCoordinator, units_reused_withi
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
                                  snapshot_module_buffers)
-from megatron.zero.step import OptimizerStep
-from megatron.zero.step_result import MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport
+from megatron.zero.step import GradNorm, StepResultReader
+from megatron.zero.step_result import (MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport, clip_factor,
+                                       make_step_settings, scalars_on_device, settings_digest)
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
+from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
+from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
@@ -58,8 +75,11 @@ class ZeroEngine:
         self._micro_batches = 0  # micro-batches of this optimizer step before the current one
         self.forced_boundary: bool | None = None
         """Whether the next backward and step end an optimizer step; None: by the number of micro-batches."""
-        self._in_no_sync = self.is_detached = False
+        self._in_no_sync = self._in_trial_backward = self.is_detached = False
         self._failed_backward: str | None = None  # error class of the last backward, if it failed
+        self._losses: list[Tensor] = []  # losses of the current step, or the last one, divided
+        self._loss_divisors = Counter[str]()  # "1/divisor" of each of them -> how many
+        self._next_note: str | None = None  # note of the next report
         self.last_report: StepReport | None = None
         self.log = CollectiveLog(reductions_in_order=not self._policy.params_are_sharded or on_accelerator(device))
         broadcast_module_buffers(module, groups)
@@ -92,11 +112,19 @@ class ZeroEngine:
             bucket.engine = ref(self)
         self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
         self._param_guard = ModelParamGuard(module, self.all_buckets)
-        self._optimizer_step = OptimizerStep(
-            self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
-            divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
-        self.is_deferred = self._optimizer_step.is_deferred
-        """The host reads the result of a step later (step.py)."""
+        self._norm = GradNorm(self.buckets, groups)
+        self._clip_grad, self._sum_divisor = clip_grad, groups.dp.size / comm.gradient_predivide_factor
+        for bucket in self.buckets:
+            bucket.grad_mean_factor = self._mean_factor
+        self.update = (DelayedOptimizerUpdate if self.engine_storage.delays_update else OptimizerUpdate)(
+            self.state, self.engine_storage, groups, rule, param_groups)
+        self.compressed_exchange = CompressedGradExchange(
+            self.state, groups, rule, param_groups) if isinstance(rule, OneBitRule) else None
+        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
+        self._step_results = StepResultReader(self.state, groups, scaling, self.log, precision.max_skipped_in_a_row)
+        self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scaling.dynamic and \
+            self.compressed_exchange is None and self.state.moq is None  # MoQ counts bits on the host
+        """The host reads the result of a step later."""
         self.param_coordinator = ParamCoordinator(
             self.units, max_live=zero.stage3_max_live_parameters,
             kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
@@ -122,8 +150,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
         Returns the divided loss."""
-        self._check_can_train("engine.backward()")
-        self._state_offloader.check_not_offloaded("engine.backward()", LP_PARAMS)
+        self._check_can_train("engine.backward()", LP_PARAMS)
         if not isinstance(loss, Tensor):
             raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
                               "tensor with one number")
@@ -137,7 +164,14 @@ class ZeroEngine:
             raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
         divisor = self.accumulation_steps if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.state.counters.scaler.scale / divisor)
-        self._optimizer_step.before_backward(part, first=not self.has_gradients, divisor=divisor)
+        if not self._in_trial_backward:
+            if not self.has_gradients:  # the first micro-batch of a step
+                self._losses = []
+                self._loss_divisors.clear()
+                if self.compressed_exchange is not None:
+                    self._next_note = self.compressed_exchange.begin_step() or self._next_note
+            self._losses.append(part.detach())
+            self._loss_divisors[f"1/{divisor}"] += 1
         try:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
                                            reduces=self._policy.grads_are_sharded or self.is_at_boundary)
@@ -153,8 +187,8 @@ class ZeroEngine:
 
         `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and `engine_scalars` are summed over all ranks; the report
         has the sums."""
+        self.finish_step()
         self._check_can_train("engine.step()")
-        self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
@@ -171,18 +205,8 @@ class ZeroEngine:
                               "outside of no_sync() and at the accumulation boundary")
         STATUS.set_phase(OPTIMIZER_STEP)
         self.param_coordinator.release_all()  # a forward may have run since the backward
-        self.finish_delayed_update()
         try:
-            scalars_error = next(
-                (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
-                 "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
-            if len(extra_scalars) > MAX_EXTRA_SCALARS:
-                scalars_error = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
-                                 f"{MAX_EXTRA_SCALARS}")
-            veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
-            self.last_report = self._optimizer_step(
-                self.pass_coordinator.take_run_digest(), veto_error, extra_scalars if scalars_error is None else (),
-                engine_scalars, self.accumulation_steps, self.micro_batch)
+            self.last_report = self._update_or_skip(extra_scalars, engine_scalars)
         except BaseException as error:
             self.pass_coordinator.record_interruption(error)
             self.log.raise_root_cause(error)
@@ -193,6 +217,74 @@ class ZeroEngine:
             self.pass_coordinator.weight_version += 1
         STATUS.set_phase("")
         return self.last_report
+
+    def _update_or_skip(self, extra_scalars: Sequence[Tensor | float], engine_scalars: Sequence[float]) -> StepReport:
+        """Update the weights, or skip the step if a gradient is not finite, and discard the gradients."""
+        counters, world, rule, device = self.state.counters, self.groups.world, self.rule, self.state.device
+        refused_scalars = next(
+            (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
+             "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
+        if len(extra_scalars) > MAX_EXTRA_SCALARS:
+            refused_scalars = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
+                               f"{MAX_EXTRA_SCALARS}")
+        # A veto of one rank raises on all, after the all-reduce: the others wait in it.
+        veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or refused_scalars
+        run_digest = self.pass_coordinator.take_run_digest()  # what this rank ran, for the comparison between ranks
+        extra_scalars = () if refused_scalars else extra_scalars
+        self.log.record_barrier(STEP)
+        self.log.purpose = AFTER_STEP
+
+        # ---- norm: the device computes it while the host digests the settings, which must be equal on all ranks
+        norm = self._unreduced_norm if rule.is_compressed else self._norm
+        square: Tensor | int = norm.norm_squared()
+        if not rule.is_compressed and self.buckets[0].replica_group.rank > 0:
+            square = 0  # the first replica counts it
+        settings, digest = None, 0
+        if not world.is_solo:
+            settings = make_step_settings(counters.global_steps + 1, self._loss_divisors, self.accumulation_steps,
+                                          self.micro_batch, self.param_groups)
+            digest = settings_digest(settings, run_digest, world.size)  # so few bits that the sums are exact
+        sums = scalars_on_device(device, (
+            square, digest, digest * digest, veto_error is not None, *extra_scalars,
+            *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
+        all_reduce_into(sums, world).wait()  # [4 + MAX_EXTRA_SCALARS + engine scalars], in place
+
+        # ---- clip: one factor of the gradients
+        report = StepReport(sums, world.size, self._mean_factor(), self._clip_grad, veto_error,
+                            number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
+                            lr=self.param_groups[0]["lr"], note=self._next_note,
+                            losses=self._losses,  # not reset: a refused step may be called again
+                            norm=norm, given_scalar_count=len(extra_scalars))
+        self._next_note = None
+
+        # ---- update, cast and gather, bucket by bucket (update.py)
+        if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
+            self.update(StepScalars(report.is_applied + float(counters.optimizer_steps), report.grad_divisor(),
+                                    report.is_applied.logical_not().float()))
+        elif self._step_results.applied_or_raise(report):
+            factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
+            if rule.is_compressed:
+                assert self.compressed_exchange is not None
+                factor, report.grad_norm = self.compressed_exchange(self._mean_factor() * self._sum_divisor,
+                                                                    self._clip_grad)
+            if self.state.moq is not None:
+                self.state.moq.advance(counters.applied_steps + 1)
+            self.update(factor)
+        for bucket in self.buckets:
+            bucket.grads.discard()
+        counters.global_steps += 1
+        self._step_results.unread = report
+        if not self.is_deferred:
+            self._step_results.finish()
+        return report
+
+    @cached_property
+    def _unreduced_norm(self) -> GradNorm:
+        return GradNorm(self.buckets, self.groups, unreduced=True)
+
+    def _mean_factor(self) -> float:
+        """The factor that turns a sum of scaled gradients into their mean."""
+        return 1.0 / (self.state.counters.scaler.scale * self._sum_divisor)
 
     def _model_change_error(self) -> str | None:
         """The error if the user changed the model or a gradient so that the step would ignore it, or None. Other ranks
@@ -207,15 +299,15 @@ class ZeroEngine:
 
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
-        if self._optimizer_step.update.running is not None:
+        if self.update.running is not None:
             self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
-            self._optimizer_step.update.finish()
+            self.update.finish()
             self.pass_coordinator.weight_version += 1
 
     def sync_delayed_update(self, caller: str) -> None:
         """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
         it; the check raises an error if one does not."""
-        if self._optimizer_step.update.running is not None:
+        if self.update.running is not None:
             self.assert_collective_call(f"{caller}, beside a delayed update")
             self.finish_delayed_update()
         self.wait_for_param_gathers()
@@ -224,20 +316,23 @@ class ZeroEngine:
         """Wait for the last step, count it, and raise its error, if any. All ranks must call it; the counters below may
         be read by a single rank."""
         self.finish_delayed_update()
-        self._optimizer_step.finish_step()
+        self._step_results.finish()
         self.pass_coordinator.forward_checker.raise_if_diverged()
 
     def read_step_result(self) -> StepReport | None:
         """Wait for the device, count the last step, and return its report. Local."""
-        self._optimizer_step.read_step_result()
+        self._step_results.read()
         return self.last_report
 
-    def _check_can_train(self, call: str) -> None:
-        """Raise ConfigError without an optimizer, and after an interrupted backward, step or load."""
+    def _check_can_train(self, call: str, *needed: str) -> None:
+        """Raise ConfigError without an optimizer, after an interrupted backward, step or load, and if one of the
+        `needed` states (by default any) is offloaded."""
         if not self.buckets:
             raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
         self.pass_coordinator.check_not_interrupted()
         self.state.check_no_unfinished_change()
+        for bucket in self.all_buckets:
+            bucket.check_not_offloaded(call, *needed)
 
     def zero_grad(self) -> None:
         """Discard the accumulated gradients."""
@@ -279,10 +374,11 @@ class ZeroEngine:
             self.pass_coordinator.weight_version += 1
 
         try:
-            with self._optimizer_step.paused():
+            self._in_trial_backward = True
+            with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
                 yield reset
         finally:
-            self.forced_boundary = before
+            self._in_trial_backward, self.forced_boundary = False, before
             reset()
             self.pass_coordinator.take_run_digest()
 
@@ -349,7 +445,7 @@ class ZeroEngine:
     @property
     def counters(self) -> StepCounters:
         """With the last step counted: waits for the device. (`state.counters` does not.)"""
-        self._optimizer_step.read_step_result()
+        self._step_results.read()
         return self.state.counters
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
@@ -405,12 +501,11 @@ class ZeroEngine:
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
         """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
-        exchange = self._optimizer_step.compressed_exchange
-        return () if exchange is None else exchange.bucket_exchanges
+        return () if self.compressed_exchange is None else self.compressed_exchange.bucket_exchanges
 
     def _sync_exchange_with_rule(self) -> None:
-        if self._optimizer_step.compressed_exchange is not None:
-            self._optimizer_step.compressed_exchange.sync_with_rule()
+        if self.compressed_exchange is not None:
+            self.compressed_exchange.sync_with_rule()
 
 
 def drop_gradients(module: nn.Module) -> None:

@@ -74,7 +74,7 @@ def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
-        assert isinstance(engine._optimizer_step.update, DelayedOptimizerUpdate)
+        assert isinstance(engine.update, DelayedOptimizerUpdate)
         found = train(engine, rows)[::2]
         engine.finish_step()
         same = all(map(torch.equal, weights(engine).values(), weights(exact).values()))
@@ -97,7 +97,7 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
-            assert engine._optimizer_step.update.running is not None
+            assert engine.update.running is not None
             weight = engine.module.wpe.weight
             newest = safe_get_full_fp32_param(weight)
             with GatheredParameters(weight):  # those of the last step are lent
@@ -269,7 +269,7 @@ def broken(rank: int, world: int) -> list[str]:
         engine.finish_step()
         with patch.object(engine.rule, "step", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._optimizer_step.update.running])
+            wait([engine.update.running])
         for _ in range(2):
             try:
                 train(engine, rows[2:])
