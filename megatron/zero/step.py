@@ -145,11 +145,11 @@ class StepResultReader:
 
     def applied_or_raise(self, report: StepReport) -> bool:
         """`report.applied`. Raises ConfigError if the ranks disagree, and is collective then."""
-        if report.has_veto:
-            texts = all_gather_json(report.veto_error, self._groups.world)
-            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-            raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
         if not report.ranks_agree:
+            texts = all_gather_json(report.veto_error, self._groups.world)
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
             assert report.settings is not None
             raise different_settings_error(report.settings, self._groups.world) or \
                 diverged_blocks_error(self._log, self._groups.world)

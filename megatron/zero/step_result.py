@@ -90,11 +90,6 @@ class StepReport:
         return self._on_host[0]
 
     @property
-    def has_veto(self) -> bool:
-        """At least one rank refuses the step."""
-        return self._on_host[4] > 0
-
-    @property
     def ranks_agree(self) -> bool:
         """All ranks gave the same digest, and none refuses the step."""
         digests, squared_digests, vetoes = self._on_host[2:5]
