@@ -47,10 +47,10 @@ from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
+from megatron.zero.offload_states import LP_PARAMS, StateOffloader
 from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
-from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
-                                 snapshot_module_buffers)
+from megatron.zero.state import EngineState, StepCounters, broadcast_module_buffers, snapshot_module_buffers
 from megatron.zero.step import GradNorm, StepResultReader
 from megatron.zero.step_result import (MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport, clip_factor,
                                        make_step_settings, scalars_on_device, settings_digest)
@@ -259,8 +259,9 @@ class ZeroEngine:
 
         # ---- update, cast and gather, bucket by bucket (update.py)
         if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
-            self.update(StepScalars(report.is_applied + float(counters.optimizer_steps), report.grad_divisor(),
-                                    report.is_applied.logical_not().float()))
+            with self.state.guard_state_change("step"):
+                self.update(StepScalars(report.is_applied + float(counters.optimizer_steps), report.grad_divisor(),
+                                        report.is_applied.logical_not().float()))
         elif self._step_results.applied_or_raise(report):
             factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
             if rule.is_compressed:
@@ -269,7 +270,8 @@ class ZeroEngine:
                                                                     self._clip_grad)
             if self.state.moq is not None:
                 self.state.moq.advance(counters.applied_steps + 1)
-            self.update(factor)
+            with self.state.guard_state_change("step"):
+                self.update(factor)
         for bucket in self.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -301,7 +303,8 @@ class ZeroEngine:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
         if self.update.running is not None:
             self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
-            self.update.finish()
+            with self.state.guard_state_change("step"):
+                self.update.finish()
             self.pass_coordinator.weight_version += 1
 
     def sync_delayed_update(self, caller: str) -> None:
@@ -457,14 +460,14 @@ class ZeroEngine:
     def check_before_save(self) -> None:
         """Raise ConfigError if the state is incomplete, offloaded, or written to by the user. Some ranks may see no
         error: the caller makes all ranks agree before they save."""
-        self._state_offloader.check_not_offloaded("a save")
+        for bucket in self.all_buckets:
+            bucket.check_not_offloaded("a save")
         self.finish_step()
         self.state.check_no_unfinished_change()
         self._param_guard.check_user_writes(compare_values=True)
 
     def check_before_load(self) -> None:
         """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
-        self._state_offloader.check_not_offloaded("a load")
         self._param_guard.check_before_load()
 
     def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],

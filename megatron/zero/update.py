@@ -197,7 +197,6 @@ class OptimizerUpdate:
     def __call__(self, step: StepScalars | float) -> None:
         """Update all shards and start the all-gathers. `step` is the factor of the gradients, or the scalars of a
         deferred step on the device."""
-        self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         for storage, all_tiles in self._tiles_by_storage.items():
@@ -215,7 +214,6 @@ class OptimizerUpdate:
                         self._copier.join_copies()
                     for bucket in updated:
                         bucket.start_allgather_after_step()  # [shard_numel] on each rank -> [numel]
-        self._state.unfinished_change = None
 
     def finish(self) -> None:
         """Wait for a delayed update and copy its masters to the parameters. Collective."""
@@ -299,7 +297,6 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
     def finish(self) -> None:
         if self.running is None:
             return
-        self._state.unfinished_change = "step"
         under_way, self.running = self.running, None
         under_way.result()
         events = []
@@ -309,4 +306,3 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
             self._copier.join_copies()
             bucket.start_allgather_after_step()
         self._pending_copies = [event for event in events if event is not None]
-        self._state.unfinished_change = None

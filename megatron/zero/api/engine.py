@@ -49,7 +49,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
 from megatron.zero.offload.nvme import NvmeStorage
-from megatron.zero.state import parse_offload_states
+from megatron.zero.offload_states import parse_offload_states
 from megatron.zero.step_result import StepReport
 from mpu.collectives import broadcast_json
 

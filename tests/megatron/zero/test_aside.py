@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.state import StateOffloader
+from megatron.zero.offload_states import StateOffloader
 from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from mpu import groups
 from tests.distributed import run_ranks

@@ -22,7 +22,7 @@ from megatron.optim import muon
 from megatron.plan.footprint import PlannedRun as Plan
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.units import hidden_matrices, split_muon_groups
+from megatron.zero.muon_groups import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import pairs
 from tests.distributed import run_ranks
