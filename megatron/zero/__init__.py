@@ -5,9 +5,9 @@
 
 In reading order: stages.py, layout.py, flat_buffers.py (arithmetic and memory of flat buffers); partitioned_param.py,
 deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one unit); hooks.py,
-units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, state.py, update.py, step.py (the
-optimizer step); engine.py assembles them. offload/ stores state on the device, the host or NVMe; api/ is what a script
-sees. Names are imported on first use: config and the planner need stages.py and layout.py without torch.
+units.py, pass_coordinator.py (forward and backward); step_result.py, state.py, update.py, step.py (the optimizer
+step); engine.py assembles them. offload/ stores state on the device, the host or NVMe; api/ is what a script sees.
+Names are imported on first use: config and the planner need stages.py and layout.py without torch.
 """
 
 from importlib import import_module

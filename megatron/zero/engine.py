@@ -2,8 +2,9 @@
 
     loss = engine(batch...);  engine.backward(loss);  engine.step()
 
-Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, state.py
-keeps what is saved. A step in the order of the code, with what each part sends (P parameters, N data parallel ranks):
+Called once per micro-batch; `step` updates at the accumulation boundary only. pass_coordinator.py runs forwards and
+backwards, state.py keeps what is saved. A step in the order of the code, with what each part sends (P parameters, N
+data parallel ranks):
 
     reduce   backward has reduced the gradients: each rank holds its shard of their sum, with the loss scale on it
     norm     one all-reduce over the world of a dozen numbers: squared norm, overflow, consistency, loss, stop requests
@@ -39,7 +40,6 @@ from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.one_bit import OneBitRule
 from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
-from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange, CompressedGradExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
@@ -48,7 +48,7 @@ from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
 from megatron.zero.offload_states import LP_PARAMS, StateOffloader
-from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
+from megatron.zero.pass_coordinator import PassCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import EngineState, StepCounters, broadcast_module_buffers, snapshot_module_buffers
 from megatron.zero.step import GradNorm, StepResultReader
@@ -125,19 +125,16 @@ class ZeroEngine:
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scaling.dynamic and \
             self.compressed_exchange is None and self.state.moq is None  # MoQ counts bits on the host
         """The host reads the result of a step later."""
-        self.param_coordinator = ParamCoordinator(
-            self.units, max_live=zero.stage3_max_live_parameters,
-            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
-            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
         if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
             max_in_flight = 0
-        self.pass_coordinator = PassCoordinator(self.units, self.param_coordinator, self.log,
-                                                NoGradForwardChecker(groups.dp, device, self.log),
-                                                max_in_flight=max_in_flight,
-                                                allows_unused=zero.ignore_unused_parameters,
-                                                params_are_sharded=self._policy.params_are_sharded,
-                                                current_step=lambda: self.state.counters.global_steps + 1)
+        self.pass_coordinator = PassCoordinator(
+            self.units, self.log, NoGradForwardChecker(groups.dp, device, self.log),
+            params_are_sharded=self._policy.params_are_sharded, max_live=zero.stage3_max_live_parameters,
+            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
+            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, max_in_flight=max_in_flight,
+            allows_unused=zero.ignore_unused_parameters,
+            current_step=lambda: self.state.counters.global_steps + 1)
         if self.engine_storage.delays_update:
             self.pass_coordinator.before_evaluation = partial(self.sync_delayed_update, "a forward of an evaluation")
         self._handles = refuse_state_dict_loads(self.units) + register_unit_hooks(self.units, self.pass_coordinator)
@@ -204,7 +201,7 @@ class ZeroEngine:
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
         STATUS.set_phase(OPTIMIZER_STEP)
-        self.param_coordinator.release_all()  # a forward may have run since the backward
+        self.pass_coordinator.reshard_all()  # a forward may have run since the backward
         try:
             self.last_report = self._update_or_skip(extra_scalars, engine_scalars)
         except BaseException as error:
@@ -302,7 +299,7 @@ class ZeroEngine:
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
         if self.update.running is not None:
-            self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
+            self.pass_coordinator.reshard_all()  # a forward without its backward may have gathered the old weights
             with self.state.guard_state_change("step"):
                 self.update.finish()
             self.pass_coordinator.weight_version += 1
@@ -414,7 +411,7 @@ class ZeroEngine:
             return False
         self._param_guard.check_params_in_buffers()
         self.finish_step()
-        self.param_coordinator.release_all()
+        self.pass_coordinator.reshard_all()
         self.wait_for_param_gathers()
         self.zero_grad()  # a forward without a backward may have written weight gradients early
         self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
@@ -434,7 +431,7 @@ class ZeroEngine:
         detach_main_grad_writers(self.units)
         try:
             for bucket in self.all_buckets:
-                bucket.release_params()
+                bucket.disown_params()
         finally:  # also if NVMe fails
             self.engine_storage.close()
 
@@ -477,7 +474,7 @@ class ZeroEngine:
         `read(kind, slot, offset, out)` fills each segment. `all_succeed_or_raise` runs an action and raises on every
         rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
-        self.param_coordinator.release_all()
+        self.pass_coordinator.reshard_all()
         self._param_guard.check_before_load()
         self._param_guard.steps = 0
         self.zero_grad()

@@ -145,18 +145,13 @@ class Unit:
         """Elements that are sharded between uses."""
         self.has_frozen = any(not bucket.trainable for bucket in buckets)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Those elements are gathered, or a gather is running."""
-        return any(bucket.is_unsharded for bucket in self.sharded_buckets)
-
     def has_view(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of gathered parameters that will be resharded."""
         return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
 
 
 class UnitEvents(Protocol):
-    """The receiver of the events: `PassCoordinator` of backward.py, or FSDP's root around one."""
+    """The receiver of the events: `PassCoordinator` (pass_coordinator.py), or FSDP's root around one."""
 
     def before_forward(self, unit: Unit) -> None: ...
 

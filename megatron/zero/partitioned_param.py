@@ -86,7 +86,7 @@ def set_param_owner(parameter: nn.Parameter, owner: ParamOwner, *, keeps_owner_a
     _PARAM_OWNERS[parameter] = (lambda: owner) if keeps_owner_alive else ref(owner)
 
 
-def release_param(parameter: nn.Parameter) -> None:
+def clear_param_owner(parameter: nn.Parameter) -> None:
     _PARAM_OWNERS.pop(parameter, None)
 
 

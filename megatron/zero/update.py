@@ -29,8 +29,7 @@ from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.storage import (HOST, WEIGHT, EngineStorage, HostShard, Location, StateTensors,
                                            StorageBackend)
 from megatron.zero.state import EngineState
-from mpu.backends import Op
-from mpu.collectives import all_gather_into, all_reduce
+from mpu.collectives import Op, all_gather_into, all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 from mpu.partition import join_local_slices, local_slice

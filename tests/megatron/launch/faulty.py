@@ -71,7 +71,7 @@ def main() -> int:
     if is_faulty and phase == "start-up":
         before(pretrain_gpt2, "check_package_shadowing")
     elif is_faulty:
-        import mpu.backends
+        import mpu.collectives
         from megatron.model.transformer import Block
         from megatron.train import build
         from megatron.zero.api import engine
@@ -95,7 +95,7 @@ def main() -> int:
             Block.forward = with_hook  # type: ignore[method-assign]
         elif phase == "exchange":
             for name in ("_segments", "_reduce_scatter_by_sends"):
-                before(mpu.backends, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
+                before(mpu.collectives, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":

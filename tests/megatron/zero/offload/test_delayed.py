@@ -18,7 +18,7 @@ from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.backward import PassCoordinator
+from megatron.zero.pass_coordinator import PassCoordinator
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hooks import Unit
 from megatron.zero.update import DelayedOptimizerUpdate
