@@ -191,7 +191,8 @@ class GlooBackend(CollectiveBackend):
             for start in starts[1:]:
                 _reduce_scatter_by_sends(mine[start:start + width], own[:, start:start + width], group).wait()
 
-        return CollectiveWork([_reduce_scatter_by_sends(mine[:width], own[:, :width], group)], reduce_remaining)
+        return CollectiveWork([_reduce_scatter_by_sends(mine[:width], own[:, :width], group)],
+                              reduce_remaining if len(starts) > 1 else None)
 
     @track_async_collective
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
@@ -268,7 +269,7 @@ def via_host(collective: Callable[Concatenate[Tensor, Group, P], Tensor]
     """Run the collective on the host if ranks share a GPU over gloo. gloo accepts GPU tensors, but with two
     tensor-parallel ranks the functional collectives crashed with SIGSEGV (torch 2.11)."""
     @wraps(collective)
-    def run_on_host(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def run_on_host(x: Tensor, group: Group, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         if x.device.type == "cpu" or not group.gpu_tensors_use_gloo:
             return collective(x, group, *args, **kwargs)
         return collective(x.cpu(), group, *args, **kwargs).to(x.device)

@@ -44,7 +44,7 @@ from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
 
 CHECKSUM_CHUNK = 1 << 22  # bytes that are summed at a time
-_STATE_ATTRIBUTE = "_fsdp_member"
+_STATE_ATTRIBUTE = "_megatron_fsdp_state"
 
 register_shutdown_at_exit()  # at import, before torch.distributed is initialized
 

@@ -395,10 +395,10 @@ class FlatBucket(ParamOwner):
 
     def check_not_offloaded(self, what: str, *needed: str) -> None:
         """Raise ConfigError if one of the `needed` states (by default any state) is offloaded."""
-        away = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
-        if away:
-            raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(away)} aside: call "
-                              "engine.reload_states() first")
+        offloaded = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
+        if offloaded:
+            raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(offloaded)} aside: "
+                              "call engine.reload_states() first")
 
     def begin_param_offload(self) -> None:
         """Turn the parameters into placeholders until `end_param_offload`; the caller then frees their memory."""

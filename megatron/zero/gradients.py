@@ -149,7 +149,7 @@ class FlatGradients:
         self._slots_with_grad_view.add(index)
 
     def check_user_modified_grads(self) -> None:
-        """Before a backward: apply the user's changes to a `parameter.grad` that is a view of the buffer. Raises
+        """Before a backward or a step: apply user changes to a `parameter.grad` that is a view of the buffer. Raises
         ConfigError for any other `parameter.grad`, because the engine would ignore it."""
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have `.grad` too
             for index, parameter in enumerate(self.parameters):
@@ -323,6 +323,7 @@ class FlatGradients:
             self._full_dtype = self._dtypes.grad_shard if in_shard_dtype else self._dtypes.grads
 
     def begin_backward(self) -> None:
+        self.check_user_modified_grads()
         for hook in self.grad_hooks:
             hooks = hook.hooks_dict_ref()
             if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
@@ -350,7 +351,7 @@ class FlatGradients:
                 self._set_grad_view(index)  # gradients that an operation wrote in place
         self._arrived_in_backward.clear()
         self.is_complete = False
-        self.has_all_step_grads = ends_step and self.is_reduced
+        self.has_all_step_grads = ends_step and self.state is not GradState.UNREDUCED
 
     def discard(self) -> None:
         """Drop all gradients, also those whose reduction is running."""

@@ -50,7 +50,7 @@ class UnitState(Enum):
     IN_BACKWARD = "from `before_backward` until it is finished"
 
 
-def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
+def units_reused_within(distance: int, units: Sequence[Unit]) -> set[Unit]:
     """Units whose backward follows their forward with at most `distance` elements of other units in between."""
     behind, reused = 0, set[Unit]()
     for unit in reversed(units):
@@ -79,18 +79,19 @@ class RunningBackward:
 
 
 class PassCoordinator:
-    """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
+    """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction. FSDP has a
+    subclass, whose backward the user starts."""
 
     _in_backward_now: PassCoordinator | None = None  # of the engine whose backward runs; at most one in a process
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog, forward_checker: NoGradForwardChecker, *,
-                 params_are_sharded: bool, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
+                 params_are_sharded: bool, max_live: int, kept_for_backward: set[Unit], prefetches: bool,
                  max_in_flight: int | None, allows_unused: bool, current_step: Callable[[], int]) -> None:
         """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward.
         `max_in_flight`: reductions that run at a time (None: no limit)."""
         self._log, self.forward_checker, self._current_step = log, forward_checker, current_step
         self._params_are_sharded, self._max_live, self._prefetches = params_are_sharded, max_live, prefetches
-        self._kept_for_backward, self._max_in_flight, self._allows_unused = (
+        self.kept_for_backward, self._max_in_flight, self._allows_unused = (
             kept_for_backward, max_in_flight, allows_unused)
         self.before_evaluation: Callable[[], None] | None = None
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
@@ -152,8 +153,6 @@ class PassCoordinator:
         backward = self._backward = RunningBackward(reduces)
         PassCoordinator._in_backward_now = self
         STATUS.set_phase(BACKWARD)
-        for bucket in self._buckets:
-            bucket.grads.check_user_modified_grads()
         for bucket in self._buckets:
             bucket.grads.begin_backward()
         for unit in self._skipped_units - self._ran_units:  # no gradient will come: do not delay later buckets
@@ -281,13 +280,14 @@ class PassCoordinator:
         if self._states[unit] is UnitState.IN_FORWARD:
             self._states[unit] = UnitState.IDLE
         stays_gathered = is_recompute or is_training and (
-            unit in self._kept_for_backward or unit is self._last_forward_unit)
+            unit in self.kept_for_backward or unit is self._last_forward_unit)
         if self._states[unit] is not UnitState.IN_BACKWARD and not stays_gathered:
             self._reshard_unit(unit, keep_secondary_shard=is_training)
         if unit.is_root and not is_recompute and self._gather_digest != self._digest_before:
             self.forward_checker(self._gather_digest)
 
     def before_backward(self, unit: Unit, call: UnitCall) -> None:
+        """The backward of `call` begins; called for each of its outputs."""
         if call.weight_version != self.weight_version:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
                               "or a delayed update that was waited for): its gradients would mix old and new; run "
@@ -307,6 +307,7 @@ class PassCoordinator:
         self._gather_unit(unit, UnitPhase.BACKWARD)
 
     def input_grads_ready(self, unit: Unit) -> None:
+        """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
         if self._backward is not None:
             self._backward.input_grads_counts[unit] += 1
         self._finish_if_complete(unit)
@@ -390,7 +391,8 @@ class PassCoordinator:
         elif self._states[unit] is not UnitState.IN_BACKWARD:
             self._states[unit] = UnitState.IN_FORWARD
         for bucket in unit.buckets:
-            bucket.gather()
+            bucket.start_gather()
+            bucket.wait_for_param_gather()
         if self._last_use is not None:
             self._next_unit[self._last_use] = unit
         self._last_use = phase, unit

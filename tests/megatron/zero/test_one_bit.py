@@ -120,7 +120,7 @@ def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: fl
 @pytest.mark.parametrize("accumulation, precision", pairs(
     [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}], each=1))
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
-    """On two ranks, where the sums of the warm-up are (mpu/collectives.py)."""
+    """On two ranks, where the sums of the warm-up are (mpu/backends.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
     assert same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 
