@@ -225,7 +225,12 @@ class ZeroEngine:
             refused_scalars = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
                                f"{MAX_EXTRA_SCALARS}")
         # A veto of one rank raises on all, after the all-reduce: the others wait in it.
-        veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or refused_scalars
+        veto_error = self.pass_coordinator.unused_param_error
+        try:
+            self._param_guard.check_before_step()
+        except ConfigError as error:  # the user changed the model or a gradient, and the step would ignore it
+            veto_error = veto_error or str(error)
+        veto_error = veto_error or refused_scalars
         run_digest = self.pass_coordinator.take_run_digest()  # what this rank ran, for the comparison between ranks
         extra_scalars = () if refused_scalars else extra_scalars
         self.log.record_barrier(STEP)
@@ -284,17 +289,6 @@ class ZeroEngine:
     def _mean_factor(self) -> float:
         """The factor that turns a sum of scaled gradients into their mean."""
         return 1.0 / (self.state.counters.scaler.scale * self._sum_divisor)
-
-    def _model_change_error(self) -> str | None:
-        """The error if the user changed the model or a gradient so that the step would ignore it, or None. Other ranks
-        may see no error."""
-        try:
-            self._param_guard.check_before_step()
-            for bucket in self.buckets:
-                bucket.grads.check_user_modified_grads()
-        except ConfigError as error:
-            return str(error)
-        return None
 
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""

@@ -63,7 +63,7 @@ def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
 def differences(rank: int, world: int, folder: Path) -> list[str]:
     """Each stage and each precision once."""
     found, every = [], [*enumerate(product(range(4), PRECISIONS))]
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.offload_states.create_copy_streams",
                                                                  lambda device: ferry):
         for number, (stage, precision) in every[world - 1 :: 4]:
             cell: dict[str, Any] = {
@@ -92,14 +92,14 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, world: int) -> None:
     assert run_ranks(differences, world, tmp_path, timeout=900) == [[]] * world
 
 
-NEEDED = [place for place in waits("megatron.zero.state", {"wait_on_device"})
+NEEDED = [place for place in waits("megatron.zero.offload_states", {"wait_on_device"})
           if place.function != "StateOffloader._offload_state"]
 """The lane holds what it copies to the host, so a join there only frees memory."""
 
 
 @pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.offload_states.create_copy_streams",
                                                                  lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
         with nullcontext() if place is None else without(place):
