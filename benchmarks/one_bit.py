@@ -42,7 +42,7 @@ class Link:
 
 def slow_wire(wire, link: Link):
     """The same wire, whose operations take as long as the link needs for what this rank sends."""
-    from mpu.backends import CollectiveWork
+    from mpu.collectives import CollectiveWork
 
     def share(group, numel: int, size: int, times: int = 1) -> int:
         return times * (group.size - 1) * numel * size // group.size

@@ -22,7 +22,7 @@ from megatron import zero
 from megatron.distributed import process_group
 from megatron.distributed.rank_status import FORWARD, STATUS, RankStatus
 from mpu import collective_tracker
-from mpu.backends import GlooBackend
+from mpu.collectives import GlooBackend
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 

@@ -1,8 +1,8 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
 Begin with groups.py (who communicates with whom) and layers.py, regions.py (split layers and activations). Below them
-are collectives.py and backends.py; cross_entropy.py is the loss of a split vocabulary, random.py and weight_init.py are
-the random streams and initial weights, parallel_state.py has Megatron's global names.
+is collectives.py; cross_entropy.py is the loss of a split vocabulary, random.py and weight_init.py are the random
+streams and initial weights, parallel_state.py has Megatron's global names.
 
 The modules are the interface (`mpu.layers`, `mpu.groups`, ...); their functions and classes can also be read from this
 file (`mpu.ColumnParallelLinear`), for scripts written against Megatron's `mpu`. They are imported on first use:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
 from mpu import collectives
-from mpu.backends import CollectiveBackend, CollectiveWork, Op
+from mpu.collectives import CollectiveBackend, CollectiveWork, Op
 from mpu.groups import Group
 
 

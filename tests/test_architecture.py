@@ -45,7 +45,7 @@ NAMES_OF_DISTRIBUTED = {
     "megatron.fsdp.optim_state": {"checkpoint"},  # torch's StateDictOptions
     "megatron.fsdp.sharded_tensor": {"checkpoint"},  # the records of its protocol
 }
-"""What a module may use of torch.distributed, besides its types; three modules of mpu may use all of it."""
+"""What a module may use of torch.distributed, besides its types; two modules of mpu may use all of it."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.flop_recorder"}
 MAY_READ_A_CLOCK = {"megatron.recompute.activation_checkpoint", "megatron.distributed.watchdog",
@@ -177,15 +177,15 @@ def test_packages_that_must_not_know_each_other(lower, higher):
                 assert not f"{target}.".startswith(f"{higher}."), f"{module}:{line} imports {target}"
 
 
-def test_only_the_backends_name_operations_of_torch_distributed():
+def test_only_collectives_name_operations_of_torch_distributed():
     for module in sources():
-        if module in ("mpu.backends", "mpu.collectives", "mpu.store"):
+        if module in ("mpu.collectives", "mpu.store"):
             continue
         allowed = TYPES_OF_DISTRIBUTED | NAMES_OF_DISTRIBUTED.get(module, set())
         for name, line in full_names(module):
             used = re.match(r"torch\.distributed\.(\w+)", name)
             assert used is None or used[1] in allowed, (
-                f"{module}:{line} uses {name}; operations belong to mpu/backends.py, groups to mpu/groups.py")
+                f"{module}:{line} uses {name}; operations belong to mpu/collectives.py, groups to mpu/groups.py")
 
 
 def test_only_hooks_and_recompute_register_hooks():

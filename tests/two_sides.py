@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams, create_copy_streams
-from mpu.backends import CollectiveBackend
+from mpu.collectives import CollectiveBackend
 from mpu.device import on_accelerator
 
 Side = Literal["device", "host"]
@@ -51,7 +51,7 @@ LOOK = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", 
 """What they return depends on values: the host waits for them."""
 
 
-GLOO = "mpu/backends.py:CollectiveWork.wait"
+GLOO = "mpu/collectives.py:CollectiveWork.wait"
 """Copies that it makes of its own, where another backend would make none."""
 
 

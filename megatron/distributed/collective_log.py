@@ -53,14 +53,13 @@ class CollectiveLog:
         self._entries = [("", "")] * MAX_ENTRIES
         self._uses: deque[UnitUse] = deque(maxlen=MAX_ENTRIES)
 
-    def record_collective(self, what: str) -> int:
-        """Record a collective that starts now; returns its entry number."""
-        return self._append_entry(what, "" if what in FINAL_ENTRIES else self.purpose)
-
-    def _append_entry(self, what: str, purpose: str) -> int:
+    def record_collective(self, what: str, purpose: str | None = None) -> int:
+        """Record a collective that starts now; returns its entry number. The purpose is `self.purpose` by default."""
         number = self.entry_count
+        if purpose is None:
+            purpose = "" if what in FINAL_ENTRIES else self.purpose
         self._entries[number % MAX_ENTRIES] = what, purpose
-        self.entry_count += 1
+        self.entry_count += 1  # last: another thread may read the log (`snapshot`)
         return number
 
     def record_barrier(self, where: str) -> None:
@@ -71,7 +70,7 @@ class CollectiveLog:
     def record_reduction(self, name: str) -> int:
         """Record that the gradient reduction of `name` starts now; returns its reduction number."""
         if self._reductions_in_order:
-            self._append_entry(f"the gradients of {name}", "")
+            self.record_collective(f"the gradients of {name}", "")
         self.reduction_count += 1
         return self.reduction_count - 1
 

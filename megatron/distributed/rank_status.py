@@ -141,12 +141,13 @@ class RankStatus:
         """Set the activity inside the context. An Exception restores the previous one; an exit keeps it."""
         before = self._counters[ACTIVITY]
         self.set_activity(activity)
-        with self:
-            try:
-                yield
-            except Exception:
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
                 self._counters[ACTIVITY] = before
-                raise
+            self.mark_failed(error)
+            raise
         self._counters[ACTIVITY] = before
         self.set_phase("")
 
@@ -169,13 +170,10 @@ class RankStatus:
         """Set the state to DONE: other ranks need not wait for this one any more."""
         self._counters[STATE] = DONE
 
-    def __enter__(self) -> None:
-        """Entered around each public call of the engine."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Set FAILED on an error, but not on sys.exit(0): the launcher sees an early exit if the state is RUNNING."""
+    def mark_failed(self, error: BaseException) -> None:
+        """Set FAILED, but not on sys.exit(0): the launcher sees an early exit if the state is RUNNING."""
         leaves = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not leaves and self._counters[STATE] == RUNNING:
+        if not leaves and self._counters[STATE] == RUNNING:
             self._counters[STATE] = FAILED
 
     @property

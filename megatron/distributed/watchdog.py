@@ -11,11 +11,14 @@ Not covered: killed ranks, and ranks of one tensor parallel group that differ.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import secrets
 import sys
 import time
 import weakref
 from contextlib import suppress
+from functools import cache
 from threading import Event, RLock, Thread
 from typing import Any, Protocol
 
@@ -27,7 +30,6 @@ from megatron.distributed.rank_text import format_ranks
 from megatron.distributed.signals import write_lines
 from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu import collective_tracker
-from mpu.backends import delay_gloo_terminate
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups
 from mpu.store import StoreKV
@@ -41,6 +43,7 @@ MAX_FAILED_CHECKS = 5  # failed checks in a row after which a rank disables its 
 REPORTER_POLLS = 25  # polls for the logs of the other ranks, by the rank that reports the error
 REPORTER_TIMEOUT_POLLS = 40  # polls for the error by another rank, which then reports what it knows
 ROOT_CAUSE_POLLS = 6  # polls for the root cause of a lost peer
+TERMINATE_DELAY_SECONDS = 15.0  # before gloo's std::terminate: time to print the error
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
@@ -68,7 +71,7 @@ def start_watchdog(engine: WatchedEngine) -> None:
         note_missing_watchdog(groups.world.rank, error)
         return
     if groups.dp.own_backend_serves_cpu:
-        delay_gloo_terminate()
+        _delay_gloo_terminate()
     watchdog = DesyncWatchdog(engine.log, groups, store)
     engine.log.raise_root_cause = watchdog.raise_root_cause
     weakref.finalize(engine, watchdog.mark_finished)
@@ -81,6 +84,27 @@ def note_missing_watchdog(rank: int, error: RuntimeError) -> None:
     why = (str(error).strip() or type(error).__name__).splitlines()[0]
     write_lines(f"note: ranks that wait for each other forever end by the time-out only, because rank {rank} has "
                 f"no second connection to the store where they met ({why:.200}); see docs/launch.md\n".encode())
+
+
+@cache
+def _delay_gloo_terminate() -> None:
+    """Delay the std::terminate that gloo triggers, so that our error is printed first. No effect with another C++
+    library."""
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):
+        return
+    handler_type = ctypes.CFUNCTYPE(None)
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def delayed_terminate() -> None:
+        Event().wait(TERMINATE_DELAY_SECONDS)
+        handler_type(previous_handler)()
+
+    handler = handler_type(delayed_terminate)
+    previous_handler = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
+    # Reset it at exit: no Python runs in other threads during finalization. The lambda also keeps `handler` alive.
+    atexit.register(lambda: handler and set_terminate(previous_handler))
 
 
 class DesyncWatchdog:

@@ -1,7 +1,7 @@
 """`FSDPRoot`: runs the units of an outermost sharded module in training.
 
     before a forward     optimizer updates of the masters are copied to the working parameters
-    during a pass        hooks report what runs; units are gathered and released, gradients reduced
+    during a pass        hooks report what runs; units are gathered and resharded, gradients reduced
     after a backward     ranks compare what they did, and `p.grad` is set
 
 It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the
@@ -29,13 +29,12 @@ from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
 from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
-from megatron.zero.backward import PassCoordinator
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
 from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
                                  register_unit_hooks, scale_output_gradients)
-from megatron.zero.param_coordinator import ParamCoordinator
 from megatron.zero.partitioned_param import param_owner
+from megatron.zero.pass_coordinator import PassCoordinator
 from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
 from mpu.collectives import all_reduce
@@ -48,13 +47,15 @@ VOLATILE = "summon_full_params(volatile=True)"
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 
-class FSDPRoot:
-    """Receives the hook events of its units; `units[0]` is the outermost module itself."""
+class FSDPRoot(PassCoordinator):
+    """The coordinator of an outermost sharded module, `units[0]`, and the units inside."""
 
     def __init__(self, units: Sequence[Unit], kept_for_backward: set[Unit], dp: Group, device: torch.device,
                  log: CollectiveLog, buffer_pool: BufferPool) -> None:
+        super().__init__(units, log, NoGradForwardChecker(dp, device, log), params_are_sharded=True, max_live=1 << 62,
+                         kept_for_backward=kept_for_backward, prefetches=True, max_in_flight=1, allows_unused=True,
+                         current_step=lambda: self.steps + 1)
         self.units, self.dp, self.device, self.log, self.buffer_pool = list(units), dp, device, log, buffer_pool
-        self.kept_for_backward = kept_for_backward
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
@@ -67,12 +68,6 @@ class FSDPRoot:
         self.summoned: set[FlatBucket] = set()
         """Buckets whose full parameters `summon_full_params` has given to the user."""
         self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
-        self.param_coordinator = ParamCoordinator(units, max_live=1 << 62, kept_for_backward=kept_for_backward,
-                                                  prefetches=True, log=log)
-        self.passes = PassCoordinator(
-            units, self.param_coordinator, log, NoGradForwardChecker(dp, device, log), max_in_flight=1,
-            allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
-        self._running_units: list[Unit] = []
         self._loss_was_scaled = False  # this backward went through the output hook that applies the loss scale
         self._backward_is_running: Callable[[], bool] = lambda: False
         self.steps = 0  # optimizer steps that forwards have observed as writes to the masters
@@ -81,7 +76,8 @@ class FSDPRoot:
         self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
         self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
-        self._engine_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
+        self._forward_hook_ids = {unit: [handle.id for handle in self._handles if handle.hooks_dict_ref()
+                                         is unit.module._forward_hooks] for unit in units}
         self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
         # in 16 bits an in-place sum would round differently from autograd and DistributedDataParallel
         if all(bucket.param_shard.dtype == torch.float32 for bucket in self.trained):
@@ -96,8 +92,8 @@ class FSDPRoot:
     def module(self) -> nn.Module:
         return self.units[0].module
 
-    def release_units(self) -> None:
-        """Detach the hooks, for a new root around the units."""
+    def remove_hooks(self) -> None:
+        """A new root takes over the units."""
         for handle in self._handles:
             handle.remove()
         detach_main_grad_writers(self.units)
@@ -113,52 +109,41 @@ class FSDPRoot:
 
     def before_forward(self, unit: Unit) -> None:
         self._abort_failed_backward()
-        for hook in self._engine_hooks[unit]:  # run after the user's hooks, which must see full parameters
+        for hook in self._forward_hook_ids[unit]:  # run after the user's hooks, which must see full parameters
             unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
-        if not self.passes.in_backward:
-            if unit.is_root or not self._running_units:
-                self._begin_forward()
-            self._running_units.append(unit)
-        self.passes.before_forward(unit)
-
-    def after_forward(self, unit: Unit, call: UnitCall) -> None:
-        if not self.passes.in_backward:
-            while self._running_units and self._running_units.pop() is not unit:
-                pass
-        self.passes.after_forward(unit, call)
+        if not self.in_backward and (unit.is_root or not self.running_units):
+            self._begin_forward()
+        super().before_forward(unit)
 
     def _after_any_forward(self, unit: Unit) -> None:
         """Reshard after a forward that raised, and after one without gradients."""
-        if self.passes.in_backward:
+        if self.in_backward:
             return
-        has_raised = unit in self._running_units
+        has_raised = unit in self.running_units
         if has_raised:
-            del self._running_units[self._running_units.index(unit):]
-        if not self._running_units and (has_raised or not torch.is_grad_enabled()):
-            self.reshard_all()
+            del self.running_units[self.running_units.index(unit):]
+        if not self.running_units and (has_raised or not torch.is_grad_enabled()):
+            self.reshard_model()
 
     def before_backward(self, unit: Unit, call: UnitCall) -> None:
         self._abort_failed_backward()
-        if not self.passes.in_backward:
-            self._begin_backward()
-        self.passes.before_backward(unit, call)
-
-    def input_grads_ready(self, unit: Unit) -> None:
-        self.passes.input_grads_ready(unit)
+        if not self.in_backward:
+            self._begin_user_backward()
+        super().before_backward(unit, call)
 
     def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         self._abort_failed_backward()
-        if not self.passes.in_backward:  # backward from a tensor that is no unit's output
+        if not self.in_backward:  # backward from a tensor that is no unit's output
             parameter = bucket.parameters[index]
             gradient, parameter.grad = parameter.grad, None  # else `take_user_grads` would take it for the user's
-            self._begin_backward()
+            self._begin_user_backward()
             parameter.grad = gradient
-        self.passes.param_grad_ready(unit, bucket, index)
+        super().param_grad_ready(unit, bucket, index)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        self._running_units.clear()  # left by a forward that raised
+        self.running_units.clear()  # left by a forward that raised
         if self.full_params_holder is not None:
             raise ConfigError(
                 f"a forward inside {self.full_params_holder}: its parameters are gathered there; leave it first. (A "
@@ -182,7 +167,7 @@ class FSDPRoot:
 
     @property
     def is_running(self) -> bool:
-        return self.passes.in_backward or bool(self._running_units)
+        return self.in_backward or bool(self.running_units)
 
     def _check_trainable(self) -> None:
         """Raise ConfigError for parameters and hooks that would use the unreduced gradient of one rank, and for
@@ -203,16 +188,17 @@ class FSDPRoot:
                                   "sharded, and each rank would train its own: change the model before it is sharded, "
                                   "or shard the new module as well")
 
-    def reshard_all(self) -> None:
+    def reshard_model(self) -> None:
+        """The pass is over: reshard all units, and show their shards."""
         for shards in self._shards:
             shards.leave_pass()
-        self.param_coordinator.release_all()
+        self.reshard_all()
 
     def reshard_between_passes(self) -> None:
         """Before the parameters are used as shards: reshard what a forward without a backward left gathered."""
         self._abort_failed_backward()
         if not self.is_running and self.full_params_holder is None:
-            self.reshard_all()
+            self.reshard_model()
 
     def apply_master_edits(self) -> None:
         """The masters were written: recompute the working parameters and invalidate gathered ones."""
@@ -231,7 +217,7 @@ class FSDPRoot:
             self._copy_masters_to_params()
 
     def _copy_masters_to_params(self) -> None:
-        self.passes.weight_version += 1
+        self.weight_version += 1
         for bucket in self.buckets:
             bucket.secondary_shard = None  # out of date
             bucket.copy_masters_to_params()
@@ -240,41 +226,42 @@ class FSDPRoot:
 
     def _abort_failed_backward(self) -> None:
         """Discard the incomplete gradients of a backward that raised: autograd calls no hook for that."""
-        if self.passes.in_backward and not self._backward_is_running():
+        if self.in_backward and not self._backward_is_running():
             self._loss_was_scaled = False
-            self.passes.fail_backward(RuntimeError("a backward that failed"))
+            self.fail_backward(RuntimeError("a backward that failed"))
 
-    def _begin_backward(self) -> None:
+    def _begin_user_backward(self) -> None:
         self.apply_user_writes()
         if self.full_params_holder is not None:
             raise ConfigError(
                 f"a backward inside {self.full_params_holder}: its parameters are gathered there; leave it first")
         for views in self._grad_views:
             views.take_user_grads()
-        self.passes.begin_backward(reduces=self.reduces_grads)
+        self.begin_backward(reduces=self.reduces_grads)
         for bucket in self.trained:
             bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
             divisor = self.grad_divisors.get(bucket, self.dp.size)
             bucket.grads.sum_multiplier = bucket.grads.predivide_factor / (divisor * self.loss_scaler.scale)
-        self._backward_is_running = on_backward_end(self._end_backward)
+        self._backward_is_running = on_backward_end(self._end_user_backward)
 
     def _scale_for_backward(self) -> float:
         self._loss_was_scaled = True
         return self.loss_scaler.scale
 
-    def _end_backward(self) -> None:
+    def _end_user_backward(self) -> None:
         try:
             is_scaled, self._loss_was_scaled = self._loss_was_scaled, False
             if self.loss_scaler.is_enabled and not is_scaled:
                 raise ConfigError("fp16: a backward that does not come from what the outermost sharded module "
                                   "returned: its gradients are not scaled. Return what the loss is made of, or use "
                                   "bf16")
-            self.passes.complete_backward(ends_step=True)
+            self.complete_backward(ends_step=True)
             reached: ReachedParams = [frozenset(bucket.grads.params_with_grad) for bucket in self.trained]
             if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
                              if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
-                reached, overflow = self._backward_consistency(self.passes.take_run_digest(), reached, overflows)
+                digest = self.take_run_digest()
+                reached, overflow = self._backward_consistency(digest, reached, overflows)
                 self.loss_scaler.update(overflow)
                 if overflow:  # without gradients the optimizer leaves the weights unchanged
                     for bucket in self.trained:
@@ -284,10 +271,10 @@ class FSDPRoot:
                         print("fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
                               f"{self.loss_scaler.scale:g}", file=sys.stderr)
         except BaseException as error:
-            self.passes.fail_backward(error)
+            self.fail_backward(error)
             raise
-        self.passes.end_backward(retain_graph=False)
-        self.reshard_all()
+        self.end_backward(retain_graph=False)
+        self.reshard_model()
         if on_accelerator(self.device):  # free buffers for the next forward
             self.buffer_pool.clear()
         for views, indices in zip(self._grad_views, reached, strict=True):
@@ -299,7 +286,7 @@ def reshard_models_with(parameters: Iterable[Tensor]) -> None:
     gathered for its backward; if an optimizer step or clipping comes first, it needs shards."""
     wanted = {id(one) for one in parameters} if _ALL_ROOTS else set()
     for root in list(_ALL_ROOTS):
-        if root.param_coordinator.gathered_numel and any(
+        if root.gathered_numel and any(
                 id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
             root.reshard_between_passes()
 

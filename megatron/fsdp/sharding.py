@@ -35,7 +35,7 @@ from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
 from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs, map_tensors
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStorage
-from megatron.zero.partitioned_param import full_shape, param_owner, release_param, set_param_data
+from megatron.zero.partitioned_param import clear_param_owner, full_shape, param_owner, set_param_data
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_module_buffers
 from megatron.zero.units import ROOT
@@ -44,7 +44,7 @@ from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
 
 CHECKSUM_CHUNK = 1 << 22  # bytes that are summed at a time
-_STATE_ATTRIBUTE = "_fsdp_member"
+_STATE_ATTRIBUTE = "_megatron_fsdp_state"
 
 register_shutdown_at_exit()  # at import, before torch.distributed is initialized
 
@@ -205,7 +205,7 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
     roots = dict.fromkeys(member.root for member in inner)
     for root in roots:
-        root.release_units()
+        root.remove_hooks()
     for number, (member, path) in enumerate(path_of.items(), 1):
         around = path_of[require_fsdp_state(member.root.module)]
         for bucket in member.unit.buckets:  # renamed for the larger model
@@ -277,7 +277,7 @@ def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBuc
                 if id(parameter) not in shared]
         for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
             set_param_data(parameter, value.clone())
-            release_param(parameter)
+            clear_param_owner(parameter)
         if kept:
             yield _create_bucket(bucket.name, kept, member.settings, root.dp, root.device, root.log, root.buffer_pool)
 

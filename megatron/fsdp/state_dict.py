@@ -40,7 +40,7 @@ def prepare_all_ranks(module: nn.Module, call: str) -> None:
         root.check_idle(call)
         assert_collective_call(root.log, root.dp, call)
         root.sync_before_access()
-        root.reshard_all()
+        root.reshard_model()
 
 
 def buffers_in_own_dtype(module: nn.Module) -> AbstractContextManager[None]:

@@ -204,7 +204,7 @@ def _uses_grad_buffers(run: PlannedRun) -> bool:
 
 def _sum_scratch_bytes(run: PlannedRun, layout: FlatLayout) -> int:
     """The accumulator of our own CPU reduction."""
-    from mpu.backends import SUM_BLOCK
+    from mpu.collectives import SUM_BLOCK
 
     return 0 if run.num_shards == 1 or run.device == "cuda" else min(SUM_BLOCK, layout.shard_numel) * FP32
 

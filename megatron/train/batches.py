@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +22,9 @@ from data.gpt2_dataset import Dataset
 from megatron.distributed.rank_status import READING, STATUS
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch; each tensor is [b, s]. Optional ones are None for plain causal training."""
+class Batch(NamedTuple):
+    """One micro-batch, as the arguments of GPT2.forward; each tensor is [b, s]. Optional ones are None for plain causal
+    training."""
 
     tokens: Tensor
     targets: Tensor
@@ -34,8 +35,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        return Batch(*(None if t is None else t.pin_memory().to(device, non_blocking=True)  # type: ignore[arg-type]
-                       for t in (self.tokens, self.targets, self.loss_weight, self.positions, self.segments)))
+        return Batch(*(None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+                       for tensor in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

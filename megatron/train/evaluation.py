@@ -18,7 +18,7 @@ from megatron.config.tree import Config
 from megatron.inference.generation import Generator
 from megatron.inference.live import engine_decoder
 from megatron.inference.request import GenerationConfig, Sampling
-from megatron.train.batches import Batch, MicroBatchSampler
+from megatron.train.batches import MicroBatchSampler
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
 
@@ -56,7 +56,7 @@ def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
                 began = time.monotonic()
             first = index * round_size + sampler.dp_rank * sampler.micro_batch
             batch = sampler.load_batch(samples, range(first, first + sampler.micro_batch))
-            loss = forward_loss(engine, batch.to(device)).double()
+            loss = engine(*batch.to(device), grad_scale=engine.backward_scale).double()
             total += loss
             if token_bytes is not None:
                 weight = torch.ones_like(batch.targets) if batch.loss_weight is None else batch.loss_weight
@@ -70,12 +70,6 @@ def evaluate(engine: Engine, samples: Dataset, sampler: MicroBatchSampler,
         return None
     sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()
     return EvaluationLoss(sums[0] / (rounds * sampler.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
-
-
-def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = engine(batch.tokens, batch.targets, batch.loss_weight, batch.positions, batch.segments,
-                                grad_scale=engine.backward_scale)
-    return loss
 
 
 def perplexity(loss: float) -> float:

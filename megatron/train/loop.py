@@ -27,7 +27,7 @@ from megatron.layer_drop import kept
 from megatron.metrics.step_metrics import LayerDropMetrics, NvmeStats, StepMetrics, StepTimer, max_memory_bytes
 from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, samples_digest
 from megatron.train.compile import arithmetic_precision
-from megatron.train.evaluation import evaluate, forward_loss
+from megatron.train.evaluation import evaluate
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
@@ -163,7 +163,7 @@ class Trainer:
         requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, 1):
-            loss = forward_loss(self.engine, batch.to(self.device))
+            loss = self.engine(*batch.to(self.device), grad_scale=self.engine.backward_scale)
             self.engine.backward(loss)
             loss_sum += loss.detach()
             is_last = number == len(batches)

@@ -5,9 +5,9 @@
 
 In reading order: stages.py, layout.py, flat_buffers.py (arithmetic and memory of flat buffers); partitioned_param.py,
 deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one unit); hooks.py,
-units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, state.py, update.py, step.py (the
-optimizer step); engine.py assembles them. offload/ stores state on the device, the host or NVMe; api/ is what a script
-sees. Names are imported on first use: config and the planner need stages.py and layout.py without torch.
+units.py, pass_coordinator.py (forward and backward); step_result.py, state.py, update.py, step.py (the optimizer
+step); engine.py assembles them. offload/ stores state on the device, the host or NVMe; api/ is what a script sees.
+Names are imported on first use: config and the planner need stages.py and layout.py without torch.
 """
 
 from importlib import import_module
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live)
+    from megatron.zero.offload_states import (OffloadDeviceEnum as OffloadDeviceEnum,
+                                              OffloadStateTypeEnum as OffloadStateTypeEnum)
     from megatron.zero.partitioned_param import (register_external_parameter as register_external_parameter,
                                                  unregister_external_parameter as unregister_external_parameter)
-    from megatron.zero.state import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 
 check_package_shadowing()
@@ -42,7 +43,7 @@ _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
-    "megatron.zero.state": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "megatron.zero.offload_states": "OffloadDeviceEnum OffloadStateTypeEnum",
     "megatron.zero.api.init": "Init GatheredParameters unwrap_model_for_generation",
     "megatron.zero.partitioned_param": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",

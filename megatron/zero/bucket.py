@@ -7,7 +7,7 @@
     shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
                      always has one rank
 
-Buckets move data; param_coordinator.py and backward.py decide when, stages.py what is sharded. Each gather
+Buckets move data; pass_coordinator.py decides when, stages.py what is sharded. Each gather
 allocates new storage and resharding drops only the engine's references: a tensor that a user kept stays valid.
 """
 
@@ -29,9 +29,8 @@ from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
-from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, full_shape,
-                                             release_param, replace_by_placeholder, set_param_data,
-                                             set_param_owner)
+from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, clear_param_owner,
+                                             full_shape, replace_by_placeholder, set_param_data, set_param_owner)
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
@@ -171,8 +170,8 @@ class FlatBucket(ParamOwner):
         """Each rank draws the random values of its own shard. The only collective is the all-gather of the parameters,
         where they are not sharded."""
         for chunk in self.master_state.chunks:
-            with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
-                masters = kept[WEIGHT]
+            with self.master_state.open(chunk, [WEIGHT], writes=True) as opened:
+                masters = opened[WEIGHT]
                 is_there = self.master_state.is_on_device or self._copy_streams is None
                 wide = masters if is_there and masters.dtype == torch.float32 else torch.zeros_like(
                     masters, dtype=torch.float32, device=self.device)
@@ -189,15 +188,15 @@ class FlatBucket(ParamOwner):
         values = self._initial_values()
         slot, value = next(values)
         for chunk in self.master_state.chunks:
-            with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
+            with self.master_state.open(chunk, [WEIGHT], writes=True) as opened:
                 for segment in self.layout.segments(self.shard_group.rank, chunk):
                     while slot is not segment.slot:
                         slot, value = next(values)
                     start = segment.shard_offset - chunk.start
                     segment_values = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count]
-                    kept[WEIGHT][start : start + segment.count] = segment_values
+                    opened[WEIGHT][start : start + segment.count] = segment_values
                 if self.has_separate_masters:
-                    self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
+                    self.param_shard.write(WEIGHT, chunk.start, opened[WEIGHT])
         for _ in values:  # parameters with no element in this rank's shard: their broadcasts are collective
             pass
 
@@ -231,7 +230,7 @@ class FlatBucket(ParamOwner):
 
     def start_gather(self) -> None:
         """Start the all-gather of the parameters; `wait_for_param_gather` waits for it."""
-        if not self.is_unsharded:
+        if self.shard_state is ShardState.SHARDED:
             self.gathered_params = self.gathered_params.new_empty(self.layout.numel)
             try:
                 if not self.param_shard.is_on_device and self.secondary_shard is None:
@@ -306,7 +305,7 @@ class FlatBucket(ParamOwner):
             return
         if not keep_secondary_shard:
             self.secondary_shard = None
-        if self.is_unsharded:
+        if self.shard_state is not ShardState.SHARDED:
             self.wait_for_param_gather()
             if keep_secondary_shard and not self.secondary_shard_group.is_solo:
                 # [numel] -> [size, numel / size], of which this rank keeps one row
@@ -378,8 +377,8 @@ class FlatBucket(ParamOwner):
         if self.has_separate_masters:
             self.wait_for_param_gather()  # the all-gather after an earlier step may still read the shard
             for chunk in self.master_state.chunks:
-                with self.master_state.open(chunk, [WEIGHT]) as kept:
-                    self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
+                with self.master_state.open(chunk, [WEIGHT]) as opened:
+                    self.param_shard.write(WEIGHT, chunk.start, opened[WEIGHT])
 
     def start_allgather_after_step(self) -> None:
         """After the optimizer has changed the shard: start its all-gather, unless parameters are sharded."""
@@ -396,10 +395,10 @@ class FlatBucket(ParamOwner):
 
     def check_not_offloaded(self, what: str, *needed: str) -> None:
         """Raise ConfigError if one of the `needed` states (by default any state) is offloaded."""
-        away = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
-        if away:
-            raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(away)} aside: call "
-                              "engine.reload_states() first")
+        offloaded = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
+        if offloaded:
+            raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(offloaded)} aside: "
+                              "call engine.reload_states() first")
 
     def begin_param_offload(self) -> None:
         """Turn the parameters into placeholders until `end_param_offload`; the caller then frees their memory."""
@@ -441,8 +440,8 @@ class FlatBucket(ParamOwner):
         if self.has_separate_masters and not self.params_are_sharded:
             # Compare with the masters later, so that in-place writes from before this block count as its edits.
             for chunk in self.master_state.chunks:
-                with self.master_state.open(chunk, [WEIGHT]) as kept:
-                    self.user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
+                with self.master_state.open(chunk, [WEIGHT]) as opened:
+                    self.user_session.shard_before[chunk] = self.round_masters(chunk, opened[WEIGHT])
 
     def read_master(self, start: int, out: Tensor) -> None:
         """out <- this rank's masters from `start` on. User edits count when the GatheredParameters block ends."""
@@ -498,11 +497,11 @@ class FlatBucket(ParamOwner):
         if session.was_sharded:
             self.reshard()
 
-    def release_params(self) -> None:
+    def disown_params(self) -> None:
         """Gather the parameters and make them ordinary tensors that no engine owns."""
         self.gather()
         for parameter in self.parameters:
-            release_param(parameter)
+            clear_param_owner(parameter)
 
 
 def publish_masters(buckets: Sequence[FlatBucket]) -> None:

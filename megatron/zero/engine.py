@@ -1,18 +1,32 @@
-"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and counts micro-batches.
+"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and takes the steps.
 
     loss = engine(batch...);  engine.backward(loss);  engine.step()
 
-Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, step.py the
-optimizer step, state.py keeps what is saved.
+Called once per micro-batch; `step` updates at the accumulation boundary only. pass_coordinator.py runs forwards and
+backwards, state.py keeps what is saved. A step in the order of the code, with what each part sends (P parameters, N
+data parallel ranks):
+
+    reduce   backward has reduced the gradients: each rank holds its shard of their sum, with the loss scale on it
+    norm     one all-reduce over the world of a dozen numbers: squared norm, overflow, consistency, loss, stop requests
+    clip     nothing: unscaling, averaging and clipping are one factor, which the update applies
+    update   nothing, for elementwise rules: each rank updates the fp32 masters of its shard (update.py)
+    cast     nothing: the update also writes the shard in working precision
+    gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated; at
+             stage 3 the next forward does it, but for the small parameters that stay gathered
+
+A *deferred* step takes the result of the norm on the device (step_result.py), and the host reads it later:
+`read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an
+accelerator, unless the loss scale is dynamic or the rule needs numbers on the host.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -20,26 +34,29 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
-from megatron.distributed.collective_log import CollectiveLog, assert_collective_call
+from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog, assert_collective_call
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.zero.backward import PassCoordinator
+from megatron.optim.one_bit import OneBitRule
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.bucket import publish_masters
-from megatron.zero.compression import CompressedBucketExchange
+from megatron.zero.compression import CompressedBucketExchange, CompressedGradExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
-from megatron.zero.param_coordinator import ParamCoordinator, units_reused_within
+from megatron.zero.offload_states import LP_PARAMS, StateOffloader
+from megatron.zero.pass_coordinator import PassCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
-from megatron.zero.state import (LP_PARAMS, EngineState, StateOffloader, StepCounters, broadcast_module_buffers,
-                                 snapshot_module_buffers)
-from megatron.zero.step import OptimizerStep
-from megatron.zero.step_result import MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport
+from megatron.zero.state import EngineState, StepCounters, broadcast_module_buffers, snapshot_module_buffers
+from megatron.zero.step import GradNorm, StepResultReader
+from megatron.zero.step_result import (MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport, clip_factor,
+                                       make_step_settings, scalars_on_device, settings_digest)
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
+from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
+from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
@@ -58,8 +75,11 @@ class ZeroEngine:
         self._micro_batches = 0  # micro-batches of this optimizer step before the current one
         self.forced_boundary: bool | None = None
         """Whether the next backward and step end an optimizer step; None: by the number of micro-batches."""
-        self._in_no_sync = self.is_detached = False
+        self._in_no_sync = self._in_trial_backward = self.is_detached = False
         self._failed_backward: str | None = None  # error class of the last backward, if it failed
+        self._losses: list[Tensor] = []  # losses of the current step, or the last one, divided
+        self._loss_divisors = Counter[str]()  # "1/divisor" of each of them -> how many
+        self._next_note: str | None = None  # note of the next report
         self.last_report: StepReport | None = None
         self.log = CollectiveLog(reductions_in_order=not self._policy.params_are_sharded or on_accelerator(device))
         broadcast_module_buffers(module, groups)
@@ -92,24 +112,29 @@ class ZeroEngine:
             bucket.engine = ref(self)
         self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
         self._param_guard = ModelParamGuard(module, self.all_buckets)
-        self._optimizer_step = OptimizerStep(
-            self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
-            divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
-        self.is_deferred = self._optimizer_step.is_deferred
-        """The host reads the result of a step later (step.py)."""
-        self.param_coordinator = ParamCoordinator(
-            self.units, max_live=zero.stage3_max_live_parameters,
-            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
-            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
+        self._norm = GradNorm(self.buckets, groups)
+        self._clip_grad, self._sum_divisor = clip_grad, groups.dp.size / comm.gradient_predivide_factor
+        for bucket in self.buckets:
+            bucket.grad_mean_factor = self._mean_factor
+        self.update = (DelayedOptimizerUpdate if self.engine_storage.delays_update else OptimizerUpdate)(
+            self.state, self.engine_storage, groups, rule, param_groups)
+        self.compressed_exchange = CompressedGradExchange(
+            self.state, groups, rule, param_groups) if isinstance(rule, OneBitRule) else None
+        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
+        self._step_results = StepResultReader(self.state, groups, scaling, self.log, precision.max_skipped_in_a_row)
+        self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scaling.dynamic and \
+            self.compressed_exchange is None and self.state.moq is None  # MoQ counts bits on the host
+        """The host reads the result of a step later."""
         max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
         if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
             max_in_flight = 0
-        self.pass_coordinator = PassCoordinator(self.units, self.param_coordinator, self.log,
-                                                NoGradForwardChecker(groups.dp, device, self.log),
-                                                max_in_flight=max_in_flight,
-                                                allows_unused=zero.ignore_unused_parameters,
-                                                params_are_sharded=self._policy.params_are_sharded,
-                                                current_step=lambda: self.state.counters.global_steps + 1)
+        self.pass_coordinator = PassCoordinator(
+            self.units, self.log, NoGradForwardChecker(groups.dp, device, self.log),
+            params_are_sharded=self._policy.params_are_sharded, max_live=zero.stage3_max_live_parameters,
+            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self.units),
+            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, max_in_flight=max_in_flight,
+            allows_unused=zero.ignore_unused_parameters,
+            current_step=lambda: self.state.counters.global_steps + 1)
         if self.engine_storage.delays_update:
             self.pass_coordinator.before_evaluation = partial(self.sync_delayed_update, "a forward of an evaluation")
         self._handles = refuse_state_dict_loads(self.units) + register_unit_hooks(self.units, self.pass_coordinator)
@@ -122,8 +147,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
         Returns the divided loss."""
-        self._check_can_train("engine.backward()")
-        self._state_offloader.check_not_offloaded("engine.backward()", LP_PARAMS)
+        self._check_can_train("engine.backward()", LP_PARAMS)
         if not isinstance(loss, Tensor):
             raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
                               "tensor with one number")
@@ -137,7 +161,14 @@ class ZeroEngine:
             raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
         divisor = self.accumulation_steps if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.state.counters.scaler.scale / divisor)
-        self._optimizer_step.before_backward(part, first=not self.has_gradients, divisor=divisor)
+        if not self._in_trial_backward:
+            if not self.has_gradients:  # the first micro-batch of a step
+                self._losses = []
+                self._loss_divisors.clear()
+                if self.compressed_exchange is not None:
+                    self._next_note = self.compressed_exchange.begin_step() or self._next_note
+            self._losses.append(part.detach())
+            self._loss_divisors[f"1/{divisor}"] += 1
         try:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
                                            reduces=self._policy.grads_are_sharded or self.is_at_boundary)
@@ -153,8 +184,8 @@ class ZeroEngine:
 
         `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and `engine_scalars` are summed over all ranks; the report
         has the sums."""
+        self.finish_step()
         self._check_can_train("engine.step()")
-        self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
@@ -170,19 +201,9 @@ class ZeroEngine:
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
         STATUS.set_phase(OPTIMIZER_STEP)
-        self.param_coordinator.release_all()  # a forward may have run since the backward
-        self.finish_delayed_update()
+        self.pass_coordinator.reshard_all()  # a forward may have run since the backward
         try:
-            scalars_error = next(
-                (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
-                 "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
-            if len(extra_scalars) > MAX_EXTRA_SCALARS:
-                scalars_error = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
-                                 f"{MAX_EXTRA_SCALARS}")
-            veto_error = self.pass_coordinator.unused_param_error or self._model_change_error() or scalars_error
-            self.last_report = self._optimizer_step(
-                self.pass_coordinator.take_run_digest(), veto_error, extra_scalars if scalars_error is None else (),
-                engine_scalars, self.accumulation_steps, self.micro_batch)
+            self.last_report = self._update_or_skip(extra_scalars, engine_scalars)
         except BaseException as error:
             self.pass_coordinator.record_interruption(error)
             self.log.raise_root_cause(error)
@@ -194,28 +215,93 @@ class ZeroEngine:
         STATUS.set_phase("")
         return self.last_report
 
-    def _model_change_error(self) -> str | None:
-        """The error if the user changed the model or a gradient so that the step would ignore it, or None. Other ranks
-        may see no error."""
+    def _update_or_skip(self, extra_scalars: Sequence[Tensor | float], engine_scalars: Sequence[float]) -> StepReport:
+        """Update the weights, or skip the step if a gradient is not finite, and discard the gradients."""
+        counters, world, rule, device = self.state.counters, self.groups.world, self.rule, self.state.device
+        refused_scalars = next(
+            (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
+             "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
+        if len(extra_scalars) > MAX_EXTRA_SCALARS:
+            refused_scalars = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
+                               f"{MAX_EXTRA_SCALARS}")
+        # A veto of one rank raises on all, after the all-reduce: the others wait in it.
+        veto_error = self.pass_coordinator.unused_param_error
         try:
             self._param_guard.check_before_step()
-            for bucket in self.buckets:
-                bucket.grads.check_user_modified_grads()
-        except ConfigError as error:
-            return str(error)
-        return None
+        except ConfigError as error:  # the user changed the model or a gradient, and the step would ignore it
+            veto_error = veto_error or str(error)
+        veto_error = veto_error or refused_scalars
+        run_digest = self.pass_coordinator.take_run_digest()  # what this rank ran, for the comparison between ranks
+        extra_scalars = () if refused_scalars else extra_scalars
+        self.log.record_barrier(STEP)
+        self.log.purpose = AFTER_STEP
+
+        # ---- norm: the device computes it while the host digests the settings, which must be equal on all ranks
+        norm = self._unreduced_norm if rule.is_compressed else self._norm
+        square: Tensor | int = norm.norm_squared()
+        if not rule.is_compressed and self.buckets[0].replica_group.rank > 0:
+            square = 0  # the first replica counts it
+        settings, digest = None, 0
+        if not world.is_solo:
+            settings = make_step_settings(counters.global_steps + 1, self._loss_divisors, self.accumulation_steps,
+                                          self.micro_batch, self.param_groups)
+            digest = settings_digest(settings, run_digest, world.size)  # so few bits that the sums are exact
+        sums = scalars_on_device(device, (
+            square, digest, digest * digest, veto_error is not None, *extra_scalars,
+            *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
+        all_reduce_into(sums, world).wait()  # [4 + MAX_EXTRA_SCALARS + engine scalars], in place
+
+        # ---- clip: one factor of the gradients
+        report = StepReport(sums, world.size, self._mean_factor(), self._clip_grad, veto_error,
+                            number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
+                            lr=self.param_groups[0]["lr"], note=self._next_note,
+                            losses=self._losses,  # not reset: a refused step may be called again
+                            norm=norm, given_scalar_count=len(extra_scalars))
+        self._next_note = None
+
+        # ---- update, cast and gather, bucket by bucket (update.py)
+        if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
+            with self.state.guard_state_change("step"):
+                self.update(StepScalars(report.is_applied + float(counters.optimizer_steps), report.grad_divisor(),
+                                        report.is_applied.logical_not().float()))
+        elif self._step_results.applied_or_raise(report):
+            factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
+            if rule.is_compressed:
+                assert self.compressed_exchange is not None
+                factor, report.grad_norm = self.compressed_exchange(self._mean_factor() * self._sum_divisor,
+                                                                    self._clip_grad)
+            if self.state.moq is not None:
+                self.state.moq.advance(counters.applied_steps + 1)
+            with self.state.guard_state_change("step"):
+                self.update(factor)
+        for bucket in self.buckets:
+            bucket.grads.discard()
+        counters.global_steps += 1
+        self._step_results.unread = report
+        if not self.is_deferred:
+            self._step_results.finish()
+        return report
+
+    @cached_property
+    def _unreduced_norm(self) -> GradNorm:
+        return GradNorm(self.buckets, self.groups, unreduced=True)
+
+    def _mean_factor(self) -> float:
+        """The factor that turns a sum of scaled gradients into their mean."""
+        return 1.0 / (self.state.counters.scaler.scale * self._sum_divisor)
 
     def finish_delayed_update(self) -> None:
         """Wait for a delayed update, if one is running, and gather its weights. Collective."""
-        if self._optimizer_step.update.running is not None:
-            self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
-            self._optimizer_step.update.finish()
+        if self.update.running is not None:
+            self.pass_coordinator.reshard_all()  # a forward without its backward may have gathered the old weights
+            with self.state.guard_state_change("step"):
+                self.update.finish()
             self.pass_coordinator.weight_version += 1
 
     def sync_delayed_update(self, caller: str) -> None:
         """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
         it; the check raises an error if one does not."""
-        if self._optimizer_step.update.running is not None:
+        if self.update.running is not None:
             self.assert_collective_call(f"{caller}, beside a delayed update")
             self.finish_delayed_update()
         self.wait_for_param_gathers()
@@ -224,20 +310,23 @@ class ZeroEngine:
         """Wait for the last step, count it, and raise its error, if any. All ranks must call it; the counters below may
         be read by a single rank."""
         self.finish_delayed_update()
-        self._optimizer_step.finish_step()
+        self._step_results.finish()
         self.pass_coordinator.forward_checker.raise_if_diverged()
 
     def read_step_result(self) -> StepReport | None:
         """Wait for the device, count the last step, and return its report. Local."""
-        self._optimizer_step.read_step_result()
+        self._step_results.read()
         return self.last_report
 
-    def _check_can_train(self, call: str) -> None:
-        """Raise ConfigError without an optimizer, and after an interrupted backward, step or load."""
+    def _check_can_train(self, call: str, *needed: str) -> None:
+        """Raise ConfigError without an optimizer, after an interrupted backward, step or load, and if one of the
+        `needed` states (by default any) is offloaded."""
         if not self.buckets:
             raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
         self.pass_coordinator.check_not_interrupted()
         self.state.check_no_unfinished_change()
+        for bucket in self.all_buckets:
+            bucket.check_not_offloaded(call, *needed)
 
     def zero_grad(self) -> None:
         """Discard the accumulated gradients."""
@@ -279,10 +368,11 @@ class ZeroEngine:
             self.pass_coordinator.weight_version += 1
 
         try:
-            with self._optimizer_step.paused():
+            self._in_trial_backward = True
+            with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
                 yield reset
         finally:
-            self.forced_boundary = before
+            self._in_trial_backward, self.forced_boundary = False, before
             reset()
             self.pass_coordinator.take_run_digest()
 
@@ -315,7 +405,7 @@ class ZeroEngine:
             return False
         self._param_guard.check_params_in_buffers()
         self.finish_step()
-        self.param_coordinator.release_all()
+        self.pass_coordinator.reshard_all()
         self.wait_for_param_gathers()
         self.zero_grad()  # a forward without a backward may have written weight gradients early
         self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
@@ -335,7 +425,7 @@ class ZeroEngine:
         detach_main_grad_writers(self.units)
         try:
             for bucket in self.all_buckets:
-                bucket.release_params()
+                bucket.disown_params()
         finally:  # also if NVMe fails
             self.engine_storage.close()
 
@@ -349,7 +439,7 @@ class ZeroEngine:
     @property
     def counters(self) -> StepCounters:
         """With the last step counted: waits for the device. (`state.counters` does not.)"""
-        self._optimizer_step.read_step_result()
+        self._step_results.read()
         return self.state.counters
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
@@ -361,14 +451,14 @@ class ZeroEngine:
     def check_before_save(self) -> None:
         """Raise ConfigError if the state is incomplete, offloaded, or written to by the user. Some ranks may see no
         error: the caller makes all ranks agree before they save."""
-        self._state_offloader.check_not_offloaded("a save")
+        for bucket in self.all_buckets:
+            bucket.check_not_offloaded("a save")
         self.finish_step()
         self.state.check_no_unfinished_change()
         self._param_guard.check_user_writes(compare_values=True)
 
     def check_before_load(self) -> None:
         """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
-        self._state_offloader.check_not_offloaded("a load")
         self._param_guard.check_before_load()
 
     def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
@@ -378,7 +468,7 @@ class ZeroEngine:
         `read(kind, slot, offset, out)` fills each segment. `all_succeed_or_raise` runs an action and raises on every
         rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
-        self.param_coordinator.release_all()
+        self.pass_coordinator.reshard_all()
         self._param_guard.check_before_load()
         self._param_guard.steps = 0
         self.zero_grad()
@@ -405,12 +495,11 @@ class ZeroEngine:
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
         """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
-        exchange = self._optimizer_step.compressed_exchange
-        return () if exchange is None else exchange.bucket_exchanges
+        return () if self.compressed_exchange is None else self.compressed_exchange.bucket_exchanges
 
     def _sync_exchange_with_rule(self) -> None:
-        if self._optimizer_step.compressed_exchange is not None:
-            self._optimizer_step.compressed_exchange.sync_with_rule()
+        if self.compressed_exchange is not None:
+            self.compressed_exchange.sync_with_rule()
 
 
 def drop_gradients(module: nn.Module) -> None:

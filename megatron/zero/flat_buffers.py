@@ -2,7 +2,7 @@
 
 A flat buffer is one tensor with a view for each slot. Reuse keeps addresses fixed and the heap without holes. The
 pool holds as many buffers as were in use at the same time. A buffer whose copy to the host is still running may be
-acquired: the device then waits for the copy.
+taken: the device then waits for the copy.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, CopyEvent | None]]] = {}
 
-    def acquire(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+    def get(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         free = self._free.get((dtype, layout.buffer_key))
         if not free:
             return FlatBuffer.allocate(layout, dtype, device)
@@ -104,7 +104,7 @@ class BufferPool:
             pending_copy.wait_on_device()
         return buffer
 
-    def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: CopyEvent | None = None) -> None:
+    def put(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: CopyEvent | None = None) -> None:
         """Return a buffer to the pool. All device work on it has been launched; `pending_copy` may still be reading."""
         self._free.setdefault((buffer.flat.dtype, layout.buffer_key), []).append((buffer, pending_copy))
 

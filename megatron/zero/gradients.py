@@ -29,7 +29,7 @@ from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
-from mpu.grads import MainGradReservation, row_norms
+from mpu.grads import row_norms
 from mpu.groups import Group
 
 STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, "
@@ -56,11 +56,13 @@ class FlatGradients:
         self._shard_group, self._replica_group = shard_group, replica_group
         self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
+        self._reduce_dtype = dtypes.reduction
         self._buffer_pool, self._log, self.offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
         self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
+        self.is_complete = False  # all of them
         self.params_with_grad: set[int] = set()  # parameters with a gradient since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
         self.state = GradState.UNREDUCED
@@ -84,24 +86,20 @@ class FlatGradients:
 
     # ---- from autograd ------------------------------------------------------------------------------------------
 
-    @property
-    def is_complete(self) -> bool:
-        """All gradients of this backward have arrived."""
-        return len(self._arrived_in_backward) == len(self.parameters)
-
     def accept_grad(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
-        self._mark_grad_received(index)
+        self.mark_grad_received(index)
         self._arrived_in_backward.add(index)
-        complete = self.is_complete
+        self.is_complete = len(self._arrived_in_backward) == len(self.parameters)
         if self._copies_each_grad:
             self._copy_grads_into_buffer([index])
-        elif complete:
+        elif self.is_complete:
             self._copy_grads_into_buffer(self._arrived_in_backward)
-        return complete
+        return self.is_complete
 
-    def _mark_grad_received(self, index: int) -> None:
-        """Record that the parameter got a gradient. Raises ConfigError if its bucket has been reduced already."""
+    def mark_grad_received(self, index: int, *, in_place: bool = False) -> None:
+        """Record that the parameter got a gradient, with `in_place` as the content of its slot. Raises ConfigError if
+        its bucket has been reduced already."""
         if index in self._arrived_in_backward and (self.state is GradState.REDUCING
                                                    or self._params_are_sharded and self.is_complete):
             raise ConfigError(
@@ -112,6 +110,13 @@ class FlatGradients:
             raise ConfigError(f"{self.layout.slots[index].name} got its gradient after the backward of its block, "
                               f"whose gradients had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
         self.params_with_grad.add(index)
+        if in_place:
+            self._reservations.pop(index, None)
+            self.filled_slots.add(index)
+            # Autograd does not see these gradients, but post-accumulate hooks of the user do.
+            hooks = self.grad_hooks[index].hooks_dict_ref()
+            if hooks is not None and len(hooks) > 1 and self._full_dtype == self._dtypes.params:
+                self._set_grad_view(index)
 
     def _copy_grads_into_buffer(self, indices: Iterable[int]) -> None:
         """Move gradients that autograd left into the flat buffer."""
@@ -140,17 +145,17 @@ class FlatGradients:
             torch._foreach_add_(*more)
 
     def _set_grad_view(self, index: int) -> None:
-        self.parameters[index].grad = self.grad_view(index)
+        self.parameters[index].grad = self._get_full_buffer().views[index]
         self._slots_with_grad_view.add(index)
 
     def check_user_modified_grads(self) -> None:
-        """Before a backward: apply the user's changes to a `parameter.grad` that is a view of the buffer. Raises
+        """Before a backward or a step: apply user changes to a `parameter.grad` that is a view of the buffer. Raises
         ConfigError for any other `parameter.grad`, because the engine would ignore it."""
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have `.grad` too
             for index, parameter in enumerate(self.parameters):
                 grad = parameter.grad
                 if index in self._slots_with_grad_view:
-                    view = self.grad_view(index)
+                    view = self._get_full_buffer().views[index]
                     if grad is not view:
                         view.zero_() if grad is None else view.copy_(grad)
                         parameter.grad = view
@@ -171,34 +176,17 @@ class FlatGradients:
         self._evict_reservations(index)
         if index in self.filled_slots or self.state in (GradState.REDUCING, GradState.REDUCED_IN_BUFFER):
             return None
-        claim = WgradReservation(self, index, self.grad_view(index))
-        self._reservations[index] = ref(claim)
-        return claim
-
-    def commit_reservation(self, index: int) -> None:
-        """Count the content of the reserved slot as its gradient."""
-        self._mark_grad_received(index)
-        del self._reservations[index]
-        self.filled_slots.add(index)
-        self._show_to_user_hooks(index)
+        reservation = WgradReservation(self, index, self._get_full_buffer().views[index])
+        self._reservations[index] = ref(reservation)
+        return reservation
 
     def accumulated_grad(self, index: int) -> Tensor:
         """A view of the gradient so far (zeros if there is none), to add to."""
-        self._mark_grad_received(index)
         self._evict_reservations(index)
-        view = self.grad_view(index)
-        if index not in self.filled_slots:
-            view.zero_()
-            self.filled_slots.add(index)
-        self._show_to_user_hooks(index)
-        return view
-
-    def _show_to_user_hooks(self, index: int) -> None:
-        """Set `parameter.grad` for post-accumulate hooks of the user: autograd does not see gradients written in
-        place."""
-        hooks = self.grad_hooks[index].hooks_dict_ref()
-        if hooks is not None and len(hooks) > 1 and self._full_dtype == self._dtypes.params:
-            self._set_grad_view(index)
+        is_first = index not in self.filled_slots
+        self.mark_grad_received(index, in_place=True)
+        view = self._get_full_buffer().views[index]
+        return view.zero_() if is_first else view
 
     def _evict_reservations(self, *indices: int) -> None:
         """Free the slots: move the values of reservations whose backward may still run to other tensors."""
@@ -207,19 +195,16 @@ class FlatGradients:
             if reservation is not None and (alive := reservation()) is not None:
                 alive.buffer, alive.has_moved = alive.buffer.clone(), True
 
-    def grad_view(self, index: int) -> Tensor:
-        return self._get_full_buffer().views[index]
-
     def _get_full_buffer(self) -> FlatBuffer:
         if self._full_buffer is None:
-            new = self._buffer_pool.acquire if self._accumulates_shard else FlatBuffer.allocate
+            new = self._buffer_pool.get if self._accumulates_shard else FlatBuffer.allocate
             self._full_buffer = new(self.layout, self._full_dtype, self._device)
         return self._full_buffer
 
-    def _release_buffer(self, pending_copy: CopyEvent | None = None) -> None:
-        """Give the full buffer back to the pool; `pending_copy` may still read from it."""
+    def _return_buffer(self, pending_copy: CopyEvent | None = None) -> None:
+        """Return the full buffer to the pool; `pending_copy` may still read from it."""
         if self._full_buffer is not None and self._accumulates_shard:
-            self._buffer_pool.release(self.layout, self._full_buffer, pending_copy)
+            self._buffer_pool.put(self.layout, self._full_buffer, pending_copy)
         self._full_buffer = None
 
     # ---- reduction ----------------------------------------------------------------------------------------------
@@ -255,10 +240,10 @@ class FlatGradients:
         sent, bucket_size = grads.to(self._dtypes.communication or grads.dtype), self._comm.reduce_bucket_size
         # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
         if self._shard_group.size > 1 and self._comm.reduce_scatter:
-            pending = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._dtypes.reduction)
+            pending = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._reduce_dtype)
         else:
             group = self._replica_group if self._shard_group.size == 1 else self._shard_group
-            pending = all_reduce_into(sent, group, "sum", bucket_size, self._dtypes.reduction)
+            pending = all_reduce_into(sent, group, "sum", bucket_size, self._reduce_dtype)
             own = sent[self._shard_slice]
             if own.data_ptr() != output.data_ptr():
                 pending = CollectiveWork([pending], partial(output.copy_, own))
@@ -281,18 +266,18 @@ class FlatGradients:
             reduced.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
         if self.offloader is not None:
             copy = self.offloader.offload(reduced)
-            self._release_buffer(copy if is_in_buffer else None)
+            self._return_buffer(copy if is_in_buffer else None)
             self._shard = reduced.new_empty(0)  # the sums are in the offloader
         elif self._shard is not None:  # sums of earlier micro-batches
             self._shard.add_(reduced)
-            self._release_buffer()
+            self._return_buffer()
         else:
             self._shard = reduced
             if not self._accumulates_shard:
                 return  # the sums stay in the full buffer until the step
             if is_in_buffer:  # the shard keeps this memory; the pool does not get it back
                 self._full_buffer = None
-            self._release_buffer()
+            self._return_buffer()
         self.filled_slots.clear()
 
     def zero_param_grad(self, index: int) -> None:
@@ -303,7 +288,7 @@ class FlatGradients:
                 if segment.slot is slot:
                     self.shard[segment.shard_offset : segment.shard_offset + segment.count].zero_()
         if index in self.filled_slots:
-            self.grad_view(index).zero_()
+            self._get_full_buffer().views[index].zero_()
         self.params_with_grad.discard(index)
 
     @property
@@ -324,14 +309,6 @@ class FlatGradients:
         else:
             self.offloader.row_norms(out)
 
-    def cancel_reduction(self) -> None:
-        """Wait for a running reduction and drop its result."""
-        if self._pending_reduction is not None:
-            self._pending_reduction.wait()
-            self._pending_reduction = self._reduction_output = None
-        if self.offloader is not None:
-            self.offloader.cancel_prefetch()
-
     # ---- from backward to backward ------------------------------------------------------------------------------
 
     @property
@@ -346,6 +323,7 @@ class FlatGradients:
             self._full_dtype = self._dtypes.grad_shard if in_shard_dtype else self._dtypes.grads
 
     def begin_backward(self) -> None:
+        self.check_user_modified_grads()
         for hook in self.grad_hooks:
             hooks = hook.hooks_dict_ref()
             if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
@@ -356,7 +334,7 @@ class FlatGradients:
             # Another backward after the reduction and before a step: keep the sums apart, so that they are not
             # reduced twice; the next reduction is added to them.
             self._shard = self.shard.clone()
-            self._release_buffer()
+            self._return_buffer()
             self.filled_slots.clear()
         self.state = GradState.UNREDUCED
 
@@ -372,29 +350,30 @@ class FlatGradients:
             for index in self.filled_slots - self._slots_with_grad_view:
                 self._set_grad_view(index)  # gradients that an operation wrote in place
         self._arrived_in_backward.clear()
-        self.has_all_step_grads = ends_step and self.is_reduced
+        self.is_complete = False
+        self.has_all_step_grads = ends_step and self.state is not GradState.UNREDUCED
 
     def discard(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, also those whose reduction is running."""
+        if self._pending_reduction is not None:
+            self._pending_reduction.wait()
+            self._pending_reduction = self._reduction_output = None
+        if self.offloader is not None:
+            self.offloader.cancel_prefetch()
         self._clear_param_grads()
         self._evict_reservations(*self._reservations)
         for marks in (self._arrived_in_backward, self.params_with_grad, self.filled_slots):
             marks.clear()
-        self._release_buffer()
-        self._shard, self.state, self.has_all_step_grads = None, GradState.UNREDUCED, False
+        self._return_buffer()
+        self._shard, self.state, self.is_complete, self.has_all_step_grads = None, GradState.UNREDUCED, False, False
 
 
 class MainGradWriter:
     """Implements `mpu.grads.MainGrad` for one parameter."""
 
     def __init__(self, grads: FlatGradients, index: int) -> None:
-        self._grads, self._index = grads, index
-
-    def reserve(self) -> MainGradReservation | None:
-        return self._grads.reserve_slot(self._index)
-
-    def accumulated(self) -> Tensor:
-        return self._grads.accumulated_grad(self._index)
+        self.reserve = partial(grads.reserve_slot, index)
+        self.accumulated = partial(grads.accumulated_grad, index)
 
 
 class WgradReservation:
@@ -411,4 +390,4 @@ class WgradReservation:
         if self.has_moved:
             self._grads.accumulated_grad(self._index).add_(self.buffer)
         else:
-            self._grads.commit_reservation(self._index)
+            self._grads.mark_grad_received(self._index, in_place=True)

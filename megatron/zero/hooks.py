@@ -1,4 +1,4 @@
-"""Module, gradient and saved-tensor hooks of the engine. They report to a `UnitEvents` object.
+"""Module, gradient and saved-tensor hooks of the engine. They report to a `PassCoordinator`.
 
 A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
 the parameters that no other unit has.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -28,6 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
+
+if TYPE_CHECKING:
+    from megatron.zero.pass_coordinator import PassCoordinator
 
 
 def iter_tensors(value: object) -> Iterator[Tensor]:
@@ -145,30 +148,21 @@ class Unit:
         """Elements that are sharded between uses."""
         self.has_frozen = any(not bucket.trainable for bucket in buckets)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Those elements are gathered, or a gather is running."""
-        return any(bucket.is_unsharded for bucket in self.sharded_buckets)
-
     def has_view(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of gathered parameters that will be resharded."""
         return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
 
 
-class UnitEvents(Protocol):
-    """The receiver of the events: `PassCoordinator` of backward.py, or FSDP's root around one."""
+class UnitCall:
+    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
-    def before_forward(self, unit: Unit) -> None: ...
+    weight_version = 0  # version of the weights in this forward; the backward must run with the same
 
-    def after_forward(self, unit: Unit, call: UnitCall) -> None: ...
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
 
-    def before_backward(self, unit: Unit, call: UnitCall) -> None:
-        """Called for each output of one `call` of the unit."""
-
-    def input_grads_ready(self, unit: Unit) -> None:
-        """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
-
-    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
+    def shares_output_with(self, other: UnitCall) -> bool:
+        return not self._output_ids.isdisjoint(other._output_ids)
 
 
 class EngineHook:
@@ -191,6 +185,64 @@ def _do_nothing(*given: Any) -> None:
     pass
 
 
+def register_unit_hooks(units: Sequence[Unit], coordinator: PassCoordinator) -> list[RemovableHandle]:
+    """Report the events of every unit to `coordinator`. Returns the handles that remove the hooks."""
+    handles: list[RemovableHandle] = []
+    for unit in units:
+        handles.append(unit.module.register_forward_pre_hook(  # first, so that hooks of users see gathered parameters
+            EngineHook(partial(_before_forward, coordinator, unit)), with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after_forward, coordinator, unit))))
+        for bucket in unit.buckets:
+            for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
+                ready = partial(_param_grad_ready, ref(coordinator), ref(unit), ref(bucket), index)
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook needs it; a user may freeze and unfreeze parameters later
+                bucket.grads.grad_hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+                parameter.requires_grad_(is_trained)
+            handles.extend(bucket.grads.grad_hooks)
+    return handles
+
+
+def _before_forward(coordinator: PassCoordinator, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    coordinator.before_forward(unit)
+    if unit.has_frozen and torch.is_grad_enabled():
+        inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
+        if inputs:
+            register_multi_grad_hook(inputs, lambda gradients: coordinator.input_grads_ready(unit))
+
+
+def _after_forward(coordinator: PassCoordinator, unit: Unit, module: nn.Module, inputs: object,
+                   output: object) -> object:
+    if any(map(unit.has_view, iter_tensors(output))):  # a view would keep the whole gathered buffer alive
+        output = map_tensors(output, lambda tensor: tensor.clone() if unit.has_view(tensor) else tensor)
+    outputs = list(iter_tensors(output))
+    # Leaves get gradients in no fixed order.
+    grad_outputs = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
+    if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
+        save_params_by_reference(grad_outputs, unit.sharded_buckets)
+    call = UnitCall(grad_outputs)
+    for tensor in grad_outputs:
+        tensor.register_hook(lambda gradient: coordinator.before_backward(unit, call))
+    if not outputs and output is not None and unit.numel:
+        raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
+                          "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
+                          "them")
+    coordinator.after_forward(unit, call)
+    return output
+
+
+def _param_grad_ready(coordinator_of: ref[PassCoordinator], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
+                      parameter: Tensor) -> None:
+    # Weak references: torch's C++ holds this hook, and a reference cycle through C++ is never collected. The module
+    # hooks keep the three objects alive.
+    coordinator, unit, bucket = coordinator_of(), unit_of(), bucket_of()
+    if coordinator is not None and unit is not None and bucket is not None:
+        coordinator.param_grad_ready(unit, bucket, index)
+
+
+# ---- other hooks ----------------------------------------------------------------------------------------------------
+
+
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     def refuse_load(buckets: set[FlatBucket], *arguments: object) -> None:
@@ -208,28 +260,14 @@ def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     return handles
 
 
-def register_unit_hooks(units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
-    """Report the events of every unit to `events`. Returns the handles that remove the hooks."""
-    handles: list[RemovableHandle] = []
-    for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(  # first, so that hooks of users see gathered parameters
-            EngineHook(partial(_before_forward, events, unit)), with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after_forward, events, unit))))
-        for bucket in unit.buckets:
-            for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
-                ready = partial(_param_grad_ready, ref(events), ref(unit), ref(bucket), index)
-                is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # the hook needs it; a user may freeze and unfreeze parameters later
-                bucket.grads.grad_hooks.append(parameter.register_post_accumulate_grad_hook(ready))
-                parameter.requires_grad_(is_trained)
-            handles.extend(bucket.grads.grad_hooks)
-    return handles
-
-
 def map_module_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
     """Apply `change` to the positional and keyword arguments of every call of the module."""
     return module.register_forward_pre_hook(lambda module, args, kwargs: (change(args), change(kwargs)), prepend=True,
                                             with_kwargs=True)
+
+
+def map_module_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
+    return module.register_forward_hook(lambda module, args, output: change(output))
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -283,55 +321,3 @@ def on_backward_end(call: Callable[[], None]) -> Callable[[], bool]:
     torch.autograd.Variable._execution_engine.queue_callback(once)
     callback_ref = ref(once)
     return lambda: callback_ref() is not None
-
-
-def map_module_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
-    return module.register_forward_hook(lambda module, args, output: change(output))
-
-
-def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-    events.before_forward(unit)
-    if unit.has_frozen and torch.is_grad_enabled():
-        inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
-        if inputs:
-            register_multi_grad_hook(inputs, lambda gradients: events.input_grads_ready(unit))
-
-
-class UnitCall:
-    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
-
-    weight_version = 0  # version of the weights in this forward; the backward must run with the same
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
-
-    def shares_output_with(self, other: UnitCall) -> bool:
-        return not self._output_ids.isdisjoint(other._output_ids)
-
-
-def _after_forward(events: UnitEvents, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
-    if any(map(unit.has_view, iter_tensors(output))):  # a view would keep the whole gathered buffer alive
-        output = map_tensors(output, lambda tensor: tensor.clone() if unit.has_view(tensor) else tensor)
-    outputs = list(iter_tensors(output))
-    # Leaves get gradients in no fixed order.
-    grad_outputs = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
-    if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
-        save_params_by_reference(grad_outputs, unit.sharded_buckets)
-    call = UnitCall(grad_outputs)
-    for tensor in grad_outputs:
-        tensor.register_hook(lambda gradient: events.before_backward(unit, call))
-    if not outputs and output is not None and unit.numel:
-        raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
-                          "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
-                          "them")
-    events.after_forward(unit, call)
-    return output
-
-
-def _param_grad_ready(events_of: ref[UnitEvents], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
-                      parameter: Tensor) -> None:
-    # Weak references: torch's C++ holds this hook, and a reference cycle through C++ is never collected. The module
-    # hooks keep the three objects alive.
-    events, unit, bucket = events_of(), unit_of(), bucket_of()
-    if events is not None and unit is not None and bucket is not None:
-        events.param_grad_ready(unit, bucket, index)

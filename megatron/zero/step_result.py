@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from mpu.collectives import all_gather_json, all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
+if TYPE_CHECKING:
+    from megatron.zero.step import GradNorm
 
 MAX_EXTRA_SCALARS = 8
 """Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
@@ -54,6 +56,7 @@ class StepReport:
     settings: Mapping[str, str] | None  # the settings of this rank for the step; None on a single rank
     losses: Sequence[Tensor]
     """Of this rank's micro-batches. Read only if a gradient is not finite."""
+    norm: GradNorm  # names the first parameter whose gradient is not finite
     note: str | None  # what changes from this step on
     given_scalar_count: int  # how many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding
     skip_warning: str | None = None
@@ -85,11 +88,6 @@ class StepReport:
         """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
         step was skipped."""
         return self._on_host[0]
-
-    @property
-    def has_veto(self) -> bool:
-        """At least one rank refuses the step."""
-        return self._on_host[4] > 0
 
     @property
     def ranks_agree(self) -> bool:

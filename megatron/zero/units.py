@@ -1,4 +1,4 @@
-"""Cuts a model into units, checks that it keeps their parameters, and finds the hidden matrices that Muon updates.
+"""Cuts a model into units, and checks that it keeps their parameters.
 
 A unit is an element of an outermost `ModuleList` (a transformer block), a tile of a tiled linear inside one, or a
 module marked as a leaf (`set_z3_leaf_modules`). The root has the rest: parameters outside of units, shared between
@@ -6,21 +6,16 @@ them, registered as external, and small ones (`stage3_param_persistence_threshol
 parameters of a unit have a bucket each.
 
 `ModelParamGuard` refuses a step if a parameter was replaced, added, moved or unfrozen after `zero.initialize`.
-A *hidden matrix* has two dimensions, lies in a unit (not the root), and belongs to no embedding; `use_muon` in a
-param group overrides this.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.optim.rule import ParamGroup
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BucketingConfig
 from megatron.zero.gradients import MainGradWriter
@@ -120,8 +115,8 @@ class ModelParamGuard:
         self.steps = 0  # steps since the weights were loaded
 
     def check_before_step(self) -> None:
-        """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes
-        1 ms for 1,200 parameters on a CPU core."""
+        """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one or to its
+        gradient. Takes 1 ms for 1,200 parameters on a CPU core."""
         param_ids = _collect_param_ids(self._model)
         if param_ids != self._param_ids:
             gone = self._trained_names.keys() - param_ids
@@ -136,12 +131,15 @@ class ModelParamGuard:
                     raise ConfigError(f"{name} came to the model after zero.initialize: the engine does not train it; "
                                       "add it before, freeze it, or destroy() the engine and initialize again")
             self._param_ids = param_ids
+        self.steps += 1
+        compares_values = self.steps.bit_count() == 1  # steps 1, 2, 4, 8 ...
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check_not_gathered_by_user("engine.step()")
                 bucket.check_params_unchanged()
-        self.steps += 1
-        self.check_user_writes(compare_values=self.steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
+                bucket.check_user_writes(compare_values=compares_values)
+                if bucket.trainable:
+                    bucket.grads.check_user_modified_grads()
 
     def check_user_writes(self, *, compare_values: bool) -> None:
         """Raise ConfigError for in-place writes that the next step would undo."""
@@ -152,6 +150,7 @@ class ModelParamGuard:
     def check_before_load(self) -> None:
         """Raise ConfigError if loaded weights would not reach a parameter of the model."""
         for bucket in self._buckets:
+            bucket.check_not_offloaded("a load")
             bucket.check_not_gathered_by_user("a load")
         self.check_params_in_buffers()
 
@@ -175,69 +174,3 @@ def _collect_param_ids(model: nn.Module) -> list[int]:
             param_ids.extend(map(id, module._parameters.values()))
             stack.extend(module._modules.values())
     return param_ids
-
-
-EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
-HEAD_NAMES = ("embed", "head", "output", "classifier", "score")
-"""A module whose name contains one of these is taken for the output layer, which makes logits."""
-
-MUON_KEYS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "split_qkv")
-ADAM_KEYS = ("betas", "eps")
-LR_KEYS = {True: "muon_lr", False: "adam_lr"}
-
-
-def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float) -> list[ParamGroup]:
-    """Split each group into one for Muon (hidden matrices) and one for AdamW, without empty ones.
-
-    Each new group has the hyper-parameters of its optimizer, and `lr_scale`, the factor from the common `lr` to the
-    learning rate of that optimizer. Raises ConfigError if Muon would get no matrix."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    hidden = hidden_matrices(model)
-    split: list[ParamGroup] = []
-    for group in groups:
-        for use_muon in (True, False):
-            members = [p for p in group["params"] if bool(group.get("use_muon", p in hidden)) == use_muon]
-            for parameter in members if use_muon else ():
-                if len(shape := tuple(full_shape(parameter))) != 2:
-                    raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param "
-                                      "group that says \"use_muon\": true: only a matrix, of two dimensions, can be "
-                                      "made orthogonal; leave it out")
-            if members:
-                left_out = {*(ADAM_KEYS if use_muon else MUON_KEYS), *LR_KEYS.values()}
-                rate = group[LR_KEYS[use_muon]]
-                split.append({**{key: value for key, value in group.items() if key not in left_out}, "params": members,
-                              "use_muon": use_muon, "lr_scale": 1.0 if rate is None else rate / lr})
-    if not any(group["use_muon"] for group in split):
-        raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
-                          "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
-    _check_tiles(model, split)
-    return split
-
-
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    units = unit_name_by_param(model)
-    has_blocks = any(unit != ROOT for unit in units.values())
-    embeddings = {p for module in model.modules() if isinstance(module, EMBEDDING_CLASSES)
-                  for p in module.parameters(recurse=False)}
-    return {p for name, p in model.named_parameters() if len(full_shape(p)) == 2 and p not in embeddings
-            and (units[p] != ROOT if has_blocks
-                 else not any(word in name.lower().rpartition(".")[0].rpartition(".")[2] for word in HEAD_NAMES))}
-
-
-def muon_split_note(groups: Sequence[ParamGroup]) -> str:
-    """One line: how many parameters Muon and AdamW update."""
-    count, numbers = Counter[bool](), Counter[bool]()
-    for group in groups:
-        count[group["use_muon"]] += len(group["params"])
-        numbers[group["use_muon"]] += sum(full_shape(p).numel() for p in group["params"])
-    return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW "
-            f"updates the {count[False]} other parameters, {numbers[False]} numbers")
-
-
-def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Refuse tiled linears in Muon groups: their matrix never exists as one tensor."""
-    of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
-    for name, module in model.named_modules():
-        if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
-            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose full matrix never exists: give its "
-                              "parameters in a group that says \"use_muon\": false, or leave tiling out")

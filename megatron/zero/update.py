@@ -29,8 +29,7 @@ from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.storage import (HOST, WEIGHT, EngineStorage, HostShard, Location, StateTensors,
                                            StorageBackend)
 from megatron.zero.state import EngineState
-from mpu.backends import Op
-from mpu.collectives import all_gather_into, all_reduce
+from mpu.collectives import Op, all_gather_into, all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 from mpu.partition import join_local_slices, local_slice
@@ -109,10 +108,14 @@ class MasterToParamCopier:
     def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
         self._copy_streams = engine_storage.copy_streams
         self._last_copy: CopyEvent | None = None
+        self.crossing_buckets = {
+            bucket for bucket in buckets if self._copy_streams is not None and bucket.param_shard.is_in_memory
+            and bucket.param_shard.location is not bucket.storage.update_location}
+        """Buckets whose parameter shard is in the memory of another device than the one that updates."""
         self._staging: dict[Location, StagingDoubleBuffer] = {}
         for location in (Location.DEVICE, Location.HOST):
             across = [bucket for bucket in buckets
-                      if bucket.storage.update_location is location and self.crosses_devices(bucket)]
+                      if bucket.storage.update_location is location and bucket in self.crossing_buckets]
             if across:
                 size = max(chunk.stop - chunk.start for bucket in across for chunk in bucket.master_state.chunks)
                 self._staging[location] = StagingDoubleBuffer(
@@ -122,14 +125,9 @@ class MasterToParamCopier:
     def lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
         if not bucket.has_separate_masters:
             return None
-        if self.crosses_devices(bucket):
+        if bucket in self.crossing_buckets:
             return self._staging[bucket.storage.update_location].acquire(chunk.stop - chunk.start)
         return bucket.param_shard.view(WEIGHT)[chunk] if bucket.param_shard.is_in_memory else None
-
-    def crosses_devices(self, bucket: FlatBucket) -> bool:
-        """The parameter shard is in the memory of another device than the one that updates."""
-        return (self._copy_streams is not None and bucket.param_shard.is_in_memory
-                and bucket.param_shard.location is not bucket.storage.update_location)
 
     def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
         """Copy the new parameters to their shards. Unless `lp_is_written`, first cast the masters into `lp_out`."""
@@ -143,7 +141,7 @@ class MasterToParamCopier:
             if tile.lp_out is None and bucket.has_separate_masters:
                 bucket.param_shard.write(WEIGHT, tile.chunk.start,
                                          tile.master_state[WEIGHT].to(bucket.param_shard.dtype))
-            elif tile.lp_out is not None and self.crosses_devices(bucket):
+            elif tile.lp_out is not None and bucket in self.crossing_buckets:
                 self._copy_across(bucket, tile.chunk, tile.lp_out)
 
     def _copy_across(self, bucket: FlatBucket, chunk: slice, lp_out: Tensor) -> None:
@@ -189,7 +187,7 @@ class OptimizerUpdate:
             # An accelerator updates all chunks at once, which saves launches. The host takes one chunk at a time, so
             # that it stays in the cache.
             is_batched = on_accelerator(state.device) and storage.location is Location.DEVICE and \
-                not any(map(self._copier.crosses_devices, buckets))
+                self._copier.crossing_buckets.isdisjoint(buckets)
             self._tiles_by_storage[storage] = [chunks] if is_batched else [[chunk] for chunk in chunks]
             self.is_batched &= is_batched
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
@@ -198,11 +196,11 @@ class OptimizerUpdate:
     def __call__(self, step: StepScalars | float) -> None:
         """Update all shards and start the all-gathers. `step` is the factor of the gradients, or the scalars of a
         deferred step on the device."""
-        self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         for storage, all_tiles in self._tiles_by_storage.items():
-            scalars = self._scalars_on(all_tiles[0][0][0].update_device, step)
+            scalars = step if isinstance(step, StepScalars) else StepScalars.for_applied_step(
+                step, self._state.counters.optimizer_steps, all_tiles[0][0][0].update_device)
             with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
                                              for tiles in all_tiles)) as chunk_iterator:
                 for tiles, chunk_states in zip(all_tiles, chunk_iterator, strict=True):
@@ -215,44 +213,38 @@ class OptimizerUpdate:
                         self._copier.join_copies()
                     for bucket in updated:
                         bucket.start_allgather_after_step()  # [shard_numel] on each rank -> [numel]
-        self._state.unfinished_change = None
 
     def finish(self) -> None:
         """Wait for a delayed update and copy its masters to the parameters. Collective."""
 
-    def _scalars_on(self, device: torch.device, step: StepScalars | float) -> StepScalars:
-        return step if isinstance(step, StepScalars) else StepScalars.for_applied_step(
-            step, self._state.counters.optimizer_steps, device)
-
     def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: Sequence[ParamGroup], scalars: StepScalars) -> bool:
-        """Run the rule on the tiles. True if it has also written every `lp_out`."""
-        written = True
-        for number, hyper in enumerate(hypers):
-            segments = [segment for tile in tiles for segment in self._segments_of(tile, number)]
+        """Run the rule on the tiles, one group of hyper-parameters at a time. True if it has also written every
+        `lp_out`."""
+        written, elementwise = True, self._rule.elementwise
+        for group, hyper in enumerate(hypers):
+            segments = []
+            for tile in tiles:  # the part of each tile that belongs to the group: one contiguous range
+                bucket, chunk, layout, rank = tile.bucket, tile.chunk, tile.bucket.layout, tile.bucket.shard_group.rank
+                start, stop = layout.group_range(rank, group)
+                start, stop = max(start, chunk.start), min(stop, chunk.stop)
+                if start >= stop:
+                    if elementwise:
+                        continue
+                    start = stop = chunk.start  # an empty segment: the rule's reductions are collective
+                parts = [] if elementwise else [SlotRange(index, first - start, last - start) for index, first, last
+                                                in layout.slot_ranges(rank) if start <= first < stop]
+                names = () if elementwise else tuple(slot.name for slot in layout.slots)
+                here = slice(start - chunk.start, stop - chunk.start)
+                segments.append(UpdateSegment(
+                    group, tile.master_state[WEIGHT][here], tile.grads[here],
+                    {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}, parts,
+                    len(layout.slots), partial(self._reduce_slot_values, bucket, "sum"),
+                    None if tile.lp_out is None else tile.lp_out[here],
+                    partial(self._reduce_slot_values, bucket, "max"), names,
+                    partial(gather_full_params, bucket, self._groups.tp, group)))
             if segments:
                 written &= self._rule.step(segments, hyper, scalars)
         return written
-
-    def _segments_of(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
-        """The segment of a tile with the hyper-parameters of one group, if there is one. A rule that is not elementwise
-        also gets empty segments: its reductions are collective."""
-        bucket, chunk, rank, elementwise = tile.bucket, tile.chunk, tile.bucket.shard_group.rank, self._rule.elementwise
-        start, stop = bucket.layout.group_range(rank, group)
-        start, stop = max(start, chunk.start), min(stop, chunk.stop)
-        if start >= stop:
-            if elementwise:
-                return
-            start = stop = chunk.start
-        parts = [] if elementwise else [SlotRange(index, first - start, last - start) for index, first, last
-                                        in bucket.layout.slot_ranges(rank) if start <= first < stop]
-        names = () if elementwise else tuple(slot.name for slot in bucket.layout.slots)
-        here = slice(start - chunk.start, stop - chunk.start)
-        states = {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}
-        lp_out = None if tile.lp_out is None else tile.lp_out[here]
-        yield UpdateSegment(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts,
-                            len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), lp_out,
-                            partial(self._reduce_slot_values, bucket, "max"), names,
-                            partial(gather_full_params, bucket, self._groups.tp, group))
 
     def _reduce_slot_values(self, bucket: FlatBucket, op: Op, values: Tensor) -> Tensor:
         """[parameters of the bucket]: sums or maxima over this rank's part of each parameter -> over all of it."""
@@ -289,7 +281,9 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
         hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
                   for hyper in self._param_groups]
-        self.running = self._worker.submit(self._update_tiles, tiles, hypers, self._scalars_on(HOST, step))
+        assert isinstance(step, float), "the host knows that the step is applied"
+        scalars = StepScalars.for_applied_step(step, self._state.counters.optimizer_steps, HOST)
+        self.running = self._worker.submit(self._update_tiles, tiles, hypers, scalars)
         for shard in shards:
             shard.pending_update = self.running
 
@@ -302,7 +296,6 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
     def finish(self) -> None:
         if self.running is None:
             return
-        self._state.unfinished_change = "step"
         under_way, self.running = self.running, None
         under_way.result()
         events = []
@@ -312,4 +305,3 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
             self._copier.join_copies()
             bucket.start_allgather_after_step()
         self._pending_copies = [event for event in events if event is not None]
-        self._state.unfinished_change = None

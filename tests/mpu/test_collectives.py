@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mpu import collective_tracker
-from mpu.backends import via_host
 from mpu.collective_tracker import CollectiveState
 from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
                              all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
-                             reduce_scatter_into)
+                             reduce_scatter_into, via_host)
 from mpu.groups import SOLO, Group, build, group_from_process_group
 from mpu.split import ParallelError
 from tests.distributed import on_ranks, run_ranks

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
 from megatron.distributed.process_group import read_environment
 from megatron.distributed.rank_status import STATUS
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, TrainerError
 from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
                                              load_module_weights, restore_rng_streams, begin_engine_save,
@@ -41,7 +41,7 @@ from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gathe
 from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
-                                               ProgressiveLayerDrop)
+                                               ProgressiveLayerDrop, StepObserver)
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.torch_interfaces import (EpochDataLoader, LRSchedulerProtocol, ReversibleSchedulerStep,
                                                 ZeroOptimizer, is_reversible)
@@ -49,7 +49,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.hooks import map_tensors
 from megatron.zero.offload.nvme import NvmeStorage
-from megatron.zero.state import parse_offload_states
+from megatron.zero.offload_states import parse_offload_states
 from megatron.zero.step_result import StepReport
 from mpu.collectives import broadcast_json
 
@@ -80,6 +80,7 @@ class Engine:
         self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
         self.profiled_step = ProfiledStep(config, core, self)
         """Profiles one step module by module, if the configuration asks for it."""
+        self._observers: list[StepObserver] = [one for one in (self.monitor, self.profiled_step) if one.is_active]
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: self.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
@@ -114,8 +115,7 @@ class Engine:
             self._eigenvalues.record_forward(args, kwargs)  # of the full model: before layer drop arguments
         if self.progressive_layer_drop is not None and self.training:
             kwargs = {**kwargs, **self.progressive_layer_drop.forward_arguments()}
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("forward"), \
-                self.profiled_step.phase("forward"):
+        with self._phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,10 +123,10 @@ class Engine:
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("backward"), \
-                self.profiled_step.phase("backward"):
+        with self._phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
-        self.monitor.add_loss(part)
+        for observer in self._observers:
+            observer.backward_done(part)
         return part
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, extra_scalars: Sequence[Tensor | float] = ()
@@ -135,10 +135,10 @@ class Engine:
         and step the scheduler (with `lr_kwargs`), unless the step is skipped for an overflow. `extra_scalars`, at most
         8 numbers, are summed over all ranks in the step's all-reduce (`StepReport.extra_scalars`). None off the
         boundary."""
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), \
-                self.profiled_step.phase("step"):
-            self.finish_step()
-            report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
+        with self._phase("step"):
+            if self._unreported_step is not None:  # before the learning rate of this step is read
+                self.finish_step()
+            report = self.core.step(extra_scalars, self._background_save.progress)
             if self.block_until_params_gathered:
                 self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
@@ -159,9 +159,24 @@ class Engine:
         self._unreported_step = report
         if not self.core.is_deferred:
             self._report_last_step()
-        self.monitor.step_done(self)
-        self.profiled_step.step_done()
+        for observer in self._observers:
+            observer.step_done(self)
         return report
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Around each forward, backward and step: observers measure it, and an error names the settings in the user's
+        words and marks this rank as failed."""
+        try:
+            with ExitStack() as observed:
+                for observer in self._observers:
+                    observed.enter_context(observer.phase(name))
+                yield
+        except BaseException as error:
+            STATUS.mark_failed(error)
+            if isinstance(error, TrainerError):
+                error.args = (self.config.key_names.translate(str(error)),)
+            raise
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
@@ -181,17 +196,17 @@ class Engine:
                 scheduler_step.undo()
 
     def finish_step(self) -> None:
-        """Wait for the result of the last step, and raise its errors. Collective. `step` calls it first: on an
-        accelerator the host reads the result of a step one step late."""
+        """Wait for the result of the last step, and raise its errors. Collective. The next `step` calls it first if
+        need be: on an accelerator the host reads the result of a step one step late."""
         self.core.finish_step()
         self._report_last_step()
 
     def _report_last_step(self) -> None:
         """Undo the scheduler step of a skipped step, print its warning, and poll the background save. Local."""
-        self._undo_lr_step_if_skipped()
         report, self._unreported_step = self._unreported_step, None
         if report is None:
             return
+        self._undo_lr_step_if_skipped()
         if report.skip_warning is not None:
             self._print(f"warning: {report.skip_warning}")
         if report.note is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,7 +62,24 @@ class MonitorConfig:
     wandb: WandbProject | None = None
 
 
-class EngineMonitor:
+class StepObserver(ABC):
+    """What a configuration adds around the phases of each step."""
+
+    is_active: bool  # otherwise the engine never calls it
+
+    @abstractmethod
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Context of the forward, the backward or the step."""
+
+    def backward_done(self, loss: Tensor) -> None:
+        """After a backward; `loss` is divided by the number of micro-batches."""
+
+    @abstractmethod
+    def step_done(self, engine: Engine) -> None:
+        """After an optimizer step."""
+
+
+class EngineMonitor(StepObserver):
     """Monitor of one engine; inactive on ranks other than the first."""
 
     def __init__(self, config: MonitorConfig, device: torch.device, is_first_rank: bool,
@@ -71,6 +89,7 @@ class EngineMonitor:
         self._print_interval = active.steps_per_print or (
             DEFAULT_STEPS_PER_PRINT if active.times or active.memory else 0)
         """Steps between console lines; 0: none."""
+        self.is_active = active != MonitorConfig()
         self._device, self._read_nvme_stats = device, read_nvme_stats
         self._loss: Tensor | None = None
         self._seconds: dict[str, float] = {}  # by phase, since the last console line
@@ -130,14 +149,13 @@ class EngineMonitor:
         """The accumulated gradients were discarded."""
         self._loss = None
 
-    def add_loss(self, part: Tensor) -> None:
+    def backward_done(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss; it stays on the device."""
         if self._print_interval or self._sinks:
-            part = part.detach()
-            self._loss = part if self._loss is None else self._loss + part
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def step_done(self, engine: Engine) -> None:
-        """After an optimizer step: write the scalars, and a console line if due."""
+        """Write the scalars, and a console line if due."""
         self._steps_since_line += 1
         self._write_pending_scalars()
         loss, self._loss = self._loss, None
@@ -284,7 +302,7 @@ def check_forward_signature(module: nn.Module) -> bool:
     return STEP_ARGUMENT in parameters
 
 
-class ProfiledStep:
+class ProfiledStep(StepObserver):
     def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
         self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
@@ -296,10 +314,10 @@ class ProfiledStep:
         if self._config.flops_profiler and core.groups.world.rank == 0:
             from megatron import profiler
             self.profiler = profiler.FlopsProfiler(core.module, engine)
-        self._is_due = self._config.flops_profiler
+        self.is_active = self._is_due = self._config.flops_profiler
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Context of forward, backward or step. The optimizer step is timed but its FLOPs are not counted."""
+        """The optimizer step is timed but its FLOPs are not counted."""
         if not self._is_due or not self._core.module.training:
             return nullcontext()
         ahead = self._config.flops_profiler_step - self._core.state.counters.global_steps - 1
@@ -316,8 +334,8 @@ class ProfiledStep:
             return self.profiler.part(name, counts=ahead == 0 and name != "step")
         return nullcontext()
 
-    def step_done(self) -> None:
-        """After an optimizer step; writes the report of the profiled one."""
+    def step_done(self, engine: Engine) -> None:
+        """Write the report of the profiled step."""
         step, config = self._core.state.counters.global_steps, self._config
         if self._is_due and self.profiler is not None and step == config.flops_profiler_step - 1:
             self._previous_step_seconds = sum(self.profiler.profile().phase_seconds.values())

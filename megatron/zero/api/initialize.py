@@ -51,9 +51,9 @@ from megatron.zero.api.torch_interfaces import LRScheduleAdapter, LRSchedulerPro
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
+from megatron.zero.muon_groups import muon_split_note, split_muon_groups
 from megatron.zero.stages import ineffective_on_gpu_notes
 from megatron.zero.step_result import to_plain_values
-from megatron.zero.units import muon_split_note, split_muon_groups
 from mpu.groups import Groups
 
 DEFAULT_PORT = 29500

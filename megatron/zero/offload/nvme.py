@@ -63,6 +63,7 @@ class _StagingBuffers:
 @final
 class NvmeShard(StoredShard):
     location = Location.NVME
+    is_in_memory = False
 
     def __init__(self, storage: NvmeStorage, file: AsyncSwapFile, numel: int, chunks: Sequence[slice]) -> None:
         super().__init__(numel, storage.settings.dtype, chunks)

@@ -54,6 +54,8 @@ class StoredShard(ABC):
     """One bucket's shard in a storage backend: `numel` elements of each kind."""
 
     location: Location
+    is_on_device = False
+    is_in_memory = True  # `view` gives all elements of a kind
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice]) -> None:
         self.numel, self.dtype, self.chunks = numel, dtype, chunks
@@ -69,15 +71,6 @@ class StoredShard(ABC):
     def add_kinds(self, kinds: Sequence[str]) -> None:
         """Add optimizer states, initialized with zeros."""
         self.kinds += tuple(kinds)
-
-    @property
-    def is_on_device(self) -> bool:
-        return self.location is Location.DEVICE
-
-    @property
-    def is_in_memory(self) -> bool:
-        """`view` gives all elements of a kind."""
-        return self.location is not Location.NVME
 
     def view(self, kind: str) -> Tensor:
         """All elements of a kind as a writable view, on the device or in host memory; not for a shard on NVMe."""
@@ -193,6 +186,7 @@ class DeviceShard(StoredShard):
     """Tensors on the device; `open` yields the tensors themselves."""
 
     location = Location.DEVICE
+    is_on_device = True
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(len(weight), weight.dtype, [slice(0, len(weight))])

@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import megatron.train.loop
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS, OPTIMIZERS
 from megatron.config.tree import build_config
 from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.model import count_parameters
+from megatron.model import GPT2, count_parameters
 from megatron.plan import cli as plan
 from megatron.plan.alternatives import all_choices, cheapest_fit, largest_micro_batches, suggest_changes
 from megatron.plan.footprint import PlannedRun
@@ -265,10 +264,10 @@ def test_remedies_keep_the_samples_of_a_step_and_save_what_they_say() -> None:
 
 def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
         capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*args: object) -> None:
+    def exhausted(*args: object, **named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(megatron.train.loop, "forward_loss", exhausted)
+    monkeypatch.setattr(GPT2, "forward", exhausted)
     argv = [*TINY, "--mock-data", "--batch-size", "64", "--train-iters", "2"]
     assert exit_codes.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
     shown, error = capfd.readouterr().err.splitlines()

@@ -11,7 +11,6 @@ from megatron.config.cli import parse_args
 from megatron.plan.footprint import PlannedRun
 from megatron.train import build
 from megatron.train.batches import Batch
-from megatron.train.evaluation import forward_loss
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY
@@ -35,7 +34,7 @@ def bytes_of_gradients(rank: int, world: int, stage: int, flags: list[str]) -> t
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         with counted() as sent:
             for _ in range(config.accumulation(world)):
-                engine.backward(forward_loss(engine, batch))
+                engine.backward(engine(*batch, grad_scale=engine.backward_scale))
                 engine.step()
     found = sum(WAYS[kind] * numel * dtype.itemsize * (world - 1) // world for kind, numel, dtype in sent
                 if kind in WAYS and numel >= LARGE)

@@ -17,7 +17,7 @@ from megatron.layer_drop import ThetaSchedule, kept
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.hooks import Unit
-from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase, UnitState
+from megatron.zero.pass_coordinator import PassCoordinator, UnitPhase, UnitState
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, TINY_SHAPE, lines, records, steps, total_digest, train, train_all
@@ -121,14 +121,14 @@ def test_stage_3_gathers_only_what_runs() -> None:
 def not_foreseen(rank: int, world: int) -> list[list[str]]:
     """Units that were away when a step needed them, in order."""
     found: list[list[str]] = []
-    enter = ParamCoordinator.acquire
+    enter = PassCoordinator._gather_unit
 
-    def noted(coordinator: ParamCoordinator, unit: Unit, phase: UnitPhase) -> None:
+    def noted(coordinator: PassCoordinator, unit: Unit, phase: UnitPhase) -> None:
         if coordinator._states[unit] is UnitState.SHARDED:
             found[-1].append(unit.name)
         enter(coordinator, unit, phase)
 
-    ParamCoordinator.acquire = noted  # type: ignore[method-assign]
+    PassCoordinator._gather_unit = noted  # type: ignore[method-assign]
     engine = engine_for(3, world, checkpoint_activations=True)
     for _ in range(STEPS):
         found.append([])

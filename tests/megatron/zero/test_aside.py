@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron import zero
 from megatron.errors import ConfigError
-from megatron.zero import state
+from megatron.zero import offload_states
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.engine import ZeroEngine
@@ -58,7 +58,7 @@ def cells(folder: Path) -> list[dict[str, Any]]:
 
 @on_ranks(2, timeout=300)
 def test_training_goes_on_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.offload_states.create_copy_streams",
                                                                  lambda device: ferry):
         for cell in cells(tmp_path):
             grid, rows = groups.build(cell.get("model_parallel_size", 1)), batches(6)
@@ -75,14 +75,14 @@ def test_training_goes_on_bit_for_bit(rank: int, world: int, tmp_path: Path) -> 
             engine.detach()
 
 
-NEEDED = [place for place in waits("megatron.zero.state", {"wait_on_device"})
+NEEDED = [place for place in waits("megatron.zero.offload_states", {"wait_on_device"})
           if place.function != "StateOffloader._offload_state"]
 """The lane holds what it copies to the host, so a join there only frees memory."""
 
 
 @pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.offload_states.create_copy_streams",
                                                                  lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
         with nullcontext() if place is None else without(place):
@@ -184,7 +184,7 @@ def test_without_the_optimizer_the_model_still_answers(engine: Engine) -> None:
 
 
 def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
-    before, expected, calls, allot = on_device(engine.core), engine(row(engine)).item(), [], state.page_aligned_zeros
+    before, expected, calls, allot = on_device(engine.core), engine(row(engine)).item(), [], offload_states.page_aligned_zeros
 
     def little(nbytes: int, *arguments: Any, **named: Any) -> Tensor:
         calls.append(nbytes)
@@ -192,7 +192,7 @@ def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
             raise MemoryError("can't allocate memory")
         return allot(nbytes, *arguments, **named)
 
-    with patch.object(state, "page_aligned_zeros", little), pytest.raises(MemoryError):
+    with patch.object(offload_states, "page_aligned_zeros", little), pytest.raises(MemoryError):
         engine.offload_states()
     assert (on_device(engine.core), engine(row(engine)).item()) == (before, expected)
     step(engine)

@@ -25,7 +25,7 @@ from megatron.errors import ConfigError
 from megatron.optim import muon
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.units import hidden_matrices, split_muon_groups
+from megatron.zero.muon_groups import hidden_matrices, split_muon_groups
 from mpu import groups
 from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear

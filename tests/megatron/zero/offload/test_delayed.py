@@ -70,7 +70,7 @@ def test_gradients_are_of_the_weights_one_step_before(rank: int, world: int, sta
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
-        assert isinstance(engine._optimizer_step.update, DelayedOptimizerUpdate)
+        assert isinstance(engine.update, DelayedOptimizerUpdate)
         assert train(engine, rows)[::2] == wanted
         engine.finish_step()
         assert all(map(torch.equal, weights(engine).values(), weights(exact).values()))
@@ -85,7 +85,7 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world:
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
-            assert engine._optimizer_step.update.running is not None
+            assert engine.update.running is not None
             weight = engine.module.wpe.weight
             newest = safe_get_full_fp32_param(weight)
             with GatheredParameters(weight):
@@ -175,7 +175,7 @@ def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
         engine.finish_step()
         with patch.object(engine.rule, "step", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._optimizer_step.update.running])
+            wait([engine.update.running])
         with pytest.raises(MemoryError, match="no room"):
             train(engine, rows[2:])
         with pytest.raises(ConfigError, match="ended half way"):
