@@ -1,14 +1,16 @@
-"""Stage 3: when a backward gathers a block and when it reshards it again."""
+"""Stage 3 and FSDP: when a backward gathers a block and when it reshards it again."""
 
 from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron import zero
+from megatron.fsdp import FSDP
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
@@ -59,3 +61,30 @@ def test_a_recomputed_block_stays_gathered_for_its_backward() -> None:
         engine.backward(engine(torch.ones(2, WIDTH, requires_grad=True)))
     forward = [f"blocks.{number}" for number in range(3)]
     assert gathered == [*forward, *reversed(forward)], "each once in the forward and once in the backward"
+
+
+class FailsInRecomputation(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError("in the recomputation")
+        return super().forward(x)
+
+
+def test_a_recomputation_that_fails_leaves_no_block_running() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = FSDP(FailsInRecomputation(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = FSDP(Model())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    after = model.state_dict()  # refused while a forward or backward runs
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
