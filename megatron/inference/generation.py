@@ -43,15 +43,12 @@ def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequen
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel noise of each token under a key: the argmax of log-probability plus noise is a sample."""
-    x = tokens * -7046029254386353131 + keys  # splitmix64: multiplications wrap, shifts fill with zeros
-    x = (x ^ _logical_right_shift(x, 30)) * -4658895280553007687
-    x = (x ^ _logical_right_shift(x, 27)) * -7723592293110705685
-    x = _logical_right_shift(x ^ _logical_right_shift(x, 31), 11)
+    # splitmix64: multiplications wrap; after a shift the mask clears the copies of the sign
+    x = tokens * -7046029254386353131 + keys
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    x = (x ^ (x >> 31 & (1 << 33) - 1)) >> 11 & (1 << 53) - 1
     return -(-((x.double() + 0.5) * 2.0 ** -53).log()).log()
-
-
-def _logical_right_shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def candidate_probabilities(logits: Tensor, settings: Sampling,
@@ -289,25 +286,19 @@ class Generator:
         sampled = torch.stack([tokens.double(), logprobs.double()])  # one tensor: one wait for the device
         broadcast_into(sampled, 0, self._decoder.model.tp).wait()  # logits of the ranks may differ in their last bits
         for text, token, logprob in zip(texts, *sampled.tolist(), strict=True):
-            self._append_token(text, int(token), logprob)
-
-    def _append_token(self, text: GeneratedSequence, token: int, logprob: float) -> None:
-        request = text.request
-        if not math.isfinite(logprob):
-            text.finish_reason = "not finite"
-            return
-        if token == self._eod:
-            text.finish_reason = "eod"
-            return
-        text.tokens.append(token)
-        text.logprobs.append(logprob)
-        if token in request.end_tokens or request.stops and any(stop in text.detokenized().text
-                                                                for stop in request.stops):
-            text.finish_reason = "stop"
-        elif len(text.tokens) >= request.max_new_tokens:
-            text.finish_reason = "length"
-        elif (len(request.prompt) + len(text.tokens) > self._decoder.max_positions) and not self._sliding_window:
-            text.finish_reason = "positions"
+            if not math.isfinite(logprob) or token == self._eod:
+                text.finish_reason = "eod" if math.isfinite(logprob) else "not finite"
+                continue
+            request, length = text.request, self._decoder.max_positions
+            text.tokens.append(int(token))
+            text.logprobs.append(logprob)
+            if token in request.end_tokens or request.stops and any(
+                    stop in text.detokenized().text for stop in request.stops):
+                text.finish_reason = "stop"
+            elif len(text.tokens) >= request.max_new_tokens:
+                text.finish_reason = "length"
+            elif len(request.prompt) + len(text.tokens) > length and not self._sliding_window:
+                text.finish_reason = "positions"
 
     def _remove_finished(self) -> None:
         """Frees the rows of texts that have ended; the last row moves into each."""

@@ -27,9 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.load import LoadedModel
 from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
-from megatron.serve.api_request import ApiRequest, ServedModel
-from megatron.serve.megatron_api import parse_generation
-from megatron.serve.openai_api import parse_completion
+from megatron.serve.api import ApiRequest, ServedModel, parse_completion, parse_generation
 from megatron.serve.scheduler import STOPPING_MESSAGE, RequestQueue, ServerMetrics, run_leader
 from mpu.groups import Groups
 

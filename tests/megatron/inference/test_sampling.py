@@ -24,8 +24,7 @@ from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, Generated
                                            candidate_probabilities, gumbel_noise, sample_tokens)
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import ServerLimits
-from megatron.serve.api_request import ServedModel
-from megatron.serve.openai_api import OpenAICompletion, parse_completion
+from megatron.serve.api import OpenAICompletion, ServedModel, parse_completion
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -226,14 +225,14 @@ def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_fo
     counts = Counting()
     job = asked(counts, prompt="x" * length, max_tokens=0, echo=True, logprobs=2)
     likely = ((65, -1.0), (66, -2.0))
-    job.texts[0].finish_reason = "length"
-    job.texts[0].scores = TokenScores([-1.0] * (length - 1), [likely] * (length - 1))
+    job.sequences[0].finish_reason = "length"
+    job.sequences[0].scores = TokenScores([-1.0] * (length - 1), [likely] * (length - 1))
     job.full_response()
     assert counts.decoded <= most
 
     counts = Counting()
     job = asked(counts, prompt="x", max_tokens=length, stream=True, logprobs=0)
-    (text,), parts = job.texts, []
+    (text,), parts = job.sequences, []
     for _ in range(length):
         text.tokens.append(65)
         text.logprobs.append(-1.0)

@@ -29,7 +29,7 @@ from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 from megatron.serve import cli, scheduler
 from megatron.serve.admission import AuthPolicy, ServerLimits
-from megatron.serve.api_request import ApiRequest, ServedModel
+from megatron.serve.api import ApiRequest, ServedModel
 from megatron.serve.app import run_server
 from megatron.serve.cli import bind_listener, main
 from megatron.serve.scheduler import RequestQueue, ServerMetrics, run_leader, run_worker
