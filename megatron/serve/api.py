@@ -150,9 +150,9 @@ class ApiRequest:
         """Set when all sequences have ended or `error` is set, and of a stream for each token."""
         self.error: Exception | None = None  # ConnectionResetError: cancelled
 
-    def count_tokens(self) -> tuple[int, int]:
-        """(of the prompts, new)"""
-        return sum(map(len, self.prompts)), sum(len(sequence.tokens) for sequence in self.sequences)
+    def usage(self) -> dict[str, int]:
+        read, made = sum(map(len, self.prompts)), sum(len(sequence.tokens) for sequence in self.sequences)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
     def full_response(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -210,7 +210,7 @@ class OpenAICompletion(ApiRequest):
             choice["logprobs"] = {"tokens": [decode([token]) for token in ids[:kept]], "text_offset": starts[:kept],
                                   "token_logprobs": [None, *scores.logprobs][skipped:][:kept],
                                   "top_logprobs": likeliest}
-        return {**self._frame, "choices": choices, "usage": self._usage()}
+        return {**self._frame, "choices": choices, "usage": self.usage()}
 
     def new_chunks(self) -> list[dict[str, Any]]:
         choices = [self._choice(place, sequence) for place, sequence in enumerate(self.sequences)
@@ -218,12 +218,8 @@ class OpenAICompletion(ApiRequest):
         chunks = [{**self._frame, "choices": [choice]} for choice in choices
                   if choice["text"] or choice["finish_reason"] is not None]
         if self.with_usage and not self.num_open:
-            chunks.append({**self._frame, "choices": [], "usage": self._usage()})
+            chunks.append({**self._frame, "choices": [], "usage": self.usage()})
         return chunks
-
-    def _usage(self) -> dict[str, int]:
-        read, made = self.count_tokens()
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
         """The new text since the last call, with the log-probabilities of the new tokens within it."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.cli import NO, YES, build_parser, normalise_switches, parse_args
+from megatron.config.cli import NO, YES, build_parser, parse_args, translate_argv
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, full_help, short_help
+from megatron.config.config_errors import ErrorList
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
 from megatron.model import count_parameters
@@ -335,9 +336,10 @@ def test_every_switch_has_a_value_as_well(action: argparse.Action) -> None:
         off = [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
         for words, values in (([name], YES), (off, NO)):
             for value in (*values, *map(str.title, values)):
-                kept, sentences = normalise_switches(parser, [f"{name}={value}"])
-                assert not sentences and vars(parser.parse_args(kept)) == vars(parser.parse_args(words))
-        assert name in normalise_switches(parser, [f"{name}=perhaps"])[1][0]
+                kept, _ = translate_argv(parser, [f"{name}={value}"], errors := ErrorList())
+                assert not errors and vars(parser.parse_args(kept)) == vars(parser.parse_args(words))
+        translate_argv(parser, [f"{name}=perhaps"], errors := ErrorList())
+        assert name in errors[0]
 
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
