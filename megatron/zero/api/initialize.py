@@ -97,10 +97,12 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
         config = replace(config, model=shape)
     with config.key_names.translate_errors():
+        # first: with other settings a rank would take part in other collectives
         assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
                                   "the ranks give zero.initialize different configurations")
         device = _choose_device(device)
         check_parameters(model)
+        # nothing could train: as in DeepSpeed, the engine is for evaluation
         evaluates = not (_names(ds_config, "optimizer") or _names(ds_config, "scheduler")) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
         if optimizer is None and not (_names(ds_config, "optimizer") or evaluates):
@@ -111,10 +113,12 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
             _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
             check_forward_signature(model)
+        # after a function made the optimizer: it may have changed the model
         check_same_model(model, groups.world)
         assert_equal_across_ranks(_optimizer_description(rule, param_groups, model), groups.world,
                                   "the ranks give zero.initialize different optimizers")
         storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
+    # from here on the model changes: claim_model marks it if this fails
     with claim_model(model), ExitStack() as on_failure:
         on_failure.callback(storage.close)  # frees NVMe space for a retry
         if evaluates:
@@ -143,7 +147,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                           "nothing")
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        on_failure.pop_all()
+        on_failure.pop_all()  # the engine owns storage and monitor now
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
@@ -283,10 +287,12 @@ def _build_rule_and_groups(config: Config, model: nn.Module, parameters: Any, cl
     if client is not None and not isinstance(client, Optimizer):
         client = client(given)
     if client is not None:
+        # it is never stepped: its class and its hyper-parameters say what the engine computes
         return from_torch(client), client.param_groups, client.defaults, client
     # Tiles end at row boundaries, so that their size does not change results.
     rule, defaults = build_rule(config.optim, min(MAX_TILE_NUMEL, align(config.zero.sub_group_size)))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    # the rate of every step if there is no scheduler; a scheduler sets its own at once
     defaults = {"lr": config.schedule.lr, **defaults}
     complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
     if isinstance(rule, Muon):
@@ -296,6 +302,7 @@ def _build_rule_and_groups(config: Config, model: nn.Module, parameters: Any, cl
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Raise ConfigError unless each trainable parameter is in exactly one group, and groups hold only the model's."""
+    # by identity: tensors compare element by element
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     count = Counter(id(parameter) for group in groups for parameter in group["params"])
     strangers = len(count.keys() - names.keys())
@@ -344,6 +351,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                               f"{environ[name]}; leave the argument out")
     env = process_group.read_environment(environ)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    # a failed call leaves the environment as it was, for another attempt with other arguments
     with process_group.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
