@@ -1,8 +1,9 @@
 """The HTTP application: its routes, and how an answer goes from the model's thread to a client.
 
-A request passes three types: the ASGI scope of uvicorn, the API's `OpenAICompletion` or `MegatronGeneration`, and a
-`GeneratedSequence` for each text. uvicorn parses HTTP/1.1, limits the head of a request and the number of connections,
-and shuts down gracefully; `TimedProtocol` adds two time limits.
+A completion passes four types on its way to the decoder: uvicorn's ASGI scope, an `ApiRequest` (api.py), a `Request`
+for each text in a `StepPlan` (scheduler.py), and a `GeneratedSequence`. Its tokens come back as `TokenEvent`s. uvicorn
+parses HTTP/1.1, limits the head of a request and the number of connections, and shuts down gracefully; `TimedProtocol`
+adds two time limits.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         device = _choose_device(device)
         check_parameters(model)
         # nothing could train: as in DeepSpeed, the engine is for evaluation
-        evaluates = not (_names(ds_config, "optimizer") or _names(ds_config, "scheduler")) and \
+        evaluates = not (_is_configured(ds_config, "optimizer") or _is_configured(ds_config, "scheduler")) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
-        if optimizer is None and not (_names(ds_config, "optimizer") or evaluates):
+        if optimizer is None and not (_is_configured(ds_config, "optimizer") or evaluates):
             raise ConfigError(NO_OPTIMIZER)
         rule, param_groups, defaults, client = _build_rule_and_groups(
             config, model, () if evaluates else model_parameters, optimizer)
@@ -151,7 +151,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
-def _names(ds_config: DsKeyValues | None, section: str) -> bool:
+def _is_configured(ds_config: DsKeyValues | None, section: str) -> bool:
     """Whether the configuration has an optimizer or a scheduler; the trainer's has both."""
     return ds_config is None or f"{section}.type" in ds_config.keys
 
@@ -169,7 +169,7 @@ def _choose_device(device: torch.device | None) -> torch.device:
 def _build_scheduler(given: Any, optimizer: ZeroOptimizer, config: Config,
                      ds_config: DsKeyValues | None) -> LRSchedulerProtocol | None:
     """The caller's scheduler, else the configuration's, which sets the rates of the first step."""
-    if given is None and _names(ds_config, "scheduler"):
+    if given is None and _is_configured(ds_config, "scheduler"):
         floor_ratio = None if ds_config is None else ds_cross_keys.param_group_min_lr(ds_config)
         return LRScheduleAdapter(optimizer, build_lr_schedule(config), floor_ratio)
     scheduler: LRSchedulerProtocol | None = given

@@ -47,13 +47,14 @@ class LRScheduleAdapter:
 
     def _set_step(self, steps: int) -> None:
         self.steps = steps
-        rate, betas = self.schedule(steps), self.schedule.betas(steps)
-        groups = self._optimizer.param_groups
-        for group, peak in zip(groups, self._peaks or [0.0] * len(groups), strict=True):
-            group["lr"] = rate
+        betas = self.schedule.betas(steps)
+        for number, group in enumerate(self._optimizer.param_groups):
+            schedule = self.schedule
             # the groups' own peaks: DeepSpeed's schedules that name no peak scale the optimizer's rates
             if self._floor_ratio is not None:
-                group["lr"] = replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps)
+                peak = self._peaks[number]
+                schedule = replace(schedule, peak=peak, floor=peak * self._floor_ratio)
+            group["lr"] = schedule(steps)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
 
