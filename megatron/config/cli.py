@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import typing
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from data.cli import StrictArgumentParser, normalize_flag_names, suggest_spelling
-from megatron.config import cli_help, ds_json
+from megatron.config import ds_json
+from megatron.config.cli_help import (FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, full_help,
+                                      short_help)
 from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
@@ -43,17 +46,17 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     """The Config that these flags describe; ConfigError names every flag that is wrong. `world_size` is used to solve
     the batch sizes of a `--deepspeed_config`. `other_options` are the options of another command (planner, tuner) that
     these flags were given to."""
-    parser = build_parser()
-    arguments, problems = normalise_switches(parser, normalize_flag_names(argv))
-    ours, foreign_errors, notes = cli_help.answer_foreign_flags(arguments, starts_ranks=not other_options)
-    problems += foreign_errors
+    parser, errors = build_parser(), ErrorCollector()
+    words, notes = translate_argv(parser, argv, errors, foreign=PLANNER_FLAGS if other_options else FOREIGN_FLAGS)
     given = argparse.Namespace()
     try:
-        given, unknown = parser.parse_known_args(ours)
-        problems += [*_unknown_flag_errors(parser, unknown, arguments, other_options), *_conflict_errors(parser, ours)]
+        given, unknown = parser.parse_known_args(words)
+        if unknown:
+            errors += _unknown_flag_errors(parser, unknown, words, other_options)
+        errors += _alias_errors(parser, words)
     except ConfigError as error:  # collected: one message names everything that is wrong
-        problems.append(str(error))
-    ErrorList(problems).raise_if_any()
+        errors.append(str(error))
+    errors.raise_if_any()
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                               for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
@@ -70,17 +73,16 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
         preset = {**preset, OPTIMIZER_DEVICE: "cpu"}
         if OPTIMIZER_DEVICE not in values:
             names = FlagToKeyNames({flag_name(OPTIMIZER_DEVICE): CPU_OPTIMIZER_TEXT})
-    collector = ErrorCollector()
     with names.translate_errors():
-        config = build_config({**preset, **values}, collector) if source is None else ds_json.build_ds_config(
+        config = build_config({**preset, **values}, errors) if source is None else ds_json.build_ds_config(
             source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
-            collector=collector)
+            collector=errors)
         if on_host and config.offload.offload_optimizer_device == "none":
-            collector.add_errors([SettingError("--cpu-optimizer keeps the optimizer's state on the host, but "
-                                               "{offload_optimizer_device} is none: give one of them",
-                                               config.settings())])
-        collector.add_errors(run_errors(config))
-        collector.raise_if_any()
+            errors.add_errors([SettingError("--cpu-optimizer keeps the optimizer's state on the host, but "
+                                            "{offload_optimizer_device} is none: give one of them",
+                                            config.settings())])
+        errors.add_errors(run_errors(config))
+        errors.raise_if_any()
     given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
     unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
     return replace(config, notes=(*notes, *unread, *config.notes))
@@ -95,8 +97,8 @@ def is_dry_run(argv: Sequence[str]) -> bool:
 def build_parser() -> argparse.ArgumentParser:
     parser = StrictArgumentParser("pretrain_gpt2.py", hint="`--help-all` lists every flag", usage_error=ConfigError,
                                   add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=cli_help.short_help)
-    parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=cli_help.full_help)
+    parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=short_help)
+    parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=full_help)
     parser.add_argument("--version", action=_PrintTextAction, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
     parser.add_argument("--preset", type=partial(_choice, "--preset", tuple(PRESETS), {}))
     parser.add_argument("--dry-run", action="store_true")
@@ -104,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
-    for item, kind in (pair for section in SECTIONS.values() for pair in cli_help.fields_with_types(section)):
+    for item, kind in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
         flag = flag_name(item.name)
         names = [flag, *(f"--{alias}" for alias in setting_of(item).aliases)]
         if kind is bool:
@@ -140,25 +142,39 @@ def _choice(flag: str, choices: tuple[str, ...], refused: Mapping[str, str], tex
     return text
 
 
-def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments with --no-compile for `--compile=False` and so on, an error text for each other value of a switch)."""
-    actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
-    normalised, sentences = [], []
-    for word in arguments:
+def translate_argv(parser: argparse.ArgumentParser, argv: Sequence[str], errors: ErrorList,
+                   foreign: Mapping[str, tuple[str, ...]] = FOREIGN_FLAGS) -> tuple[list[str], list[str]]:
+    """(words for the parser, notes on flags without effect). Names get dashes, --compile=False becomes --no-compile,
+    and flags of other programs are answered; what cannot be accepted goes to `errors`."""
+    switches = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
+    given, words, notes = deque(normalize_flag_names(argv)), list[str](), list[str]()
+    while given:
+        word = given.popleft()
         name, equals, value = word.partition("=")
-        if not equals or name not in actions:
-            normalised.append(word)
-            continue
-        opposite = _negated_flag(name, actions[name])
-        if value.lower() in YES:
-            normalised.append(name)
-        elif value.lower() in NO:
-            normalised += [opposite] if opposite else []
-        elif name == "--deepspeed":
-            sentences.append(f"{word}: use --deepspeed --deepspeed_config {value}")
+        flag = name[2:].lower()
+        if name.startswith("--") and flag in foreign:
+            if not equals and given and given[0] and not given[0].startswith("--"):
+                value = given.popleft()
+            answer, *accepted = foreign[flag]
+            if flag == "remote-device" and value and value not in accepted:
+                words += [name.lower(), value]
+            elif value not in accepted and not (value and "*" in accepted):
+                errors.append(f"{name}{f' {value}' if value else ''} is not a flag here: {answer}")
+            elif flag in NOTED_FLAGS:
+                notes.append(f" note: {name} has no effect: {answer}")
+        elif equals and name in switches:
+            opposite = _negated_flag(name, switches[name])
+            if value.lower() in YES:
+                words.append(name)
+            elif value.lower() in NO:
+                words += [opposite] if opposite else []
+            elif name == "--deepspeed":
+                errors.append(f"{word}: use --deepspeed --deepspeed_config {value}")
+            else:
+                errors.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
         else:
-            sentences.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
-    return normalised, sentences
+            words.append(word)
+    return words, notes
 
 
 def _negated_flag(name: str, action: argparse.Action) -> str:
@@ -189,7 +205,7 @@ def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str]
     return sentences
 
 
-def _conflict_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
+def _alias_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
     """An error text for each setting whose aliases differ. Of one name the last value wins (scripts' flags)."""
     known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
     words: list[str] = []  # a flag and its values

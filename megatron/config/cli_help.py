@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 from typing import Any, Literal
 
@@ -123,34 +123,7 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
         ("leave it out: what it asks for always happens", *_ON),
     "tensorboard-log-interval": ("leave it out: every step is written", "1")})
-_PLANNER_FLAGS = _by_name({_RANKS: "use --ranks N, the ranks of the whole run"})  # for planner and tuner
-
-
-def answer_foreign_flags(arguments: Sequence[str], *,
-                         starts_ranks: bool = True) -> tuple[list[str], list[str], list[str]]:
-    """(arguments without foreign flags, error texts for those that cannot be ignored, notes on ignored ones)."""
-    table = FOREIGN_FLAGS if starts_ranks else FOREIGN_FLAGS | _PLANNER_FLAGS
-    remaining, sentences, notes, index = [], [], [], 0
-    while index < len(arguments):
-        name, equals, value = arguments[index].partition("=")
-        flag = name[2:].lower()
-        index += 1
-        if not name.startswith("--") or flag not in table:
-            remaining.append(arguments[index - 1])
-            continue
-        if not equals:
-            following = arguments[index] if index < len(arguments) else "--"
-            value = "" if following.startswith("--") else following
-            index += bool(value)
-        answer, *accepted = table[flag]
-        if value in accepted or value and "*" in accepted:
-            notes += [f" note: {name} has no effect: {answer}"] if flag in NOTED_FLAGS else []
-        elif flag == "remote-device" and value:
-            remaining += [name.lower(), value]
-        else:
-            sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {answer}")
-    return remaining, sentences, notes
-
+PLANNER_FLAGS = FOREIGN_FLAGS | _by_name({_RANKS: "use --ranks N, the ranks of the whole run"})  # and the tuner's
 
 WIDTH, COLUMN = 100, 34
 

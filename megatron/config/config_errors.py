@@ -9,7 +9,6 @@ about is doubtful: later errors about it may only follow from that and are dropp
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,8 +137,9 @@ class ConfigSection:
         errors = SettingErrors(vars(self))
         for item in fields(self):  # type: ignore[arg-type]
             value, allowed = getattr(self, item.name), setting_of(item).range
-            errors.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
-                           f"{{{item.name}}} is {{found}}: expected {{allowed}}", found=value, allowed=allowed)
+            if value is not None and allowed is not None and not allowed.contains(value):
+                errors.require(False, f"{{{item.name}}} is {{found}}: expected {{allowed}}", found=value,
+                               allowed=allowed)
         errors.raise_if_any()
         self.check(errors)
         errors.raise_if_any()

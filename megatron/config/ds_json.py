@@ -36,15 +36,16 @@ from megatron.errors import ConfigError
 STEPS_PER_PRINT = "steps_per_print"  # a flag with another value wins, with a note; for other keys that is an error
 
 
-def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
-                    fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
-                    argument: str = "config", collector: ErrorCollector | None = None) -> Config:
-    """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both.
-    `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are raised, or
-    added to `collector`; then the Config leaves out the wrong values."""
+def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any] | DsKeyValues, *,
+                    flags: Mapping[str, Any] | None = None, fallback: Mapping[str, Any] | None = None,
+                    world_size: int = 1, in_engine: bool = False, argument: str = "config",
+                    collector: ErrorCollector | None = None) -> Config:
+    """The Config of a JSON file (or a dict, or parsed keys) and flags, which must agree; `fallback` (a preset) yields
+    to both. `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are
+    raised, or added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback = flags or {}, fallback or {}
     errors = ErrorCollector() if collector is None else collector
-    ds_values = parse_ds_json(source, argument)
+    ds_values = source if isinstance(source, DsKeyValues) else parse_ds_json(source, argument)
     problems = ds_values.errors
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(ds_values, auto_keys=tuple(

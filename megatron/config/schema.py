@@ -151,7 +151,7 @@ class NumberRange:
     excludes_high: bool = False
 
     def contains(self, number: float) -> bool:
-        return (number > self.low or number == self.low and not self.excludes_low) and \
+        return math.isfinite(number) and (number > self.low or number == self.low and not self.excludes_low) and \
             (number < self.high or number == self.high and not self.excludes_high)
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ from megatron.config.tree import require
 from megatron.evaluate.eval_args import PARTS, EvalRequest, Protocol, is_corpus_prefix
 from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
                                        document_requests, overlapping_windows)
-from megatron.inference.prompts import BOM, decode_utf8, text_from_json
+from megatron.inference.prompts import decode_lines, text_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +127,7 @@ def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
 
 def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
     with read_errors_for(path), open_decompressed(path) as file:
-        for number, raw in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            yield decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where
+        yield from decode_lines(file, path)
 
 
 # ---- WikiText ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ rows and positions beyond the batch are masked. Shapes: b rows, s positions, n h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from typing import Any, cast, final
 
 import torch
@@ -114,9 +114,14 @@ class Decoder:
 
         lengths = [len(text) for text in prompts]
         assert 0 < min(lengths) and max(lengths) <= self.max_positions
+        # [first row, rows, length] of prompts of equal length in consecutive rows: one attention call for each group
+        groups: list[list[int]] = []
         for row, length in zip(rows, lengths, strict=True):
             self._lengths[row] = length
-        groups = list(_group_prompts(rows, lengths))
+            if groups and groups[-1][2] == length and row == sum(groups[-1][:2]):
+                groups[-1][1] += 1
+            else:
+                groups.append([row, 1, length])
         sizes = [count * length for _, count, length in groups]
         tokens = torch.tensor([list(chain(*prompts))], device=self._device)
         position_ids = torch.tensor(list(chain(*map(range, lengths))), device=self._device)
@@ -163,12 +168,3 @@ class Decoder:
         blocks = [partial(block.forward, cached=partial(attend, layer)) for layer, block in enumerate(self._blocks)]
         x = self.model.hidden_states(tokens, position_ids, blocks=blocks)  # [b, s, h]
         return self.model.logits(x if selected is None else x[:, selected])
-
-
-def _group_prompts(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first row, rows, length) of each group of prompts of equal length in consecutive rows, for one attention call.
-    """
-    places = zip(rows, lengths, range(len(rows)))
-    for (length, _), group in groupby(places, key=lambda place: (place[1], place[0] - place[2])):
-        members = list(group)
-        yield members[0][0], len(members), length

@@ -74,12 +74,12 @@ def write_answers(loaded: LoadedModel, groups: Groups, config: GenerationConfig,
                 waiting.extend(requests)
                 number += len(requests)
         starting = [waiting.popleft() for _ in range(min(generator.free_slots, len(waiting)))]
-        for text in generator.start(starting) if starting else generator.step():
-            if text.finish_reason == "not finite":
+        for sequence in generator.start(starting) if starting else generator.step():
+            if sequence.finish_reason == "not finite":
                 raise NumericsError(NOT_FINITE_MESSAGE)
             if writer is not None:
-                writer.write_ready(text)
-            count += len(text.tokens) if text.finish_reason is not None else 0
+                writer.write_ready(sequence)
+            count += len(sequence.tokens) if sequence.finish_reason is not None else 0
     seconds = time.monotonic() - begin
     return f"{count} tokens in {seconds:.1f} s, {count / seconds if seconds else 0.0:.1f} a second"
 
@@ -144,11 +144,11 @@ def run_session(loaded: LoadedModel, groups: Groups, config: GenerationConfig, t
 
 def _answer(request: Request, generator: Generator, world: Group, terminal: Terminal | None) -> str | None:
     """Returns why the answer ended; dropped: by Ctrl-C."""
-    (text,) = generator.start([request])
+    (sequence,) = generator.start([request])
     while True:
         if terminal is not None:
-            terminal.write_answer(text.new_text())
-        if text.finish_reason is not None:
+            terminal.write_answer(sequence.new_text())
+        if sequence.finish_reason is not None:
             break
         if broadcast_json(terminal and terminal.interrupted, world, 0):
             generator.cancel(request.number)
@@ -156,6 +156,6 @@ def _answer(request: Request, generator: Generator, world: Group, terminal: Term
             generator.step()
     if terminal is not None:
         terminal.write_answer("\n")
-        if text.finish_reason == "not finite":
+        if sequence.finish_reason == "not finite":
             terminal.print_message(NOT_FINITE_MESSAGE)
-    return text.finish_reason
+    return sequence.finish_reason

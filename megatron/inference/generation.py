@@ -16,7 +16,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, islice, takewhile
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
@@ -43,15 +42,12 @@ def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequen
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel noise of each token under a key: the argmax of log-probability plus noise is a sample."""
-    x = tokens * -7046029254386353131 + keys  # splitmix64: multiplications wrap, shifts fill with zeros
-    x = (x ^ _logical_right_shift(x, 30)) * -4658895280553007687
-    x = (x ^ _logical_right_shift(x, 27)) * -7723592293110705685
-    x = _logical_right_shift(x ^ _logical_right_shift(x, 31), 11)
+    # splitmix64: multiplications wrap; after a shift the mask clears the copies of the sign
+    x = tokens * -7046029254386353131 + keys
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    x = (x ^ (x >> 31 & (1 << 33) - 1)) >> 11 & (1 << 53) - 1
     return -(-((x.double() + 0.5) * 2.0 ** -53).log()).log()
-
-
-def _logical_right_shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def candidate_probabilities(logits: Tensor, settings: Sampling,
@@ -143,11 +139,8 @@ class GeneratedSequence:
     finish_reason: FinishReason | None = None
     scores: TokenScores | None = None  # once the text has ended, if the request has `top_logprobs`
     num_shown: int = 0  # characters that `new_text` has returned
-
-    @cached_property
-    def rng(self) -> Random:
-        """Seeded by the request, so that other sequences do not change the text."""
-        return Random(self.request.random_stream)
+    rng: Random = field(init=False, repr=False)
+    """Of the generator that samples: seeded by the request, so that other sequences do not change the text."""
 
     @property
     def ids(self) -> list[int]:
@@ -203,84 +196,89 @@ class Generator:
         return not (self._rows or self._to_score)
 
     def start(self, requests: Iterable[Request]) -> list[GeneratedSequence]:
-        """The new texts with their first tokens; some may have ended already. A request for no token is only scored."""
-        texts = [GeneratedSequence(request, None if self._decode is None else Detokenizer(self._decode))
-                 for request in requests]
-        begin = len(self._rows)
-        for text in texts:
-            if text.request.max_new_tokens:
-                self._rows.append(text)
+        """The new sequences with their first tokens; some may have ended already. A request for no token is only
+        scored."""
+        sequences, begin = list[GeneratedSequence](), len(self._rows)
+        for request in requests:
+            sequence = GeneratedSequence(request, None if self._decode is None else Detokenizer(self._decode))
+            sequence.rng = Random(request.random_stream)
+            sequences.append(sequence)
+            if request.max_new_tokens:
+                self._rows.append(sequence)
             else:
-                text.finish_reason = "length"
-                self._to_score.append(text)
+                sequence.finish_reason = "length"
+                self._to_score.append(sequence)
         assert self.free_slots >= 0, "no row is free"
         # batches of at most PREFILL_TOKENS tokens, or of one prompt
         while begin < len(self._rows):
-            sizes = accumulate(len(text.request.prompt) for text in self._rows[begin:])
+            sizes = accumulate(len(sequence.request.prompt) for sequence in self._rows[begin:])
             end = begin + max(1, sum(1 for _ in takewhile(lambda size: size <= PREFILL_TOKENS, sizes)))
-            prompts = [text.request.prompt[-self._decoder.max_positions:] for text in self._rows[begin:end]]
+            prompts = [sequence.request.prompt[-self._decoder.max_positions:] for sequence in self._rows[begin:end]]
             self._sample(self._rows[begin:end], self._decoder.prefill(range(begin, end), prompts))
             begin = end
         self._remove_finished()
-        return texts
+        return sequences
 
     def step(self) -> list[GeneratedSequence]:
-        """One token for every running text, and the scores of one text that has ended; returns these texts."""
-        texts = [*self._rows]
-        if texts:
-            # texts past the position table are read again from their last tokens, after the decode step of the others
+        """One token for every running sequence, and the scores of one that has ended; returns these sequences."""
+        sequences = [*self._rows]
+        if sequences:
+            # sequences past the position table are read again from their last tokens, after the decode step of the
+            # others
             length = self._decoder.max_positions
-            past = [row for row, text in enumerate(texts) if len(text.request.prompt) + len(text.tokens) > length]
-            last_tokens = [texts[row].ids[-length:] for row in past]
-            if len(past) == len(texts):
+            past = [row for row, sequence in enumerate(sequences)
+                    if len(sequence.request.prompt) + len(sequence.tokens) > length]
+            last_tokens = [sequences[row].ids[-length:] for row in past]
+            if len(past) == len(sequences):
                 logits = self._decoder.prefill(past, last_tokens)  # [b, V]
             else:
                 if past:  # the decode step appends to all rows: make room for a token whose logits are not used
                     self._decoder.prefill(past, [ids[-1:] for ids in last_tokens])
-                logits = self._decoder.decode_step([text.tokens[-1] for text in texts])
+                logits = self._decoder.decode_step([sequence.tokens[-1] for sequence in sequences])
                 if past:
                     logits = logits.index_copy(0, torch.tensor(past, device=logits.device),
                                                self._decoder.prefill(past, last_tokens))
-            self._sample(texts, logits)
+            self._sample(sequences, logits)
             self._remove_finished()
-        if self._to_score:  # one a step: the running texts wait for it
-            texts.append(self._to_score.popleft())
-            texts[-1].scores = self._score(texts[-1])
-        return texts
+        if self._to_score:  # one a step: the running sequences wait for it
+            sequences.append(self._to_score.popleft())
+            sequences[-1].scores = self._score(sequences[-1])
+        return sequences
 
     def cancel(self, number: int) -> None:
-        """Ends a text that runs or is to be scored; does nothing for one that has ended."""
-        self._to_score = deque(text for text in self._to_score if text.request.number != number)
-        for text in self._rows:
-            if text.request.number == number:
-                text.finish_reason = "dropped"
+        """Ends a sequence that runs or is to be scored; does nothing for one that has ended."""
+        self._to_score = deque(sequence for sequence in self._to_score if sequence.request.number != number)
+        for sequence in self._rows:
+            if sequence.request.number == number:
+                sequence.finish_reason = "dropped"
         self._remove_finished()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[GeneratedSequence]:
-        """Texts in the order in which they end."""
+        """Sequences in the order in which they end."""
         waiting = iter(requests)
         while (starting := list(islice(waiting, self.free_slots))) or self._rows:
-            texts = self.start(starting) if starting else self.step()
-            yield from [text for text in texts if text.finish_reason is not None]
+            sequences = self.start(starting) if starting else self.step()
+            yield from [sequence for sequence in sequences if sequence.finish_reason is not None]
 
-    def _sample(self, texts: Sequence[GeneratedSequence], logits: Tensor) -> None:
-        """Appends the next token to each text. logits: [b, V]."""
+    def _sample(self, sequences: Sequence[GeneratedSequence], logits: Tensor) -> None:
+        """Appends the next token to each sequence. logits: [b, V]."""
         allowed = logits = logits[:, : self._vocabulary].float()
-        banned = [(row, token) for row, text in enumerate(texts) if len(text.tokens) < text.request.min_new_tokens
-                  for token in text.request.end_tokens if 0 <= token < logits.shape[1]]
+        banned = [(row, token) for row, sequence in enumerate(sequences)
+                  if len(sequence.tokens) < sequence.request.min_new_tokens for token in sequence.request.end_tokens
+                  if 0 <= token < logits.shape[1]]
         if banned:
             rows, ids = torch.tensor(banned, device=logits.device).unbind(1)
             allowed = logits.index_put((rows, ids), logits.new_tensor(-math.inf))
         rows_by_settings: dict[Sampling, list[int]] = {}
-        for row, text in enumerate(texts):
-            rows_by_settings.setdefault(text.request.sampling, []).append(row)
-        tokens = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
-        for settings, group in rows_by_settings.items():  # texts with equal settings are sampled together
-            keys = torch.tensor([texts[row].rng.getrandbits(64) - (1 << 63) for row in group])
+        for row, sequence in enumerate(sequences):
+            rows_by_settings.setdefault(sequence.request.sampling, []).append(row)
+        tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+        for settings, group in rows_by_settings.items():  # sequences with equal settings are sampled together
+            keys = torch.tensor([sequences[row].rng.getrandbits(64) - (1 << 63) for row in group])
             if logits.is_cuda:
                 keys = keys.pin_memory().to(logits.device, non_blocking=True)
-            seen = [texts[row].ids for row in group] if settings.repetition_penalty != 1 else ()
-            if len(group) == len(texts):
+            seen = [sequences[row].ids for row in group] if settings.repetition_penalty != 1 else ()
+            if len(group) == len(sequences):
                 tokens = sample_tokens(allowed, settings, keys, seen)
             else:
                 index = torch.tensor(group, device=logits.device)
@@ -288,47 +286,41 @@ class Generator:
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         sampled = torch.stack([tokens.double(), logprobs.double()])  # one tensor: one wait for the device
         broadcast_into(sampled, 0, self._decoder.model.tp).wait()  # logits of the ranks may differ in their last bits
-        for text, token, logprob in zip(texts, *sampled.tolist(), strict=True):
-            self._append_token(text, int(token), logprob)
-
-    def _append_token(self, text: GeneratedSequence, token: int, logprob: float) -> None:
-        request = text.request
-        if not math.isfinite(logprob):
-            text.finish_reason = "not finite"
-            return
-        if token == self._eod:
-            text.finish_reason = "eod"
-            return
-        text.tokens.append(token)
-        text.logprobs.append(logprob)
-        if token in request.end_tokens or request.stops and any(stop in text.detokenized().text
-                                                                for stop in request.stops):
-            text.finish_reason = "stop"
-        elif len(text.tokens) >= request.max_new_tokens:
-            text.finish_reason = "length"
-        elif (len(request.prompt) + len(text.tokens) > self._decoder.max_positions) and not self._sliding_window:
-            text.finish_reason = "positions"
+        for sequence, token, logprob in zip(sequences, *sampled.tolist(), strict=True):
+            if not math.isfinite(logprob) or token == self._eod:
+                sequence.finish_reason = "eod" if math.isfinite(logprob) else "not finite"
+                continue
+            request, length = sequence.request, self._decoder.max_positions
+            sequence.tokens.append(int(token))
+            sequence.logprobs.append(logprob)
+            if token in request.end_tokens or request.stops and any(
+                    stop in sequence.detokenized().text for stop in request.stops):
+                sequence.finish_reason = "stop"
+            elif len(sequence.tokens) >= request.max_new_tokens:
+                sequence.finish_reason = "length"
+            elif len(request.prompt) + len(sequence.tokens) > length and not self._sliding_window:
+                sequence.finish_reason = "positions"
 
     def _remove_finished(self) -> None:
-        """Frees the rows of texts that have ended; the last row moves into each."""
+        """Frees the rows of sequences that have ended; the last row moves into each."""
         for row in reversed(range(len(self._rows))):
-            text = self._rows[row]
-            if text.finish_reason is None:
+            sequence = self._rows[row]
+            if sequence.finish_reason is None:
                 continue
-            if text.finish_reason == "not finite":
+            if sequence.finish_reason == "not finite":
                 self._decoder.clear_row(row)
-            elif text.request.top_logprobs is not None and text.finish_reason != "dropped":
-                self._to_score.append(text)
+            elif sequence.request.top_logprobs is not None and sequence.finish_reason != "dropped":
+                self._to_score.append(sequence)
             last = self._rows.pop()
             if row < len(self._rows):
                 self._rows[row] = last
                 self._decoder.move_row(len(self._rows), row)
 
     @torch.inference_mode()
-    def _score(self, text: GeneratedSequence) -> TokenScores:
-        """Scores every token of a text, and the likeliest tokens there, in another forward over the text."""
+    def _score(self, sequence: GeneratedSequence) -> TokenScores:
+        """Scores every token of a sequence, and the likeliest tokens there, in another forward over the sequence."""
         model, scores = self._decoder.model, TokenScores([], [])
-        tokens, most = torch.tensor(text.ids, device=model.device), text.request.top_logprobs or 0
+        tokens, most = torch.tensor(sequence.ids, device=model.device), sequence.request.top_logprobs or 0
         if len(tokens) > 1:
             hidden = model.hidden_states(tokens[None, :-1])[0]  # [s - 1, h]
             chunk = max(1, LOGITS_CHUNK_BYTES // (4 * self._vocabulary))
@@ -343,7 +335,7 @@ class Generator:
 
 def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], max_new_tokens: int, sampling: Sampling,
              seed: int, end_tokens: tuple[int, ...] = (), min_new_tokens: int = 0) -> list[GeneratedSequence]:
-    """One text for each prompt, in order, each with its own random numbers."""
+    """One sequence for each prompt, in order, each with its own random numbers."""
     requests = (Request(number, tuple(prompt), max_new_tokens, sampling, f"{seed}/{number}", end_tokens=end_tokens,
                         min_new_tokens=min_new_tokens) for number, prompt in enumerate(prompts))
-    return sorted(generator.generate(requests), key=lambda text: text.request.number)
+    return sorted(generator.generate(requests), key=lambda sequence: sequence.request.number)

@@ -98,7 +98,7 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
     is_json = strip_compression_suffix(path).endswith(".jsonl")
     is_empty = True
     with read_errors_for(path), open_decompressed(path) as file:
-        for text, where in _decode_lines(file, path, log):
+        for text, where in _prompts_of_lines(file, path, log):
             is_empty = False
             yield Prompt(text_from_json(text, where, "prompt", "text") if is_json else text, where)
     if is_empty:
@@ -108,21 +108,26 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
 def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[Prompt]:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")  # so that the error of decode_utf8 names the line
-    return _decode_lines((line.encode("utf-8", "surrogateescape") for line in stream), "standard input", log)
+    return _prompts_of_lines((line.encode("utf-8", "surrogateescape") for line in stream), "standard input", log)
 
 
-def _decode_lines(lines: Iterable[bytes], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
+def _prompts_of_lines(lines: Iterable[bytes], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
     """The lines that are not blank; logs the number of blank ones at the end."""
     blanks = 0
-    for number, raw in enumerate(lines, 1):
-        where = f"{name}, line {number}"
-        line = decode_utf8(raw, where).removeprefix(BOM if number == 1 else "")
+    for line, where in decode_lines(lines, name):
         if line.strip():
             yield Prompt(line.rstrip("\r\n"), where)
         else:
             blanks += 1
     if blanks:
         log(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
+
+
+def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
+    """(line, its location), without a byte order mark."""
+    for number, raw in enumerate(lines, 1):
+        location = f"{name}, line {number}"
+        yield decode_utf8(raw, location).removeprefix(BOM if number == 1 else ""), location
 
 
 def decode_utf8(raw: bytes, location: str) -> str:

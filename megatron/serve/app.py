@@ -1,8 +1,9 @@
 """The HTTP application: its routes, and how an answer goes from the model's thread to a client.
 
-A request passes three types: the ASGI scope of uvicorn, the API's `OpenAICompletion` or `MegatronGeneration`, and a
-`GeneratedSequence` for each text. uvicorn parses HTTP/1.1, limits the head of a request and the number of connections,
-and shuts down gracefully; `TimedProtocol` adds two time limits.
+A completion passes four types on its way to the decoder: uvicorn's ASGI scope, an `ApiRequest` (api.py), a `Request`
+for each text in a `StepPlan` (scheduler.py), and a `GeneratedSequence`. Its tokens come back as `TokenEvent`s. uvicorn
+parses HTTP/1.1, limits the head of a request and the number of connections, and shuts down gracefully; `TimedProtocol`
+adds two time limits.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.load import LoadedModel
 from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
-from megatron.serve.api_request import ApiRequest, ServedModel
-from megatron.serve.megatron_api import parse_generation
-from megatron.serve.openai_api import parse_completion
+from megatron.serve.api import ApiRequest, ServedModel, parse_completion, parse_generation
 from megatron.serve.scheduler import STOPPING_MESSAGE, RequestQueue, ServerMetrics, run_leader
 from mpu.groups import Groups
 
@@ -45,19 +44,16 @@ MAX_INLINE_BODY_BYTES = 4096
 """Larger bodies are parsed on another thread: tokenizing them takes longer than a millisecond."""
 
 
-async def start_response(scope: MutableMapping[str, Any], send: Send, status: int, headers: Mapping[str, str]) -> None:
+async def respond(scope: MutableMapping[str, Any], send: Send, body: Any = None, status: int = 200,
+                  headers: Mapping[str, str] = {}) -> None:
+    """Sends a text with its `headers`, any other value as JSON, and of None the head alone: the body follows."""
+    data = (body if isinstance(body, str) else json.dumps(body, allow_nan=False) + "\n").encode()
+    length = {} if body is None else {"Content-Type": JSON_TYPE, "Content-Length": str(len(data))}
     scope["status"] = status
     await send({"type": "http.response.start", "status": status, "headers": [
-        (name.lower().encode(), value.encode()) for name, value in {**COMMON_HEADERS, **headers}.items()]})
-
-
-async def respond(scope: MutableMapping[str, Any], send: Send, body: Any, status: int = 200,
-                  headers: Mapping[str, str] = {}) -> None:
-    """Sends a text with its `headers`, or any other value as JSON."""
-    text = body if isinstance(body, str) else json.dumps(body, allow_nan=False) + "\n"
-    data = text.encode()
-    await start_response(scope, send, status, {"Content-Type": JSON_TYPE, "Content-Length": str(len(data)), **headers})
-    await send({"type": "http.response.body", "body": data})
+        (name.lower().encode(), value.encode()) for name, value in {**COMMON_HEADERS, **length, **headers}.items()]})
+    if body is not None:
+        await send({"type": "http.response.body", "body": data})
 
 
 def error_body(path: str, error: HttpError) -> dict[str, Any]:
@@ -107,7 +103,7 @@ class ServeApp:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Admit a request, answer it, and log it. A failed request does not affect other clients."""
         began, path, method = time.monotonic(), scope["path"], scope["method"]
-        scope.update({"status": 0, "tokens": (0, 0)})
+        scope.update({"status": 0, "usage": {"prompt_tokens": 0, "completion_tokens": 0}})
         error: HttpError | None = None
         try:
             # uvicorn's own limit holds for heads that come in several parts
@@ -142,10 +138,10 @@ class ServeApp:
             route = path if path in self._pages or path in self._apis else "other"
             self._metrics.requests[route, scope["status"]] += 1
             self._metrics.request_seconds += seconds
-            client = scope["client"][0] if scope.get("client") else "-"
+            client, usage = scope["client"][0] if scope.get("client") else "-", scope["usage"]
             target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
             self._log(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {client} {method} {target[:200]} {scope['status']} "
-                      f"{scope['tokens'][0]}+{scope['tokens'][1]} tokens {seconds:.3f} s")
+                      f"{usage['prompt_tokens']}+{usage['completion_tokens']} tokens {seconds:.3f} s")
 
     def _health(self) -> tuple[Any, dict[str, str]]:
         if self._queue.is_closed:
@@ -179,7 +175,7 @@ class ServeApp:
                 await respond(scope, send, await in_pool(request.full_response))
         finally:
             watch.cancel()
-            scope["tokens"] = request.count_tokens()
+            scope["usage"] = request.usage()
             if request.num_open:
                 self._queue.cancel(request, ConnectionResetError())
 
@@ -206,7 +202,7 @@ class ServeApp:
 
     async def _stream(self, scope: MutableMapping[str, Any], send: Send, request: ApiRequest) -> None:
         """Tokens that arrive while a part is sent go into the next one."""
-        await start_response(scope, send, 200, {"Content-Type": "text/event-stream"})
+        await respond(scope, send, headers={"Content-Type": "text/event-stream"})
         is_done = False
         while not is_done:
             try:

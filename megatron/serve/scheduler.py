@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 from megatron.inference.generation import FinishReason, GeneratedSequence, Generator, TokenScores
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError
-from megatron.serve.api_request import ApiRequest
+from megatron.serve.api import ApiRequest
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
 
@@ -72,8 +72,8 @@ class StepPlan:
 
 
 def execute(plan: StepPlan, generator: Generator) -> Iterator[list[GeneratedSequence]]:
-    """Yields the texts that got a token or ended: first those that start, so that no client waits for the others' next
-    token to see the first one. All ranks call it with the same plans."""
+    """Yields the sequences that got a token or ended: first those that start, so that no client waits for the others'
+    next token to see the first one. All ranks call it with the same plans."""
     for number in plan.cancel:
         generator.cancel(number)
     if plan.start:
@@ -82,10 +82,10 @@ def execute(plan: StepPlan, generator: Generator) -> Iterator[list[GeneratedSequ
 
 
 class TokenEvent(NamedTuple):
-    """A text got a token, ended, or was scored."""
+    """A sequence got a token, ended, or was scored."""
 
     number: int
-    num_tokens: int  # new tokens of the text so far
+    num_tokens: int  # new tokens of the sequence so far
     token: int
     logprob: float
     finish_reason: FinishReason | None
@@ -107,10 +107,10 @@ def run_leader(generator: Generator, world: Group, queue: RequestQueue,
         if world.size > 1 and (has_work or time.monotonic() - last_broadcast >= HEARTBEAT_SECONDS):
             broadcast_json(asdict(plan), world)
             last_broadcast = time.monotonic()
-        for texts in execute(plan, generator) if has_work else ():
-            publish([TokenEvent(text.request.number, len(text.tokens), text.tokens[-1] if text.tokens else 0,
-                                text.logprobs[-1] if text.tokens else 0.0, text.finish_reason, text.scores)
-                     for text in texts])
+        for sequences in execute(plan, generator) if has_work else ():
+            publish([TokenEvent(one.request.number, len(one.tokens), one.tokens[-1] if one.tokens else 0,
+                                one.logprobs[-1] if one.tokens else 0.0, one.finish_reason, one.scores)
+                     for one in sequences])
         if until == float("inf") and stop_requested():
             until = time.monotonic() + grace
             queue.close()
@@ -173,25 +173,25 @@ class RequestQueue:
         return running, len(self._active) - running
 
     def submit(self, request: ApiRequest) -> None:
-        texts = request.texts
-        if len(self._active) + len(texts) > self._rows + self._max_waiting:
-            raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for {len(texts)} "
-                            "more than there is room for: come again", code="queue_full",
+        sequences = request.sequences
+        if len(self._active) + len(sequences) > self._rows + self._max_waiting:
+            raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for "
+                            f"{len(sequences)} more than there is room for: come again", code="queue_full",
                             headers=(("Retry-After", "1"),))
-        for number, text in enumerate(texts, self._number):
-            text.request = replace(text.request, number=number)
+        for number, sequence in enumerate(sequences, self._number):
+            sequence.request = replace(sequence.request, number=number)
         with self._condition:
             if self.is_closed:
                 raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
-            self._active |= {text.request.number: (request, text) for text in texts}
-            self._to_start += (text.request for text in texts)
+            self._active |= {sequence.request.number: (request, sequence) for sequence in sequences}
+            self._to_start += (sequence.request for sequence in sequences)
             self._condition.notify()
-        self._number += len(texts)
-        self._metrics.prompt_tokens += sum(len(text.request.prompt) for text in texts)
+        self._number += len(sequences)
+        self._metrics.prompt_tokens += sum(len(sequence.request.prompt) for sequence in sequences)
 
     def cancel(self, request: ApiRequest, error: Exception) -> None:
-        """Stops the running texts of a request, which ends with `error`."""
-        numbers = {text.request.number for text in request.texts} & self._active.keys()
+        """Stops the running sequences of a request, which ends with `error`."""
+        numbers = {sequence.request.number for sequence in request.sequences} & self._active.keys()
         for number in numbers:
             del self._active[number]
         with self._condition:
@@ -202,20 +202,21 @@ class RequestQueue:
         request.changed.set()
 
     def handle_events(self, events: Iterable[TokenEvent]) -> None:
-        """Clients are woken for each token of a stream, else once their texts have ended: each wake-up delays the
+        """Clients are woken for each token of a stream, else once their sequences have ended: each wake-up delays the
         model's next step, as one thread runs at a time."""
         for event in events:
             if event.number not in self._active:
                 continue  # its client left meanwhile
-            request, text = self._active[event.number]
-            if event.num_tokens > len(text.tokens):
-                text.tokens.append(event.token)
-                text.logprobs.append(event.logprob)
+            request, sequence = self._active[event.number]
+            if event.num_tokens > len(sequence.tokens):
+                sequence.tokens.append(event.token)
+                sequence.logprobs.append(event.logprob)
                 self._metrics.generated_tokens += 1
-            text.finish_reason, text.scores = event.finish_reason, event.scores
-            if text.finish_reason == "not finite":
+            sequence.finish_reason, sequence.scores = event.finish_reason, event.scores
+            if sequence.finish_reason == "not finite":
                 self.cancel(request, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
-            elif text.finish_reason is not None and (text.request.top_logprobs is None or text.scores is not None):
+            elif sequence.finish_reason is not None and (
+                    sequence.request.top_logprobs is None or sequence.scores is not None):
                 del self._active[event.number]
                 request.num_open -= 1
             if request.is_streaming or not request.num_open:

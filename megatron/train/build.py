@@ -27,7 +27,6 @@ from megatron.train.compile import compile_model, matmul_precision
 from megatron.train.input_checks import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.api.torch_interfaces import build_lr_schedule
 from megatron.zero.deferred_init import defer_param_init
 from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears
@@ -121,16 +120,14 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
 
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
-    """The engine on `device`, with the flags' learning rate schedule. Applies torch.compile to the model as configured.
-    """
+    """The engine on `device`. Applies torch.compile to the model as configured."""
     torch.set_float32_matmul_precision(matmul_precision(config, device))
     compile_model(model, config, groups.dp.size, device)
     param_groups: list[ParamGroup] = [  # no weight decay for biases and LayerNorms
         {"params": [p for p in model.parameters() if len(full_shape(p)) >= 2],
          "weight_decay": config.optim.weight_decay},
         {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
-    built = initialize(model=model, model_parameters=param_groups,
-                       lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
+    built = initialize(model=model, model_parameters=param_groups, mpu=groups, config=config, device=device)[0]
     built.block_until_params_gathered = False
     model.on_blocks_chosen = built.core.pass_coordinator.set_forward_modules
     return built

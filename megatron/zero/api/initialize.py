@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -40,7 +40,6 @@ from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import MonitorConfig, check_forward_signature
@@ -97,21 +96,16 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     config, ds_config = _read_config(source, argument, groups)
     if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
         config = replace(config, model=shape)
-    names_optimizer, names_scheduler = (ds_config is None or key in ds_config.keys
-                                        for key in ("optimizer.type", "scheduler.type"))
     with config.key_names.translate_errors():
+        # first: with other settings a rank would take part in other collectives
         assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
                                   "the ranks give zero.initialize different configurations")
-    device = device or process_group.device_for(process_group.read_environment())
-    if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)  # control messages use the current device
-    with config.key_names.translate_errors():
+        device = _choose_device(device)
         check_parameters(model)
-        evaluates = not (names_optimizer or names_scheduler) and \
+        # nothing could train: as in DeepSpeed, the engine is for evaluation
+        evaluates = not (_is_configured(ds_config, "optimizer") or _is_configured(ds_config, "scheduler")) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
-        if optimizer is None and not (names_optimizer or evaluates):
+        if optimizer is None and not (_is_configured(ds_config, "optimizer") or evaluates):
             raise ConfigError(NO_OPTIMIZER)
         rule, param_groups, defaults, client = _build_rule_and_groups(
             config, model, () if evaluates else model_parameters, optimizer)
@@ -119,10 +113,12 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
             _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
             check_forward_signature(model)
+        # after a function made the optimizer: it may have changed the model
         check_same_model(model, groups.world)
         assert_equal_across_ranks(_optimizer_description(rule, param_groups, model), groups.world,
                                   "the ranks give zero.initialize different optimizers")
         storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
+    # from here on the model changes: claim_model marks it if this fails
     with claim_model(model), ExitStack() as on_failure:
         on_failure.callback(storage.close)  # frees NVMe space for a retry
         if evaluates:
@@ -135,33 +131,13 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                               quantize=config.quantize, seed=config.train.seed)
         start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
-        if lr_scheduler is None and names_scheduler:
-            scheduler: LRSchedulerProtocol | None = LRScheduleAdapter(
-                wrapped, build_lr_schedule(config), ds_cross_keys.param_group_min_lr(ds_config) if ds_config else None)
-        elif isinstance(lr_scheduler, LRSchedule):
-            scheduler = LRScheduleAdapter(wrapped, lr_scheduler)
-        elif lr_scheduler is None or hasattr(lr_scheduler, "state_dict"):
-            scheduler = lr_scheduler
-        else:
-            scheduler = lr_scheduler(wrapped)
+        scheduler = _build_scheduler(lr_scheduler, wrapped, config, ds_config)
         schedule_state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
         assert_equal_across_ranks({"lr_scheduler": type(scheduler).__name__, **schedule_state}, groups.world,
                                   "the ranks give zero.initialize different schedules")
-        monitor_config = MonitorConfig()  # the trainer has its own log
-        if ds_config is not None:
-            keys, log = {**ds_config.keys, **ds_config.engine_values}, config.log
-            monitor_config = MonitorConfig(
-                keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
-                keys.get("memory_breakdown", False), log.tensorboard_dir, log.csv_dir,
-                None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team))
-        engine = Engine(core, config, wrapped, scheduler, monitor_config, mpu)
+        engine = Engine(core, config, wrapped, scheduler, _monitor_config(config, ds_config), mpu)
         on_failure.callback(engine.monitor.close)
-        train_iters = None if ds_config else config.train.train_iters  # None: a script has the loop
-        params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
-        engine.notes = [
-            *offload_lines, *offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded),
-            *config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters),
-            *([muon_split_note(core.param_groups)] if isinstance(core.rule, Muon) else ())]
+        engine.notes = [*offload_lines, *_engine_notes(config, core, None if ds_config else config.train.train_iters)]
         if groups.world.rank == 0:
             if ds_config is not None:
                 _print_notes(ds_config, engine)
@@ -171,8 +147,54 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                           "nothing")
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        on_failure.pop_all()
+        on_failure.pop_all()  # the engine owns storage and monitor now
     return engine, wrapped, engine.training_dataloader, scheduler
+
+
+def _is_configured(ds_config: DsKeyValues | None, section: str) -> bool:
+    """Whether the configuration has an optimizer or a scheduler; the trainer's has both."""
+    return ds_config is None or f"{section}.type" in ds_config.keys
+
+
+def _choose_device(device: torch.device | None) -> torch.device:
+    """`device` (default: this rank's) with its index; a GPU becomes the current one."""
+    device = device or process_group.device_for(process_group.read_environment())
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)  # control messages use the current device
+    return device
+
+
+def _build_scheduler(given: Any, optimizer: ZeroOptimizer, config: Config,
+                     ds_config: DsKeyValues | None) -> LRSchedulerProtocol | None:
+    """The caller's scheduler, else the configuration's, which sets the rates of the first step."""
+    if given is None and _is_configured(ds_config, "scheduler"):
+        floor_ratio = None if ds_config is None else ds_cross_keys.param_group_min_lr(ds_config)
+        return LRScheduleAdapter(optimizer, build_lr_schedule(config), floor_ratio)
+    scheduler: LRSchedulerProtocol | None = given
+    if given is not None and not hasattr(given, "state_dict"):
+        scheduler = given(optimizer)
+    return scheduler
+
+
+def _monitor_config(config: Config, ds_config: DsKeyValues | None) -> MonitorConfig:
+    """What the engine itself reports; nothing for the trainer, which has its own log."""
+    if ds_config is None:
+        return MonitorConfig()
+    keys, log = {**ds_config.keys, **ds_config.engine_values}, config.log
+    wandb = None if log.wandb_project is None else WandbProject(log.wandb_project, log.wandb_group, log.wandb_team)
+    return MonitorConfig(keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
+                         keys.get("memory_breakdown", False), log.tensorboard_dir, log.csv_dir, wandb)
+
+
+def _engine_notes(config: Config, core: ZeroEngine, train_iters: int | None) -> Iterator[str]:
+    """What the user should know of the settings; `train_iters`: None if a script has the loop."""
+    params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
+    yield from offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded)
+    yield from (*config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters))
+    if isinstance(core.rule, Muon):
+        yield muon_split_note(core.param_groups)
 
 
 def _optimizer_description(rule: UpdateRule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
@@ -223,9 +245,9 @@ def _read_config(source: Any, argument: str, groups: Groups) -> tuple[Config, Ds
     errors, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
     ds_config = ds_json.parse_ds_json(source, argument)
     optimizer = DEEPSPEED_TYPES[ds_config.keys.get("optimizer.type", "AdamW")]
-    config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
+    config = ds_json.build_ds_config(ds_config, flags={"model_parallel_size": groups.tp.size},
                                      fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[optimizer].lr},
-                                     world_size=groups.world.size, in_engine=True, argument=argument, collector=errors)
+                                     world_size=groups.world.size, in_engine=True, collector=errors)
     if ds_config.keys.keys().isdisjoint(sizes) and ds_config.invalid_keys.isdisjoint(sizes):
         errors.add_errors([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
                            + ' ("auto" is for programs that do)' * any(key in ds_config.auto_keys for key in sizes)],
@@ -265,10 +287,12 @@ def _build_rule_and_groups(config: Config, model: nn.Module, parameters: Any, cl
     if client is not None and not isinstance(client, Optimizer):
         client = client(given)
     if client is not None:
+        # it is never stepped: its class and its hyper-parameters say what the engine computes
         return from_torch(client), client.param_groups, client.defaults, client
     # Tiles end at row boundaries, so that their size does not change results.
     rule, defaults = build_rule(config.optim, min(MAX_TILE_NUMEL, align(config.zero.sub_group_size)))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    # the rate of every step if there is no scheduler; a scheduler sets its own at once
     defaults = {"lr": config.schedule.lr, **defaults}
     complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
     if isinstance(rule, Muon):
@@ -278,6 +302,7 @@ def _build_rule_and_groups(config: Config, model: nn.Module, parameters: Any, cl
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Raise ConfigError unless each trainable parameter is in exactly one group, and groups hold only the model's."""
+    # by identity: tensors compare element by element
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     count = Counter(id(parameter) for group in groups for parameter in group["params"])
     strangers = len(count.keys() - names.keys())
@@ -326,6 +351,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                               f"{environ[name]}; leave the argument out")
     env = process_group.read_environment(environ)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    # a failed call leaves the environment as it was, for another attempt with other arguments
     with process_group.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))

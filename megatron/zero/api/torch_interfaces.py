@@ -47,12 +47,14 @@ class LRScheduleAdapter:
 
     def _set_step(self, steps: int) -> None:
         self.steps = steps
-        rate, betas = self.schedule(steps), self.schedule.betas(steps)
-        groups = self._optimizer.param_groups
-        for group, peak in zip(groups, self._peaks or [0.0] * len(groups), strict=True):
-            group["lr"] = rate
+        betas = self.schedule.betas(steps)
+        for number, group in enumerate(self._optimizer.param_groups):
+            schedule = self.schedule
+            # the groups' own peaks: DeepSpeed's schedules that name no peak scale the optimizer's rates
             if self._floor_ratio is not None:
-                group["lr"] = replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps)
+                peak = self._peaks[number]
+                schedule = replace(schedule, peak=peak, floor=peak * self._floor_ratio)
+            group["lr"] = schedule(steps)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
 
@@ -89,6 +91,7 @@ class ReversibleSchedulerStep:
 
     def undo(self) -> None:
         """Restore the state; param group values that the user changed since then stay."""
+        # what is not as the step left it was set by the user since
         now = _scheduled_values(self._groups)
         self._scheduler.load_state_dict(self._state)  # ours also set the rates; torch's do not
         for group, old, new, present in zip(self._groups, self._before, self._after, now, strict=True):
@@ -120,6 +123,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                  client: torch.optim.Optimizer | None = None) -> None:
         """`defaults` are the wrapped optimizer's (torch's cyclic schedulers look for momentum there); `client` is the
         user's optimizer, for which a scheduler may have been built."""
+        # these groups are for torch's checks only: the engine's take their place, and schedulers write into those
         super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
         self.defaults, self.param_groups = {**(defaults or {})}, engine.param_groups
         self._engine, self._client, self._is_built = engine, client, True
@@ -178,6 +182,7 @@ class EpochDataLoader(DataLoader[Any]):
         for number, batch in enumerate(super().__iter__(), 1):
             self._ended_at_step = self._count_steps() if number == len(self) else None
             yield batch
+        # a loop that took no step evaluates, and one that set an epoch chose it
         if self._count_steps() != begun_at and self._epoch_sampler.epoch == epoch:
             self.set_epoch(epoch + 1)
 

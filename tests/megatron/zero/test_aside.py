@@ -184,7 +184,8 @@ def test_without_the_optimizer_the_model_still_answers(engine: Engine) -> None:
 
 
 def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
-    before, expected, calls, allot = on_device(engine.core), engine(row(engine)).item(), [], offload_states.page_aligned_zeros
+    before, expected, calls = on_device(engine.core), engine(row(engine)).item(), list[int]()
+    allot = offload_states.page_aligned_zeros
 
     def little(nbytes: int, *arguments: Any, **named: Any) -> Tensor:
         calls.append(nbytes)

@@ -318,7 +318,7 @@ def test_fifty_steps_are_those_of_the_reference(kind: type[Reference], ranks: in
 @pytest.mark.parametrize("kind, accumulation, precision", [
     *pairs(["onebit_adam"], [1, 2], PRECISIONS, each=2), *pairs(["onebit_lamb"], [2], PRECISIONS, each=1)])
 def test_stages_0_and_1_are_alike(kind: str, accumulation: int, precision: dict[str, Any]) -> None:
-    """On two ranks, where the sums of Adam's warm-up are the same bits (mpu/collectives.py). Lamb adds norms of parts in
+    """On two ranks, where the sums of Adam's warm-up are the same bits (collectives.py). Lamb adds norms of parts in
     another order, in fp64: what is rounded to fp32 is mostly the same, and masters are far closer than a step of bf16
     is wide."""
     first, second = (trained(kind, 2, 15, stage=stage, accumulation=accumulation, clip_grad=0.2, **precision)
