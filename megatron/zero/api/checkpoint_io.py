@@ -28,8 +28,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
 from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
 from megatron.distributed.collective_log import LOAD
-from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
-                                              raise_if_arguments_differ)
+from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
@@ -77,12 +76,11 @@ class LoadOptions:
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
     """Raise ConfigError if the ranks' arguments differ or a client state cannot be saved; warn about client keys that
     only other ranks than 0 have. Collective: one exchange if all is well."""
-    different, keys = find_differences_in_each([arguments, {"keys": sorted(map(str, client_state))}], world,
-                                               check=lambda: check_client_state(client_state))
-    raise_if_arguments_differ("save_checkpoint", different)
+    per_rank = assert_same_arguments("save_checkpoint", {**arguments, "client_state": sorted(map(str, client_state))},
+                                     world, lambda: check_client_state(client_state), may_differ="client_state")
     dropped: dict[str, list[int]] = {}
-    for rank, of_rank in enumerate(keys if world.rank == 0 else ()):
-        for key in set(of_rank["keys"]).difference(keys[0]["keys"]):
+    for rank, of_rank in enumerate(per_rank if world.rank == 0 else ()):
+        for key in set(of_rank["client_state"]).difference(per_rank[0]["client_state"]):
             dropped.setdefault(key, []).append(rank)
     if dropped:
         which = join_limited([f"{key!r} (given on {format_ranks(dropped[key])})" for key in sorted(dropped)], "keys")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.file_formats import StrictRecord
+from megatron.checkpoint.file_formats import check_field, check_record
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
@@ -67,56 +67,39 @@ def _is_serializable(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
-COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
-LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
-OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_groups": list, "lr_scheduler": dict,
-                                         "tied": dict, "loop": dict}
-"""Fields of the shared state that may be missing or None, with their types."""
+SHARED_FIELDS = {"run_id": str, "engine": dict, "buffers": dict, "client_state": dict}
+OPTIONAL_FIELDS = {"optimizer": str | None, "owed": list[str] | None, "param_groups": list[dict[str, Any]] | None,
+                   "lr_scheduler": dict | None, "tied": dict | None, "loop": dict | None}
+ENGINE_FIELDS = {"global_steps": int, "skipped_steps": int, "micro_steps": int, "optimizer_steps": int,
+                 "clean_steps": int, "hysteresis_left": int, "loss_scale": float, "rule": dict}
+QUANTISATION_FIELDS = {"counter": int, "blocks": list[str], "bits": list[int], "periods": list[int],
+                       "fell_at": list[int], "factors": list[int]}
 
 
 def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
     where = checkpoint.shared_label
-    state = StrictRecord({name: value for name, value in checkpoint.shared_state.items()
-                          if value is not None or name not in OPTIONAL_FIELDS}, where)
-    state.take_field("run_id", str)
-    engine = StrictRecord(state.take_field("engine", dict), f"{where}: field 'engine'")
-    if engine.fields:  # imported weights come from no engine
-        for name in COUNTERS:
-            engine.take_count(name)
-        engine.take_number("loss_scale", above=0)
-        engine.take_field("rule", dict)
-        if "quantisation" in engine.fields:
-            _check_quantisation(StrictRecord(engine.take_field("quantisation", dict), f"{where}: field 'quantisation'"))
-        engine.check_all_taken()
-    optional: dict[str, Any] = {name: state.take_field(name, kind) for name, kind in OPTIONAL_FIELDS.items()
-                                if name in state.fields}
-    buffers = state.take_field("buffers", dict)
-    for name, values, kind in (("owed", optional.get("owed", []), str), ("buffers", buffers.values(), Tensor),
-                               ("tied", optional.get("tied", {}).values(), str),
-                               ("param_groups", optional.get("param_groups", []), dict)):
-        if not all(isinstance(value, kind) for value in values):
-            raise CheckpointError(f"{where}: field {name!r}: its values must be {kind.__name__}")
-    loop = StrictRecord(optional.get("loop", {}), f"{where}: field 'loop'")
-    for name in LOOP_COUNTERS:
-        if loop.fields.get(name) is not None:
-            loop.take_count(name)
-    state.take_field("client_state", dict)
-    state.check_all_taken()
-
-
-def _check_quantisation(state: StrictRecord) -> None:
-    """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
-    state.take_count("counter")
-    rounded = state.take_field("rounded", list) if "rounded" in state.fields else ()
-    blocks = state.take_field("blocks", list)
-    if not all(isinstance(name, str) for name in (*blocks, *rounded)):
-        raise CheckpointError(f"{state.where}: fields 'blocks' and 'rounded': expected names")
-    counts = {len(blocks), *(len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors"))}
-    if len(counts) != 1 or 0 in counts:
-        raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
-    state.check_all_taken()
+    state = check_record(checkpoint.shared_state, where, SHARED_FIELDS, OPTIONAL_FIELDS)
+    engine = state["engine"]
+    if engine:  # imported weights come from no engine
+        check_record(engine, f"{where}: field 'engine'", ENGINE_FIELDS, {"quantisation": dict})
+        if engine["loss_scale"] <= 0:
+            raise CheckpointError(f"{where}: field 'engine': field 'loss_scale' must be a finite number above 0, found "
+                                  f"{engine['loss_scale']!r:.80}")
+    if "quantisation" in engine:
+        quantisation = check_record(engine["quantisation"], f"{where}: field 'quantisation'", QUANTISATION_FIELDS,
+                                    {"rounded": list[str]})
+        # For every block a name and one number of each kind.
+        counts = {len(quantisation[name]) for name in ("blocks", "bits", "periods", "fell_at", "factors")}
+        if len(counts) != 1 or 0 in counts:
+            raise CheckpointError(f"{where}: field 'quantisation': bits, periods, fell_at and factors are not of the "
+                                  "same blocks")
+    for name, kind in (("buffers", Tensor), ("tied", str)):
+        for value in (state.get(name) or {}).values():
+            check_field(f"{where}: field {name!r}", value, kind)
+    for name in ("global_samples", "train_batch_size", "epoch"):
+        check_field(f"{where}: field 'loop': field {name!r}", (state.get("loop") or {}).get(name), int | None)
 
 
 def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
