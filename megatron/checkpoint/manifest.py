@@ -281,7 +281,7 @@ def check_provenance(stated: Mapping[str, Any], manifest: Manifest, rank: int, w
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and checksum that a file of the tag must have."""
+    """What a file of the tag must have."""
 
     size: int
     crc32: str  # 8 hexadecimal digits, as data.storage.crc32_file writes them

@@ -1,8 +1,7 @@
 """Which checkpoints (tags) a save root holds, and which one a load uses. Reads only; no torch.
 
 A tag is a folder with a valid manifest. It gets its name in one rename after its last byte is on disk (commit.py), so a
-`global_step<N>` without a valid manifest is damaged, not unfinished. Links that lead out of the save root are not
-followed, read, written or deleted; files that no save wrote are reported and left alone.
+`global_step<N>` without a valid manifest is damaged, not unfinished.
 
     DIR:TAG, --ckpt-step N    the tag that was asked for
     DIR                       the tag that the file `latest` names
@@ -10,7 +9,7 @@ followed, read, written or deleted; files that no save wrote are reported and le
 
 *Newest* means committed last, by the commit number in the manifest, not by step or clock: after going back to step 4,
 step 6 of the new branch follows step 8 of the abandoned one. If the chosen tag is damaged, only its ancestors may
-replace it. `.latest-pending` covers a kill between the commit of a tag and the writing of `latest`.
+replace it.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manife
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3  # file names in a message; of further ones it gives the number
-ASIDE_PREFIX = ".aside-"
-"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
+ASIDE_PREFIX = ".aside-"  # of a committed tag that was moved aside for its successor of the same name (commit.py)
+# What `latest` will name after the commit: `tag`, its manifest's checksum `seal`, and `was`, the content of `latest`
+# before. It covers a kill between the commit of a tag and the writing of `latest`.
 PENDING_LATEST = ".latest-pending"
-"""What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
-another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
 
 
 def print_to_stderr(line: str) -> None:
     print(escape_to_one_line(line), file=sys.stderr, flush=True)
 
 
+# Links that lead out of the save root are not followed, read, written or deleted.
 def link_target_outside(path: Path, root: Path) -> str | None:
     """Target of a link that leaves the save root; None for anything else."""
     if not path.is_symlink():
@@ -273,8 +272,8 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
               if known is None and good else "no tag is there that it continues from: name another one")
     assumption = "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
-    return TagChoice(first, fallbacks, reason, assumption,
-                     _latest_file_warning(root, first) if requested is None else None)
+    is_unexpected = requested is None and read_latest(root) != first
+    return TagChoice(first, fallbacks, reason, assumption, _latest_file_warning(root, first) if is_unexpected else None)
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
@@ -302,11 +301,9 @@ def _holds_files(folder: Path) -> bool:
         return True  # opening it reports the error
 
 
-def _latest_file_warning(root: Path, chosen: str) -> str | None:
-    """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
+def _latest_file_warning(root: Path, chosen: str) -> str:
+    """Why the tag `chosen` is taken, which `latest` does not name."""
     content = read_latest(root)
-    if content == chosen:
-        return None
     if committed_pending_tag(root) == chosen:
         state = "is missing" if content is None else f"says {content!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"

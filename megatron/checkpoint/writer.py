@@ -8,8 +8,7 @@ no tag is touched.
     write     rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json
     commit    rank 0: manifest.json, fsync, rename; old tags are deleted
 
-`save` runs the phases one after the other, async_save.py runs `write` and `commit` in a thread. Replicated parameters
-are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
+`save` runs the phases one after the other, async_save.py runs `write` and `commit` in a thread.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from enum import Enum, auto
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,17 @@ from typing import Any
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
-                                        last_commit_number, open_staging_folder)
+from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, commit_tag, delete_old_tags,
+                                        exclusive_access, explain_disk_errors, open_staging_folder)
 from megatron.checkpoint.file_formats import seal_record
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage,
                                           Manifest, TensorEntry, lineage_to_json, piece_key, provenance_of,
-                                          rank_manifest_name)
+                                          rank_manifest_name, read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
-from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, unknown_files
+from megatron.checkpoint.tags import (format_file_names, link_target_outside, print_to_stderr, read_tag_manifest,
+                                      unknown_files)
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, NumericsError
 from mpu.groups import Group
@@ -130,11 +131,16 @@ class RankFiles:
         return sum(entry.size for entry in files.values()) + len(text)
 
 
+class SavePhase(Enum):
+    """What a save that all ranks have agreed on does next."""
+
+    WRITE = auto()  # every rank writes its files into the staging folder
+    COMMIT = auto()  # rank 0 writes the manifest and renames the folder
+
+
 class PendingSave:
     """A save on which all ranks have agreed. Every rank runs its part of a phase (`run_phase`, in any thread), then
-    calls `finish_phase`, until that returns False; `finish` does both."""
-
-    report: SaveReport  # report of the complete save
+    calls `finish_phase`, until the save is complete; `finish` does both."""
 
     def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
@@ -150,8 +156,7 @@ class PendingSave:
         data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
         With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
         self._begin, self.root, self.world = time.perf_counter(), Path(root), world
-        self._written = 0
-        self.is_committing = False  # the next or current phase is the last one
+        self.phase, self._written = SavePhase.WRITE, 0
         self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
         # A replicated tensor is stored once, under tensor-parallel rank 0.
         own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
@@ -190,13 +195,13 @@ class PendingSave:
     def run_phase(self) -> int:
         """This rank's part of the phase; returns the bytes written. No communication."""
         with explain_out_of_memory(self.world, f"saving {self.manifest.tag}"):
-            if not self.is_committing:
+            if self.phase is SavePhase.WRITE:
                 return self._files.write(self._staging)
             return self._commit() if self.world.rank == 0 else 0
 
-    def finish_phase(self, result: Callable[[], int]) -> bool:
-        """Agree that every rank has done its part, whose bytes or error `result` returns or raises; returns whether
-        another phase follows. An error of any rank ends the save on every rank. Collective."""
+    def finish_phase(self, result: Callable[[], int]) -> SaveReport | None:
+        """Agree that every rank has done its part, whose bytes or error `result` returns or raises; returns the report
+        if that completes the save. An error of any rank ends the save on every rank. Collective."""
         try:
             self._written += sum_over_ranks(all_succeed_or_raise(result, self.world), self.world)
         except BaseException as error:
@@ -205,18 +210,18 @@ class PendingSave:
                 shutil.rmtree(self._staging, ignore_errors=True)
             self.close()
             raise
-        if not self.is_committing:
-            self.is_committing = True
-            return True
+        if self.phase is SavePhase.WRITE:
+            self.phase = SavePhase.COMMIT
+            return None
         self.close()
-        self.report = SaveReport(self.manifest.tag, self._written, time.perf_counter() - self._begin)
-        return False
+        return SaveReport(self.manifest.tag, self._written, time.perf_counter() - self._begin)
 
     def finish(self) -> SaveReport:
         """Run the remaining phases in this thread. Collective."""
-        while self.finish_phase(self.run_phase):
-            pass
-        return self.report
+        report = None
+        while report is None:
+            report = self.finish_phase(self.run_phase)
+        return report
 
     def close(self) -> None:
         """Release the staging folder. The next save removes it if the save is not complete."""
@@ -230,8 +235,11 @@ class PendingSave:
                 print_to_stderr(_replacement_note(root, tag))
             now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
             # Above every number in this folder and in the history: a copied tag keeps its place in the order.
-            earlier = last_commit_number(root), *(known.commit for known in self.manifest.history)
-            made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier))
+            earlier = [read_manifest_end(root / name)[0] for name in os.listdir(root)
+                       if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+                       and link_target_outside(root / name, root) is None]
+            earlier += [known.commit for known in self.manifest.history]
+            made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier, default=0))
             data = made.to_bytes()
             with explain_disk_errors(self._staging / MANIFEST, len(data)):
                 write_blob(self._staging / MANIFEST, data)  # the last file written
@@ -244,10 +252,10 @@ class PendingSave:
 def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int, world: Group, agrees: bool) -> None:
     """Raise unless this rank holds exactly the pieces that it should write. `agrees`: its list of tensors is rank 0's.
     """
-    manifest.check()
     if world.size != manifest.world_size:
         raise CheckpointError(
             f"a layout of {manifest.world_size} ranks ({dict(manifest.layout)}) is saved by {world.size}")
+    manifest.check()
     if not agrees:
         raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                               "they are cut")

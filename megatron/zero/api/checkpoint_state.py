@@ -138,7 +138,9 @@ def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPi
     for exchange in engine.compressed_exchanges:
         layout, mean = exchange.layout, exchange.one_bit_mean
         dtype = DTYPE_NAMES[mean.worker_error.dtype]
-        for slot in _nonempty_slots(layout):
+        for slot in layout.slots:
+            if not slot.numel:
+                continue
             worker = TPSlice(*_worker_error_shape(slot, dp.size), tp.rank, tp.size)
             server = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
             entries += [TensorEntry(WORKER_ERROR, slot.name, dtype, worker.sharding, DPSharding(0, slot.numel)),
@@ -153,28 +155,22 @@ def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPi
     return entries, pieces
 
 
-def check_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a saved error has another shape than its parameter; missing ones are allowed."""
-    for bucket in engine.buckets:
-        for slot in _nonempty_slots(bucket.layout):
-            if (WORKER_ERROR, slot.name) in checkpoint.tensors:
-                _saved_ranks(engine, checkpoint, slot)
-
-
 def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
     began hold no errors."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for exchange in engine.compressed_exchanges:
-        for slot in _nonempty_slots(exchange.layout):
-            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:  # a new parameter (strict=False)
+        for slot in exchange.layout.slots:
+            # Missing for an empty parameter and for a new one (strict=False).
+            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:
                 continue
             out = exchange.one_bit_mean.worker_error[slot.offset : slot.end]
-            ranks = _saved_ranks(engine, checkpoint, slot)
+            ranks = saved_worker_ranks(engine, checkpoint, slot)
             local = TPSlice(*_worker_error_shape(slot, ranks), tp.rank, tp.size)
             if ranks == dp.size:
                 checkpoint.read_slice(WORKER_ERROR, slot.name, local, dp.rank * slot.numel, out)
                 continue
+            # Another number of ranks: each takes the mean, so that the mean over the ranks stays.
             out.zero_()
             for rank in range(ranks):
                 one = out.new_empty(slot.numel)
@@ -188,7 +184,8 @@ def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
                                       exchange.one_bit_mean.server_error[start : start + segment.count])
 
 
-def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+def saved_worker_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+    """The number of ranks that saved worker errors of a parameter; CheckpointError for another shape than its own."""
     saved = checkpoint.shape(WORKER_ERROR, slot.name)
     expected = tp_sharding_of(*_worker_error_shape(slot, 1), engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
@@ -196,10 +193,6 @@ def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
             f"{checkpoint.label} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
             f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
-
-
-def _nonempty_slots(layout: FlatLayout) -> Iterator[Slot]:
-    return (slot for slot in layout.slots if slot.numel)
 
 
 def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
