@@ -85,7 +85,7 @@ class AsyncSaver:
     def progress(self) -> tuple[float, ...]:
         """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
         # These numbers ride on the all-reduce of a step, so no step waits for a save.
-        if not self.has_pending_save:
+        if self._save is None:
             return ()
         done = self._job.done()
         return float(done and self._job.exception() is not None), float(done)
@@ -102,13 +102,13 @@ class AsyncSaver:
         """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
         sum over the ranks at an earlier time; a save that has advanced since is handled."""
         self._raise_deferred_error()
-        if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
+        if self._save is not None and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait_for_save(self) -> None:
         """Return when no save is under way."""
         self._raise_deferred_error()
-        while self.has_pending_save:
+        while self._save is not None:
             self._advance()
 
     def _raise_deferred_error(self) -> None:
@@ -131,7 +131,7 @@ class AsyncSaver:
     def abandon(self) -> bool:
         """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
         completed. No communication."""
-        if not self.has_pending_save:
+        if self._save is None:
             return False
         save, _ = self._take_pending()
         self._job.add_done_callback(lambda job: save.close())  # the staging folder stays locked until the job ends

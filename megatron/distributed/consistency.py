@@ -91,6 +91,8 @@ def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group,
     """Raise a ConfigError unless every rank calls `call` with equal `arguments`, but for the one named `may_differ`.
     Returns every rank's arguments if that one differs, else []. Collective, as `find_differences`."""
     per_rank = find_differences(arguments, world, check)
+    if not per_rank:
+        return []
     must_be_equal = [({name: value for name, value in each.items() if name != may_differ}, [rank])
                      for rank, each in enumerate(per_rank)]
     if differences := describe_differences(must_be_equal):
