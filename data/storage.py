@@ -305,11 +305,6 @@ def try_lock(file: IO[Any] | int) -> LockResult:
     return LockResult.ACQUIRED
 
 
-def lock_when_free(file: IO[Any] | int) -> None:
-    """Wait for the lock; an OSError if the file system has none."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def unlock(file: IO[Any] | int) -> None:
     """Release the lock, even if a forked child still has the descriptor."""
     with suppress(OSError):
@@ -365,7 +360,7 @@ def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
         file = open(path, "ab")
     with file, unlock_on_exit(file):
         with write_errors_for(path):
-            lock_when_free(file)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -4,9 +4,7 @@
     poll            after each step: if all ranks have done the phase, start the next    all ranks
     wait_for_save   the same, but wait for the thread                                    all ranks
 
-`progress` rides on the step's all-reduce, so no step waits for a save. An error on one rank is raised on all ranks at
-the next poll. At most one save per engine; a program that exits normally completes its save first. Memory: one
-(pinned) host copy of this rank's share, reused.
+An error on one rank is raised on all ranks at the next poll. A program that exits normally completes its save first.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.safetensors_io import FileTensor
-from megatron.checkpoint.writer import PendingSave, SaveReport
+from megatron.checkpoint.writer import PendingSave, SavePhase, SaveReport
 from megatron.distributed import exit_codes
 from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu.groups import Group
@@ -36,6 +34,7 @@ COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in the copy: one cache 
 class HostSnapshot:
     """A (pinned) host buffer, as large as the largest state copied so far."""
 
+    # Reused, as pinning memory is slow.
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -53,7 +52,7 @@ class HostSnapshot:
             copies.append(replace(item, load=partial(torch.Tensor.detach, copy)))
             start += size
         if self._on_cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()  # one wait for all copies
         return copies
 
 
@@ -82,6 +81,15 @@ class AsyncSaver:
         _PENDING_SAVES.append(self)
         atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
 
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
+        # These numbers ride on the all-reduce of a step, so no step waits for a save.
+        if self._save is None:
+            return ()
+        done = self._job.done()
+        return float(done and self._job.exception() is not None), float(done)
+
     def _take_pending(self) -> tuple[PendingSave, Callable[[SaveReport], None]]:
         """Clear and return the pending save."""
         assert self._save is not None
@@ -90,25 +98,17 @@ class AsyncSaver:
         atexit.unregister(self._finish_at_exit)
         return taken
 
-    @property
-    def progress(self) -> tuple[float, ...]:
-        """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
-        if not self.has_pending_save:
-            return ()
-        done = self._job.done()
-        return float(done and self._job.exception() is not None), float(done)
-
     def poll(self, progress: Sequence[float]) -> None:
         """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
         sum over the ranks at an earlier time; a save that has advanced since is handled."""
         self._raise_deferred_error()
-        if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
+        if self._save is not None and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait_for_save(self) -> None:
         """Return when no save is under way."""
         self._raise_deferred_error()
-        while self.has_pending_save:
+        while self._save is not None:
             self._advance()
 
     def _raise_deferred_error(self) -> None:
@@ -122,19 +122,20 @@ class AsyncSaver:
         Collective."""
         self._before_collective("a save in the background")
         save, on_complete = self._take_pending()  # an error below leaves no save pending
-        if save.finish_phase(self._job.result):
+        report = save.finish_phase(self._job.result)
+        if report is None:
             self.start(save, on_complete)
         else:
-            on_complete(save.report)
+            on_complete(report)
 
     def abandon(self) -> bool:
         """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
         completed. No communication."""
-        if not self.has_pending_save:
+        if self._save is None:
             return False
         save, _ = self._take_pending()
         self._job.add_done_callback(lambda job: save.close())  # the staging folder stays locked until the job ends
-        return save.is_committing and self._job.exception() is None
+        return save.phase is SavePhase.COMMIT and self._job.exception() is None
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._pid:  # in a forked child
@@ -185,8 +186,8 @@ def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
             atexit.register(saver._finish_at_exit)
 
 
+# Not an executor: its threads delay an exit after a failure.
 def _run_in_thread(job: Callable[[], int]) -> Future[int]:
-    """Run the job in a daemon thread, which does not delay an exit after a failure."""
     future: Future[int] = Future()
 
     def work() -> None:

@@ -80,7 +80,8 @@ def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manife
     text = ""
     if record.history:
         parent = record.history[-1]
-        there = parent.tag in records and records[parent.tag].as_ancestor == parent
+        saved = records.get(parent.tag)
+        there = saved is not None and (saved.branch, saved.commit) == (parent.branch, parent.commit)
         text = f"  after {parent.tag}" + ("" if there else " (not in this folder)")
     is_other = used is not None and not used.descends_from(record) and not record.descends_from(used)
     return text + ("  other branch" if is_other else "")

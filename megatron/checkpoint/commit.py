@@ -14,6 +14,8 @@ after it the new one. Nothing is deleted in place. Several saves into one root c
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import secrets
 import shutil
@@ -25,27 +27,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from data.storage import (LockFile, LockResult, StorageFault, fsync_directory, lock_when_free, staged_file, try_lock,
-                          unlock_on_exit, write_json_atomic)
+from data.storage import LockFile, LockResult, StorageFault, fsync_directory, staged_file, try_lock, unlock_on_exit
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
                                           read_manifest_end)
 from megatron.checkpoint.tags import (ASIDE_PREFIX, PENDING_LATEST, commit_records, committed_pending_tag,
-                                      format_file_names, latest_tag, link_target_outside, print_to_stderr, read_latest,
-                                      read_tag_manifest, tag_folder, unknown_files)
+                                      format_file_names, latest_tag, print_to_stderr, read_latest, read_tag_manifest,
+                                      tag_folder, unknown_files)
 from megatron.distributed.process_group import after_shutdown, is_stop_requested
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import CheckpointError, ConfigError, StorageError
 
+STAGING_PREFIX = ".staging-"
+TRASH_PREFIX = ".trash-"
+LOCK_FILE = ".lock"
+"""Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the
+lock of a dead process."""
+FP32_SCRIPT = "zero_to_fp32.py"
+"""Copied beside the tags: converts them to one state dict where this package is not installed."""
 LOCK_SECONDS = 300.0  # seconds to wait for a commit of another process
+POLL_SECONDS = 0.05
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether the folder exists and no process holds its lock."""
-    with _open_folder(folder) as descriptor:
-        if descriptor is not None and try_lock(descriptor) is LockResult.HELD_BY_OTHER:
-            return False
-        return os.path.lexists(folder)
+@dataclass(frozen=True)
+class Keep:
+    """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
 
+    last: int | None = None  # None keeps all
+    every: int | None = None
+
+
+# ---- locks ----------------------------------------------------------------------------------------------------------
 
 @contextmanager
 def exclusive_access(root: Path) -> Iterator[None]:
@@ -76,17 +87,19 @@ def _open_folder(folder: Path) -> Iterator[int | None]:
             os.close(descriptor)
 
 
-STAGING_PREFIX = ".staging-"
-LOCK_FILE = ".lock"
-"""Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the
-lock of a dead process."""
-FP32_SCRIPT = "zero_to_fp32.py"
-"""Copied beside the tags: converts them to one state dict where this package is not installed."""
+@contextmanager
+def lock_save_root(root: str | Path) -> Iterator[None]:
+    """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
+    path = Path(root) / LOCK_FILE
+    with explain_disk_errors(path, 0):
+        lock = LockFile(path)
+    with lock.file, unlock_on_exit(lock.file):
+        if lock.result is LockResult.HELD_BY_OTHER:
+            raise ConfigError(f"--save {root}: locked by {lock.holder}; stop it or choose another folder")
+        yield
 
 
-TRASH_PREFIX = ".trash-"
-POLL_SECONDS = 0.05
-
+# ---- deletion -------------------------------------------------------------------------------------------------------
 
 def discard_folder(folder: Path) -> None:
     """Rename the folder into the trash, so that it is never partially visible, then delete it in the background."""
@@ -98,8 +111,8 @@ def discard_folder(folder: Path) -> None:
 
 @final
 class BackgroundDeleter:
-    """Deletes folders in threads. A save waits for them only if their space is needed, a successful program at its end;
-    a failed or stopped one leaves the rest to the next start."""
+    """Deletes folders in threads. A save waits for them only if it needs their space, a successful program at its end.
+    """
 
     def __init__(self) -> None:
         self._threads: dict[Path, threading.Thread] = {}
@@ -130,6 +143,7 @@ class BackgroundDeleter:
             time.sleep(POLL_SECONDS)
 
     def _finish_at_shutdown(self) -> None:
+        # A stopped program does not wait: the next start deletes the rest.
         with STATUS.in_activity("deletion of old checkpoints"):
             self.wait_for_deletions(until=is_stop_requested)
 
@@ -152,13 +166,7 @@ class BackgroundDeleter:
 DELETER = BackgroundDeleter()
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
-
-    last: int | None = None  # None keeps all
-    every: int | None = None
-
+# ---- disk errors ----------------------------------------------------------------------------------------------------
 
 @contextmanager
 def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
@@ -174,16 +182,18 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
-        reason = error.strerror or str(error)
-        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free_bytes(path)} free"
-                           f"{untouched}") from error
+        reason, free = error.strerror or str(error), _free_bytes(path)
+        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, "
+                           f"{'unknown' if free == math.inf else free} free{untouched}") from error
 
 
-def _free_bytes(path: Path) -> int | str:
+def _free_bytes(path: Path) -> float:
+    """Infinity if unknown."""
     with suppress(OSError):
         disk = shutil.disk_usage(_nearest_existing(path))
-        return disk.free if disk.total else "unknown"  # some network file systems do not report it
-    return "unknown"
+        # Some network file systems do not report it.
+        return disk.free if disk.total else math.inf
+    return math.inf
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -209,18 +219,6 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
         raise StorageError(f"{flag} {root}: cannot be written ({error.strerror})") from error
 
 
-@contextmanager
-def lock_save_root(root: str | Path) -> Iterator[None]:
-    """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
-    path = Path(root) / LOCK_FILE
-    with explain_disk_errors(path, 0):
-        lock = LockFile(path)
-    with lock.file, unlock_on_exit(lock.file):
-        if lock.result is LockResult.HELD_BY_OTHER:
-            raise ConfigError(f"--save {root}: locked by {lock.holder}; stop it or choose another folder")
-        yield
-
-
 def check_parent_folder(path: Path, flag: str) -> None:
     """Raise a StorageError if the parent folder of `path` does not exist."""
     if path.parent.is_dir():
@@ -244,32 +242,27 @@ def open_staging_folder(root: Path, tag: str, run_id: str, needed: int = 0) -> I
                 fsync_directory(root.parent)
             clean_up_save_root(root)
             # Without the lock of the save root, so that others may save meanwhile.
-            if DELETER.is_deleting and _lacks_disk_space(root, needed):
+            if _free_bytes(root) < needed and DELETER.is_deleting:
                 print_to_stderr(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
-                DELETER.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
-            if _lacks_disk_space(root, needed):
+                DELETER.wait_for_deletions(until=lambda: _free_bytes(root) >= needed)
+            if _free_bytes(root) < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with exclusive_access(root):
                 while staging.exists():  # another engine resumed from the same checkpoint is saving this tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
-                # Locked, so that `is_abandoned` is False in other processes.
+                # Locked, so that no clean-up removes it. It is new, so no other process holds its lock.
                 descriptor = until_saved.enter_context(_open_folder(staging))
                 if descriptor is not None:
-                    with suppress(OSError):  # the file system has no locks
-                        lock_when_free(descriptor)
+                    try_lock(descriptor)
         yield staging
-
-
-def _lacks_disk_space(root: Path, needed: int) -> bool:
-    free = _free_bytes(root)
-    return isinstance(free, int) and free < needed
 
 
 def clean_up_save_root(root: Path) -> None:
     """Remove leftovers of killed saves, and restore a tag that was moved aside."""
     with exclusive_access(root):
         for name in sorted(os.listdir(root)):
+            path = root / name
             if name.startswith(ASIDE_PREFIX):
                 _finish_replacement(root, name.removeprefix(ASIDE_PREFIX))
             elif name == PENDING_LATEST:
@@ -277,14 +270,18 @@ def clean_up_save_root(root: Path) -> None:
                     print_to_stderr(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
                     _write_latest(root, tag)
                 else:
-                    (root / PENDING_LATEST).unlink(missing_ok=True)
-            elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
-                print_to_stderr(f"removing {root / name}, left by an interrupted save")
-                discard_folder(root / name)
+                    path.unlink(missing_ok=True)
+            elif name.startswith(STAGING_PREFIX):
+                with _open_folder(path) as descriptor:
+                    # Its save goes on as long as a program holds the lock.
+                    is_locked = descriptor is not None and try_lock(descriptor) is LockResult.HELD_BY_OTHER
+                if not is_locked and os.path.lexists(path):
+                    print_to_stderr(f"removing {path}, left by an interrupted save")
+                    discard_folder(path)
             elif name.startswith(TRASH_PREFIX):
-                DELETER.delete(root / name)
+                DELETER.delete(path)
             elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
-                (root / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 def _finish_replacement(root: Path, tag: str) -> None:
@@ -300,12 +297,7 @@ def _finish_replacement(root: Path, tag: str) -> None:
         discard_folder(aside)
 
 
-def _remove_link(path: Path) -> Path:
-    """Return `path` for writing; a link there is removed, its target stays."""
-    if path.is_symlink():
-        path.unlink()
-    return path
-
+# ---- commit ---------------------------------------------------------------------------------------------------------
 
 def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
     """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
@@ -314,12 +306,12 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
         fsync_directory(staging)
         script, copy = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
         if copy.is_symlink() or not copy.is_file() or copy.read_bytes() != script:
-            with staged_file(_remove_link(copy)) as file:
-                file.write(script)
+            _replace_file(copy, script)
         try:
-            if latest:  # what `latest` will say, for a kill between the second rename and its writing
+            if latest:
+                # What `latest` will say, for a kill between the second rename and its writing.
                 pending = {"tag": tag, "seal": read_manifest_end(staging)[1], "was": read_latest(root)}
-                write_json_atomic(_remove_link(root / PENDING_LATEST), pending)
+                _replace_file(root / PENDING_LATEST, json.dumps(pending, indent=1).encode() + b"\n")
             if folder.exists() and aside.exists():
                 discard_folder(folder)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
@@ -336,16 +328,16 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True) -> None
 
 
 def _write_latest(root: Path, tag: str) -> None:
-    with staged_file(_remove_link(root / LATEST), "w") as file:
-        file.write(f"{tag}\n")
+    _replace_file(root / LATEST, f"{tag}\n".encode())
     (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
-def last_commit_number(root: Path) -> int:
-    """The largest commit number in the root; 0 without tags."""
-    return max((read_manifest_end(root / name)[0] for name in os.listdir(root)
-                if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
-                and link_target_outside(root / name, root) is None), default=0)
+def _replace_file(path: Path, content: bytes) -> None:
+    """Write a file of the save root, complete or not at all. A link in its place goes; what it leads to stays."""
+    if path.is_symlink():
+        path.unlink()
+    with staged_file(path) as file:
+        file.write(content)
 
 
 def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> list[str]:
@@ -367,6 +359,7 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> list[str]:
                             "deletes the checkpoints of this run only")
         if len(ancestors) < keep.last:
             return []
+        # Everything committed since the oldest one that counts is kept, also of a branch that this run has left.
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
         to_delete = [record.tag for record in steps if record.commit_order < oldest_kept
                      and record.iteration <= saved.iteration and record.tag not in (latest, *others)

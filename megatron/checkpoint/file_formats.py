@@ -1,28 +1,26 @@
 """Strict parsing of checkpoint files: JSON records and safetensors headers. No torch.
 
-A `StrictRecord` expects every field, with its type; a missing or unknown one is a CheckpointError that names it. A
-*sealed* record ends with the crc32 of all bytes before. A safetensors file is 8 bytes of length, a JSON header, and the
-tensors without gaps to the end of the file; any other header is refused.
+A *sealed* record ends with the crc32 of all bytes before. A safetensors file is 8 bytes of length, a JSON header, and
+the tensors without gaps to the end of the file; any other header is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from types import UnionType
+from typing import IO, Any, get_origin
 
 from data.storage import crc32, parse_error_text
 from megatron.errors import CheckpointError, ConfigError
 
-T = TypeVar("T")
-
 CHECKSUM_FIELD = b',"crc32":"'
-MAX_COUNT = 10**15  # upper bound of steps, samples, elements and bytes
+MAX_COUNT = 10**18  # upper bound of steps, samples, elements, bytes and microseconds since 1970
 
 
 @contextmanager
@@ -44,35 +42,17 @@ def explain_read_errors(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror or error})") from error
 
 
-def parse_json(data: bytes | str, where: str) -> object:
-    """Parse a JSON value. Anything else, such as a pickle, is never executed."""
-    try:
-        value: object = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not JSON ({parse_error_text(error)})") from error
-    return value
-
-
 def read_bytes(path: Path, where: str) -> bytes:
     with explain_read_errors(where):
         return path.read_bytes()
 
 
-def seal_record(fields: Mapping[str, Any]) -> bytes:
-    """The record as JSON with its checksum."""
-    text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
-    return text + checksum_ending(text)
-
-
-def unseal_record(data: bytes, where: str) -> object:
-    """The record in `data`, after checking its checksum."""
-    text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
-    if data[len(text):] != checksum_ending(text):
-        raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
+def parse_json(data: bytes | str, where: str) -> Any:
+    """Parse a JSON value. Anything else, such as a pickle, is never executed."""
     try:
-        return parse_json(str(text, "utf-8") + "}", where)
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where}: not JSON ({error})") from error
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not JSON ({parse_error_text(error)})") from error
 
 
 def checksum_ending(text: bytes | memoryview) -> bytes:
@@ -80,72 +60,67 @@ def checksum_ending(text: bytes | memoryview) -> bytes:
     return CHECKSUM_FIELD + b'%08x"}\n' % crc32(text)
 
 
-class StrictRecord:
-    """Reads one JSON object strictly: take each field once with its type, then `check_all_taken()`."""
+def seal_record(fields: Mapping[str, Any]) -> bytes:
+    """The record as JSON with its checksum."""
+    text = json.dumps(fields, separators=(",", ":")).encode()[:-1]  # without the last brace
+    return text + checksum_ending(text)
 
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{where}: expected an object, found {type(value).__name__}")
-        self.fields = dict(value)
-        self.where = where
 
-    def take_field(self, name: str, kind: type[T]) -> T:
-        if name not in self.fields:
-            raise CheckpointError(f"{self.where}: field {name!r} is missing")
-        value = self.fields.pop(name)
-        # bool is a subclass of int
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise CheckpointError(f"{self.where}: field {name!r} must be {kind.__name__}, found {value!r:.80}")
-        return value
+def unseal_record(data: bytes, where: str) -> dict[str, Any]:
+    """The record in `data`, after checking its checksum."""
+    # A view: a manifest can be large, and is copied only once, to decode it.
+    text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
+    if data[len(text):] != checksum_ending(text):
+        raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
+    try:
+        # The brace was cut off with the checksum. A JSON text that ends with one is an object.
+        record: dict[str, Any] = parse_json(str(text, "utf-8") + "}", where)
+        return record
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not JSON ({error})") from error
 
-    def take_count(self, name: str, most: int = MAX_COUNT) -> int:
-        """A non-negative integer."""
-        value = self.take_field(name, int)
-        if value < 0:
-            raise CheckpointError(f"{self.where}: field {name!r} must not be negative, found {value}")
-        if value >= most:
-            raise CheckpointError(f"{self.where}: field {name!r} must be below {most}, found {value!r:.40}")
-        return value
 
-    def take_number(self, name: str, above: float = float("-inf")) -> float:
-        """A finite number."""
-        value = self.fields.pop(name, None)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
-            raise CheckpointError(f"{self.where}: field {name!r} must be a finite number"
-                                  f"{'' if above == float('-inf') else f' above {above:g}'}, found {value!r:.80}")
-        return value
+def check_record(value: Any, where: str, kinds: Mapping[str, Any], optional: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The object `value`, after checking that it has the fields of `kinds`, perhaps some of `optional`, and no others,
+    each of its kind (`check_field`)."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected an object, found {type(value).__name__}")
+    for name, kind in (*kinds.items(), *((name, kind) for name, kind in optional.items() if name in value)):
+        if name not in value:
+            raise CheckpointError(f"{where}: field {name!r} is missing")
+        check_field(f"{where}: field {name!r}", value[name], kind)
+    # An unknown field is refused, since it would be ignored.
+    if unknown := value.keys() - kinds.keys() - optional.keys():
+        raise CheckpointError(f"{where}: unknown field {min(map(str, unknown))!r}")
+    return value
 
-    def take_counts(self, name: str) -> tuple[int, ...]:
-        """A list of non-negative integers."""
-        values = self.take_field(name, list)
-        return tuple(StrictRecord({name: value}, self.where).take_count(name) for value in values)
 
-    def take_all(self, kind: Callable[..., T]) -> T:
-        """A dataclass of all fields, each taken by its annotation. A field with a default may be missing; an unknown
-        one is refused, since it would be ignored."""
-        values: dict[str, Any] = {}
-        for item in fields(cast(Any, kind)):
-            if item.name not in self.fields and item.default is not MISSING:
-                continue
-            if item.type == "str":
-                values[item.name] = self.take_field(item.name, str)
-            elif item.type == "tuple[int, ...]":
-                values[item.name] = self.take_counts(item.name)
-            elif str(item.type).endswith("| None") and self.fields.get(item.name, 0) is None:
-                values[item.name] = self.fields.pop(item.name)
-            else:
-                values[item.name] = (self.take_count if "int" in str(item.type) else self.take_number)(item.name)
-        self.check_all_taken()
-        return kind(**values)
-
-    def check_all_taken(self) -> None:
-        if self.fields:
-            raise CheckpointError(f"{self.where}: unknown field {sorted(self.fields)[0]!r}")
+def check_field(field: str, value: Any, kind: Any) -> None:
+    """Raise unless `value` is of a kind: a type, `type | None` or `list[type]`. `int` means a count, which is not
+    negative; `float` means a finite number, `object` anything."""
+    if isinstance(kind, UnionType):
+        if value is None:
+            return
+        kind = kind.__args__[0]
+    accepted = get_origin(kind) or kind
+    is_accepted = isinstance(value, int | float if kind is float else accepted)
+    if isinstance(value, bool):  # a subclass of int
+        is_accepted = kind in (bool, object)
+    if kind is float and not (is_accepted and float("-inf") < value < float("inf")):
+        raise CheckpointError(f"{field} must be a finite number, found {value!r:.80}")
+    if not is_accepted:
+        raise CheckpointError(f"{field} must be {accepted.__name__}, found {value!r:.80}")
+    if kind is int and not 0 <= value < MAX_COUNT:
+        limit = "not be negative" if value < 0 else f"be below {MAX_COUNT}"
+        raise CheckpointError(f"{field} must {limit}, found {value!r:.40}")
+    for child in value if get_origin(kind) is list else ():
+        check_field(field, child, kind.__args__[0])
 
 
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 """Bits per element of each supported dtype."""
 METADATA_KEY = "__metadata__"
+HEADER_ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
 
 
 @dataclass(frozen=True)
@@ -155,10 +130,6 @@ class TensorLocation:
     dtype: str
     shape: tuple[int, ...]
     start: int  # offset of its first byte in the file
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = {}) -> bytes:
@@ -179,25 +150,28 @@ def read_header(file: IO[bytes], where: str) -> tuple[dict[str, TensorLocation],
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
         raise CheckpointError(f"{where}: header of {length} bytes in a file of {size}")
-    record = StrictRecord(parse_json(file.read(length), where), where)
-    metadata = record.take_field(METADATA_KEY, dict) if METADATA_KEY in record.fields else {}
+    record = parse_json(file.read(length), where)
+    check_field(f"{where}: the header", record, dict)
+    metadata = record.pop(METADATA_KEY, {})
+    check_field(f"{where}: field {METADATA_KEY!r}", metadata, dict)
+    places: list[tuple[int, int, str]] = []  # (first byte, bytes, key)
     locations: dict[str, TensorLocation] = {}
-    for key in list(record.fields):
-        entry = StrictRecord(record.take_field(key, dict), f"{where}: {key!r:.80}")
-        dtype, shape = entry.take_field("dtype", str), entry.take_counts("shape")
-        offsets = entry.take_counts("data_offsets")
-        entry.check_all_taken()
+    for key, value in record.items():
+        entry = check_record(value, f"{where}: {key!r:.80}", HEADER_ENTRY)
+        dtype, shape, offsets = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         nbytes = prod(shape) * DTYPE_BITS.get(dtype, 0) // 8
         if dtype not in DTYPE_BITS or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
-            raise CheckpointError(f"{entry.where}: {dtype:.20} {str(list(shape)):.80} does not fit "
-                                  f"{str(list(offsets)):.80}")
+            raise CheckpointError(f"{where}: {key!r:.80}: {dtype:.20} {str(list(shape)):.80} does not fit "
+                                  f"{str(offsets):.80}")
         locations[key] = TensorLocation(dtype, shape, 8 + length + offsets[0])
+        places.append((locations[key].start, nbytes, key))
     end = 8 + length
-    for key, place in sorted(locations.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
-        if place.start != end:
-            what = "overlaps" if place.start < end else "leaves a gap after"
-            raise CheckpointError(f"{where}: {key!r:.80} at byte {place.start} {what} what ends at {end}")
-        end += place.nbytes
+    # Empty tensors come first where they share their offset with another one.
+    for start, nbytes, key in sorted(places):
+        if start != end:
+            what = "overlaps" if start < end else "leaves a gap after"
+            raise CheckpointError(f"{where}: {key!r:.80} at byte {start} {what} what ends at {end}")
+        end += nbytes
     if end != size:
         raise CheckpointError(f"{where}: its tensors end at byte {end}, the file has {size}")
     return locations, metadata

@@ -17,9 +17,7 @@ from torch import Tensor
 from megatron.errors import CheckpointError
 
 INT8_KIND, SCALE_KIND = "int8", "scale"  # tensor kinds of a quantised matrix; the tensor's name is the matrix's
-
 MAX_LEVEL = 127
-
 BLOCK_ELEMENTS = 1 << 18  # elements in memory at a time, at least one row
 
 ReadRange = Callable[[int, Tensor], None]
@@ -46,6 +44,7 @@ def quantise_into(levels: Tensor, read: ReadRange, where: str, maxima: Tensor | 
     for first, block in _row_blocks(read, levels.shape):
         rows = slice(first, first + len(block))
         scale[rows] = scales_from_maxima(_row_maxima_of_block(block) if maxima is None else maxima[rows], where)
+        # A row of zeros has scale 0; its levels are 0 / inf.
         divisor = torch.where(scale[rows] > 0, scale[rows], torch.inf)
         levels[rows] = block.div_(divisor[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
     return scale

@@ -23,15 +23,16 @@ from torch.torch_version import TorchVersion
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor
 from megatron.errors import CheckpointError
 
+# Supported factories of a defaultdict.
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, bytes)}
-"""Supported factories of a defaultdict."""
-
+# Base types suggested for saving an instance of a subclass.
+SAVABLE_BASES = frozenset({dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray})
 ReadTensor = Callable[[str], Tensor]  # path -> tensor
 
 
 def encode_state(value: Any, path: str, items: list[FileTensor]) -> Any:
     """`value` as JSON; its tensors are appended to `items` with their paths as keys."""
-    kind = type(value)
+    kind = type(value)  # exact: a subclass would come back as its base
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is Tensor:
@@ -93,10 +94,6 @@ def _numpy_dtype(value: np.ndarray[Any, Any] | np.generic, path: str) -> str:
 
 def _base64(raw: bytes | bytearray) -> str:
     return base64.b64encode(raw).decode("ascii")
-
-
-SAVABLE_BASES = frozenset({dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray})
-"""Base types suggested for saving an instance of a subclass."""
 
 
 def decode_state(value: Any, fetch: ReadTensor) -> Any:

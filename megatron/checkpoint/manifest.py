@@ -17,105 +17,39 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.storage import crc32
-from megatron.checkpoint.file_formats import StrictRecord, read_bytes, seal_record, unseal_record
+from megatron.checkpoint.file_formats import (check_field, check_record, parse_json, read_bytes, seal_record,
+                                              unseal_record)
 from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
-
-
-class Ancestor(NamedTuple):
-    """An earlier save in a later one's history."""
-
-    branch: str
-    commit: int
-    tag: str
-
-
-History = tuple[Ancestor, ...]
-
-
-@dataclass(frozen=True)
-class CommitRecord:
-    """Identifies a save: its order within the root and its ancestors."""
-
-    tag: str
-    iteration: int
-    run_id: str
-    branch: str = ""
-    commit: int = 0  # commit number
-    history: History = ()
-
-    @property
-    def as_ancestor(self) -> Ancestor:
-        return Ancestor(self.branch, self.commit, self.tag)
-
-    @property
-    def commit_order(self) -> tuple[int, int, str]:
-        """Sort key: saves in order of commit."""
-        return self.commit, self.iteration, self.tag
-
-    def descends_from(self, other: CommitRecord) -> bool:
-        """Whether `other` is an ancestor of this save, or this save itself."""
-        branch, commit, _ = other.as_ancestor
-        return other.iteration <= self.iteration and any(
-            branch == known.branch and commit <= known.commit for known in (*self.history, self.as_ancestor))
-
-
-class Lineage:
-    """What an engine's next save continues from. The lineage of rank 0 is recorded."""
-
-    def __init__(self, parent: CommitRecord | None = None) -> None:
-        """`parent` is the checkpoint that was loaded; None at the start of a run."""
-        self.branch = secrets.token_hex(8)
-        self.history: History = ()
-        if parent is not None:
-            self.set_parent(parent)
-
-    def set_parent(self, parent: CommitRecord) -> None:
-        """Let the next save continue from `parent`."""
-        earlier = (known for known in parent.history if known.branch != parent.branch)
-        self.history = *earlier, parent.as_ancestor
-
-
-def parse_lineage(record: StrictRecord) -> tuple[str, History]:
-    """(branch, history) of a manifest or of the rank 0 manifest."""
-    branch, history = record.take_field("branch", str), []
-    for value in record.take_field("history", list):
-        entry = StrictRecord(value, f"{record.where}: history[]")
-        history.append(
-            Ancestor(entry.take_field("branch", str), entry.take_count("commit", 10**18), entry.take_field("tag", str)))
-        entry.check_all_taken()
-    return branch, tuple(history)
-
-
-def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
-    return {"history": [known._asdict() for known in history], "branch": branch}
-
 
 FORMAT = 5
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_END_PATTERN = re.compile(rb'"commit":([0-9]{1,15}),"saved_at":[0-9]{1,18},"crc32":"([0-9a-f]{8})"}\n\Z')
+CONFIG_FILE = "config.json"
+SHARED_STATE_FILE = "shared.json"
+RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)  # files that rank 0 writes in addition to its own
+_END_PATTERN = re.compile(rb'"commit":([0-9]{1,18}),"saved_at":[0-9]{1,18},"crc32":"([0-9a-f]{8})"}\n\Z')
 _END_BYTES = 250  # bytes read from the end of a manifest
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
 
 
+def is_safe_name(name: str) -> bool:
+    """Whether it is safe as a path: no separator, no leading dot, nothing special to a file system."""
+    return _SAFE_NAME.fullmatch(name) is not None and name not in (LATEST, MANIFEST)
+
+
 def check_safe_name(name: str, what: str) -> str:
-    """Return `name` if it is safe as a path: no separator, no leading dot, nothing special to a file system."""
     if not is_safe_name(name):
         raise CheckpointError(f"{what} {name!r:.80} is not a plain name: letters, digits, '_', '-' and inner '.' only")
     return name
-
-
-def is_safe_name(name: str) -> bool:
-    return _SAFE_NAME.fullmatch(name) is not None and name not in (LATEST, MANIFEST)
 
 
 def tag_of_iteration(iteration: int) -> str:
@@ -128,13 +62,66 @@ def iteration_of_tag(tag: str) -> int | None:
     return int(match[1]) if match else None
 
 
+# ---- lineage --------------------------------------------------------------------------------------------------------
+
+class Ancestor(NamedTuple):
+    """An earlier save in a later one's history."""
+
+    branch: str
+    commit: int
+    tag: str
+
+
 @dataclass(frozen=True)
-class FileEntry:
-    """Size and checksum that a file of the tag must have."""
+class CommitRecord:
+    """Identifies a save: its order within the root and its ancestors."""
 
-    size: int
-    crc32: str  # 8 hexadecimal digits, as data.storage.crc32_file writes them
+    tag: str
+    iteration: int
+    run_id: str
+    branch: str = ""
+    commit: int = 0  # commit number
+    history: tuple[Ancestor, ...] = ()
 
+    @property
+    def commit_order(self) -> tuple[int, int, str]:
+        """Sort key: saves in order of commit."""
+        return self.commit, self.iteration, self.tag
+
+    def descends_from(self, other: CommitRecord) -> bool:
+        """Whether `other` is an ancestor of this save, or this save itself."""
+        # A later save of a branch continues from all earlier ones of it.
+        reached = [*self.history, Ancestor(self.branch, self.commit, self.tag)]
+        return other.iteration <= self.iteration and any(
+            other.branch == known.branch and other.commit <= known.commit for known in reached)
+
+
+@dataclass
+class Lineage:
+    """What an engine's next save continues from. The lineage of rank 0 is recorded."""
+
+    parent: CommitRecord | None = None  # the last save, or the checkpoint that was loaded; None at the start of a run
+    branch: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def history(self) -> tuple[Ancestor, ...]:
+        """The last save of each branch that the next save continues from, oldest branch first."""
+        if self.parent is None:
+            return ()
+        branch, commit, tag = self.parent.branch, self.parent.commit, self.parent.tag
+        return *(known for known in self.parent.history if known.branch != branch), Ancestor(branch, commit, tag)
+
+
+def lineage_to_json(save: CommitRecord) -> dict[str, Any]:
+    return {"history": [known._asdict() for known in save.history], "branch": save.branch}
+
+
+def parse_history(entries: list[Any], where: str) -> tuple[Ancestor, ...]:
+    kinds = {"branch": str, "commit": int, "tag": str}
+    return tuple(Ancestor(**check_record(entry, f"{where}: history[]", kinds)) for entry in entries)
+
+
+# ---- the manifest of a checkpoint -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -145,10 +132,6 @@ class TensorEntry:
     dtype: str
     sharding: TPSharding
     dp_sharding: DPSharding
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.name!r}"
 
     @property
     def numel(self) -> int:
@@ -163,7 +146,10 @@ def piece_key(kind: str, name: str, tp_rank: int, offset: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(CommitRecord):
-    """One checkpoint: its run, configuration, layout and tensors."""
+    """One checkpoint: its run, configuration, layout and tensors.
+
+    Rank k of the `layout["tp"] * layout["dp"]` ranks that wrote it has tensor-parallel rank k % tp and data-parallel
+    shard k // tp."""
 
     layout: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -173,24 +159,14 @@ class Manifest(CommitRecord):
     nbytes: int = 0  # size of all other files of the tag
 
     @property
-    def tp_dp_sizes(self) -> tuple[int, int]:
-        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k has tensor-parallel rank k % tp
-        and data-parallel shard k // tp."""
-        tp, dp = (self.layout.get(axis) for axis in ("tp", "dp"))
-        if not (isinstance(tp, int) and isinstance(dp, int) and tp > 0 and dp > 0):
-            raise CheckpointError(f"tag {self.tag}: {MANIFEST}: layout expected with sizes tp and dp, found "
-                                  f"{dict(self.layout)!r:.80}")
-        return tp, dp
-
-    @property
     def world_size(self) -> int:
         """Number of ranks that wrote it."""
-        tp, dp = self.tp_dp_sizes
-        return tp * dp
+        return int(self.layout["tp"] * self.layout["dp"])
 
     def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
         """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
-        shard, tp_rank = divmod(rank, self.tp_dp_sizes[0])
+        shard, tp_rank = divmod(rank, self.layout["tp"])
+        # A replicated tensor is stored once, under tensor-parallel rank 0: its tp_size is 1.
         return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
 
     def tensors_as_json(self) -> list[dict[str, Any]]:
@@ -204,17 +180,20 @@ class Manifest(CommitRecord):
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """The file's content. `read_manifest_end` needs the last fields at the end."""
+        """The file's content."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = self.tensors_as_json()
-        body |= lineage_to_json(self.branch, self.history) | {"commit": self.commit, "saved_at": self.saved_at}
-        return seal_record(body)
+        # `read_manifest_end` needs commit number and checksum at the end.
+        return seal_record(body | lineage_to_json(self) | {"commit": self.commit, "saved_at": self.saved_at})
 
     def check(self) -> None:
-        """Check across fields: tensors are named once, and each local tensor lies inside the flat buffer of all shards.
-        """
-        tp, shards = self.tp_dp_sizes
+        """Check across fields: the layout has its sizes, tensors are named once, and each local tensor lies inside the
+        flat buffer of all shards."""
+        where = f"tag {self.tag}: {MANIFEST}"
+        tp, shards = (self.layout.get(axis) for axis in ("tp", "dp"))
+        if not (isinstance(tp, int) and isinstance(shards, int) and tp > 0 and shards > 0):
+            raise CheckpointError(f"{where}: layout expected with sizes tp and dp, found {dict(self.layout)!r:.80}")
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
             cut, dp_cut, problem = tensor.sharding, tensor.dp_sharding, ""
@@ -228,8 +207,42 @@ class Manifest(CommitRecord):
                 problem = (f": {tensor.numel} elements from {dp_cut.start} on are not in {shards} shards of "
                            f"{dp_cut.shard_size}")
             if problem:
-                raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {tensor.label}{problem}")
+                raise CheckpointError(f"{where}: {tensor.kind} {tensor.name!r}{problem}")
             seen.add((tensor.kind, tensor.name))
+
+
+MANIFEST_FIELDS = {"run_id": str, "tag": str, "iteration": int, "layout": dict, "config": dict, "tensors": list,
+                   "saved_at": int, "branch": str, "commit": int, "history": list, "save_id": str, "nbytes": int}
+TENSOR_FIELDS = {"kind": str, "name": str, "dtype": str, "sharding": dict, "start": int, "each": int}
+SHARDING_FIELDS = {"local_shape": list[int], "dim": int | None, "stride": int, "size": int | None, "tp_size": int}
+
+
+def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
+    """Parse and check a manifest; CheckpointError names what is wrong."""
+    record = unseal_record(data, where)
+    check_field(f"{where}: field 'format'", version := record.pop("format", None), int)
+    if version != FORMAT:  # first: another format has other fields
+        raise CheckpointError(f"{where}: format {version}, this program reads format {FORMAT}; load it with the "
+                              "version that saved it")
+    check_record(record, where, MANIFEST_FIELDS)
+    check_safe_name(record["tag"], f"{where}: tag")
+    tensors = []
+    for value in record.pop("tensors"):
+        check_field(f"{where}: tensors[]", value, dict)
+        of_tensor = f"{where}: {value.get('kind')!s:.40} {value.get('name')!r:.120}"
+        check_record(value, of_tensor, TENSOR_FIELDS)
+        cut = check_record(value["sharding"], f"{of_tensor}: sharding", SHARDING_FIELDS)
+        sharding = TPSharding(**{**cut, "local_shape": tuple(cut["local_shape"])})
+        tensors.append(TensorEntry(value["kind"], value["name"], value["dtype"], sharding,
+                                   DPSharding(value["start"], value["each"])))
+    record["history"] = parse_history(record["history"], where)
+    manifest = Manifest(**record, tensors=tuple(tensors))
+    manifest.check()
+    random, _, digest = manifest.save_id.partition("-")
+    if not random or digest != manifest.digest():
+        raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
+                              " was given for other content")
+    return manifest
 
 
 def read_manifest_end(folder: Path) -> tuple[int, str | None]:
@@ -244,47 +257,7 @@ def read_manifest_end(folder: Path) -> tuple[int, str | None]:
     return (0, None) if end is None else (int(end[1]), end[2].decode())
 
 
-def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
-    """Parse and check a manifest; CheckpointError names what is wrong."""
-    record = StrictRecord(unseal_record(data, where), where)
-    if (version := record.take_count("format")) != FORMAT:
-        raise CheckpointError(f"{where}: format {version}, this program reads format {FORMAT}; load it with the "
-                              "version that saved it")
-    branch, history = parse_lineage(record)
-    manifest = Manifest(
-        run_id=record.take_field("run_id", str), tag=check_safe_name(record.take_field("tag", str), f"{where}: tag"),
-        iteration=record.take_count("iteration"), layout=record.take_field("layout", dict),
-        config=record.take_field("config", dict),
-        tensors=tuple(_parse_tensor_entry(value, where) for value in record.take_field("tensors", list)),
-        saved_at=record.take_count("saved_at", 10**18), branch=branch, history=history,
-        commit=record.take_count("commit"), save_id=record.take_field("save_id", str),
-        nbytes=record.take_count("nbytes"))
-    record.check_all_taken()
-    manifest.check()
-    random, _, digest = manifest.save_id.partition("-")
-    if not random or digest != manifest.digest():
-        raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
-                              " was given for other content")
-    return manifest
-
-
-def _parse_tensor_entry(value: object, where: str) -> TensorEntry:
-    record = StrictRecord(value, f"{where}: tensors[]")
-    kind, name = record.take_field("kind", str), record.take_field("name", str)
-    record.where = f"{where}: {kind} {name!r}"
-    sharding = StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding").take_all(TPSharding)
-    dp_sharding = DPSharding(record.take_count("start"), record.take_count("each"))
-    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, dp_sharding)
-    record.check_all_taken()
-    return entry
-
-
-# ---- the manifest of one rank ---------------------------------------------------------------------------------------
-
-CONFIG_FILE = "config.json"
-SHARED_STATE_FILE = "shared.json"
-RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)  # files that rank 0 writes in addition to its own
-
+# ---- the files of one rank ------------------------------------------------------------------------------------------
 
 def provenance_of(manifest: Manifest, rank: int) -> dict[str, str | int]:
     """What each file that `rank` writes says of itself. `save_id` ends with the manifest's digest; run, tag and
@@ -293,17 +266,25 @@ def provenance_of(manifest: Manifest, rank: int) -> dict[str, str | int]:
             "iteration": manifest.iteration}
 
 
-def check_provenance(stated: object, expected: Mapping[str, str | int], where: str) -> None:
-    """Raise unless `stated`, a file's provenance as JSON or as safetensors metadata (strings), equals `expected`."""
-    if not isinstance(stated, Mapping):
-        raise CheckpointError(f"{where}: does not say which checkpoint it is of")
+def check_provenance(stated: Mapping[str, Any], manifest: Manifest, rank: int, where: str) -> None:
+    """Raise unless `stated`, a file's provenance as JSON or as safetensors metadata (strings), is that of `rank`."""
+    expected = provenance_of(manifest, rank)
     for name, right in expected.items():
         value = stated.get(name)
+        # A safetensors header holds strings only.
         if type(value) not in (str, type(right)) or str(value) != str(right):
             raise CheckpointError(
                 f"{where}: is of another checkpoint: {name} expected {right}, found {str(value):.80}")
-    if unknown := set(stated) - expected.keys():
-        raise CheckpointError(f"{where}: unknown field {min(map(str, unknown))!r} in its origin")
+    if unknown := stated.keys() - expected.keys():
+        raise CheckpointError(f"{where}: unknown field {min(unknown)!r} in its origin")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file of the tag must have."""
+
+    size: int
+    crc32: str  # 8 hexadecimal digits, as data.storage.crc32_file writes them
 
 
 @dataclass(frozen=True)
@@ -319,10 +300,6 @@ def rank_manifest_name(rank: int) -> str:
     return f"rank{rank}.json"
 
 
-def tensor_file_name(rank: int, index: int) -> str:
-    return f"rank{rank}-{index}.safetensors" if index else f"rank{rank}.safetensors"
-
-
 def rank_of_file(name: str) -> int | None:
     """The rank that writes a file of this name; None for a foreign name."""
     match = re.fullmatch(r"rank(0|[1-9][0-9]{0,8})(\.json|(-[1-9][0-9]{0,8})?\.safetensors)", name)
@@ -336,19 +313,25 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> RankManif
     if not (folder / name).is_file():
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.world_size}) missing")
     data = read_bytes(folder / name, where)
-    record = StrictRecord(unseal_record(data, where), where)
-    if (version := record.take_count("format")) != FORMAT:
-        raise CheckpointError(f"{where}: format {version}, expected {FORMAT}")
-    check_provenance(record.take_field("origin", dict), provenance_of(manifest, rank), where)
-    lineage = record.take_field("lineage", dict) if rank == 0 else None
-    if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
+    kinds = {"format": int, "origin": dict, "files": dict} | ({"lineage": dict} if rank == 0 else {})
+    record = check_record(unseal_record(data, where), where, kinds, {"state": object})
+    if record["format"] != FORMAT:
+        raise CheckpointError(f"{where}: format {record['format']}, expected {FORMAT}")
+    check_provenance(record["origin"], manifest, rank, where)
+    if rank == 0 and record["lineage"] != lineage_to_json(manifest):
         raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
     files: dict[str, FileEntry] = {}
-    for file, value in record.take_field("files", dict).items():
-        entry = StrictRecord(value, f"{where}: files[{check_safe_name(file, f'{where}: file')}]")
-        files[file] = entry.take_all(FileEntry)
+    for file, value in record["files"].items():
+        files[file] = FileEntry(**check_record(value, f"{where}: files[{file!r:.80}]", {"size": int, "crc32": str}))
         if file == name or rank_of_file(file) != rank:
-            raise CheckpointError(f"{where}: lists {file!r}, which rank {rank} does not write")
-    state = record.fields.pop("state", None)
-    record.check_all_taken()
-    return RankManifest(files, state, FileEntry(len(data), f"{crc32(data):08x}"))
+            raise CheckpointError(f"{where}: lists {file!r:.80}, which rank {rank} does not write")
+    return RankManifest(files, record.get("state"), FileEntry(len(data), f"{crc32(data):08x}"))
+
+
+def read_shared_state(folder: Path, manifest: Manifest, where: str) -> dict[str, Any]:
+    """The state, still encoded (json_state.py), in `shared.json`, after checking its provenance."""
+    record = check_record(parse_json(read_bytes(folder / SHARED_STATE_FILE, where), where), where,
+                          {"origin": dict, "state": dict})
+    check_provenance(record["origin"], manifest, 0, where)
+    state: dict[str, Any] = record["state"]
+    return state

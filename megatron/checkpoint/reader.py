@@ -21,18 +21,16 @@ import torch
 from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from data.storage import staged_file
 from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
-from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
-                                              reraise_as_corrupt)
+from megatron.checkpoint.file_formats import check_field, explain_read_errors, reraise_as_corrupt
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, Manifest, RankManifest,
-                                          TensorEntry, piece_key, provenance_of, rank_manifest_name, read_manifest_end,
-                                          read_rank_manifest)
+                                          TensorEntry, piece_key, rank_manifest_name, read_manifest_end,
+                                          read_rank_manifest, read_shared_state)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import (TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder,
-                                      unknown_files_warning)
-from megatron.checkpoint.verify import parse_shared_state, unexpected_names, verify_share
+from megatron.checkpoint.tags import TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder
+from megatron.checkpoint.verify import verify_share, warn_of_unknown_files
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
 from megatron.errors import CheckpointError, ConfigError
@@ -47,7 +45,6 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     `fallback` a damaged tag is replaced by its newest intact ancestor, and a warning says why. `int8` accepts
     int8 weights, which are otherwise refused."""
     folder = Path(root)
-
     choice = TagChoice(*on_rank_0(lambda: astuple(choose_tag(folder, tag)), world))
     if choice.warning is not None and world.rank == 0:
         print_to_stderr(choice.warning)
@@ -60,38 +57,40 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
         advice = "; --resume-fallback takes the newest good one that it continues from"
     while True:
         try:
-            found = _open_verified(folder, names.pop(0), world)
+            manifest = _verify_together(folder, names.pop(0), world)
             break
         except CheckpointError as error:
             if not names:
                 raise CheckpointError(f"{error}{advice}") from error
             if world.rank == 0:
                 print_to_stderr(f"warning: {error}; falling back to an older tag, {names[0]}{choice.assumption}")
+    found = Checkpoint(tag_folder(folder, manifest.tag), manifest)
     if INT8_KIND in found.kinds and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
-    """Verify a tag, each rank its share of the files, rank 0 also unexpected files. Collective."""
-    def check() -> tuple[Manifest, int]:
+def _verify_together(root: Path, tag: str, world: Group) -> Manifest:
+    """The manifest of a tag, after each rank has verified its share of the files, and rank 0 looked for others.
+    Collective."""
+    def verify() -> tuple[Manifest, int]:
         with explain_read_errors(f"tag {tag}: {root / tag}"):
             manifest = read_tag_manifest(root, tag)
             return manifest, len(verify_share(tag_folder(root, tag), manifest, world.rank, world.size))
 
-    def find_others() -> list[str]:
+    def look_for_others() -> None:
         with explain_read_errors(f"tag {tag}: {root / tag}"):
-            return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
+            if world.rank == 0:
+                warn_of_unknown_files(tag_folder(root, tag), manifest, count)
 
-    manifest, checked = all_succeed_or_raise(check, world)
+    manifest, verified = all_succeed_or_raise(verify, world)
     # Each node may have a disk of its own, with another copy of the tag.
     assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
-    count = sum_over_ranks(checked, world)
-    if others := all_succeed_or_raise(find_others, world):
-        print_to_stderr(unknown_files_warning(tag, others))
-    return Checkpoint(tag_folder(root, tag), manifest)
+    count = sum_over_ranks(verified, world)
+    all_succeed_or_raise(look_for_others, world)
+    return manifest
 
 
 class Checkpoint:
@@ -103,12 +102,9 @@ class Checkpoint:
         self.label = f"{self.tag} of {folder.parent}"
         self.shared_label = f"tag {self.tag}: file {SHARED_STATE_FILE}"
         self.tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
+        self.kinds = tuple(sorted({kind for kind, _ in self.tensors}))
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
-
-    @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(sorted({kind for kind, _ in self.tensors}))
 
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
@@ -118,9 +114,8 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        where = self.shared_label
-        value = parse_json(read_bytes(self.folder / SHARED_STATE_FILE, where), where)
-        return self._decode_state(parse_shared_state(value, provenance_of(self.manifest, 0), where), where, 0)
+        encoded = read_shared_state(self.folder, self.manifest, self.shared_label)
+        return self._decode_state(encoded, self.shared_label, 0)
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         """State that `rank` saved; None if that run had no such rank."""
@@ -142,7 +137,7 @@ class Checkpoint:
         if wanted == stored.sharding:
             self._copy_segment(stored, TensorSegment(local.stored_rank, offset, 0, out.numel()), out)
             return
-        # asked local -> logical -> stored local; what is in no segment is padding, zero
+        # Another tensor-parallel size: asked local -> logical -> stored local. What is in no segment is padding, zero.
         out.zero_()
         for run in wanted.to_logical(local.stored_rank, offset, offset + out.numel()):
             for part in stored.sharding.to_local(run.logical_start, run.logical_start + run.count):
@@ -153,7 +148,7 @@ class Checkpoint:
         """Copy a segment of one rank's stored local tensor, piece by piece."""
         start, done = segment.local_start, 0
         for shard, offset, within, count in entry.dp_sharding.locate(start, start + segment.count):
-            rank = shard * self.manifest.tp_dp_sizes[0] + segment.tp_rank
+            rank = shard * self.layout["tp"] + segment.tp_rank
             key = piece_key(entry.kind, entry.name, segment.tp_rank, offset)
             file = self._file_holding(rank, key)
             if (dtype := file.tensors[key].dtype) != entry.dtype:
@@ -170,6 +165,7 @@ class Checkpoint:
         """The file of the rank that contains `key`."""
         names = [name for name in self._rank_manifest(rank).files if name not in RANK_0_FILES]
         for name in names:
+            # A rank opens only the files that it needs, and each once.
             if name not in self._open_files:
                 self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")
             if key in self._open_files[name].tensors:
@@ -256,7 +252,8 @@ def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
         raise CheckpointError(
             f"{checkpoint.label} does not record the shape of its model: expected a GPT2 "
             "of megatron.model; load_checkpoint into the model it was saved from, and save_checkpoint, record it")
-    state = StrictRecord(checkpoint.shared_state, checkpoint.shared_label).take_field("client_state", dict)
+    state: Any = checkpoint.shared_state.get("client_state")
+    check_field(f"{checkpoint.shared_label}: field 'client_state'", state, dict)
     tokenizer = tokenizer_facts_of_state(state)
     if tokenizer is not None and data.get("tokenizer_type") is None:
         data["tokenizer_type"] = tokenizer.name

@@ -67,8 +67,8 @@ class TPSharding:
             return
         for block in range(start // local, -(-stop // local)):
             low, high = max(start, block * local), min(stop, (block + 1) * local)
-            shift = tp_rank * local - block * local
-            first, last = low + shift, min(high + shift, logical)
+            shift = tp_rank * local - block * local  # from the local tensor to the logical block
+            first, last = low + shift, min(high + shift, logical)  # beyond `logical` is padding
             if first < last:
                 yield TensorSegment(tp_rank, low, block * logical + first, last - first)
 
@@ -78,6 +78,7 @@ class TPSharding:
         while start < stop:
             block, within = divmod(start, logical)
             tp_rank, beyond = divmod(within, local)
+            # To the end of the request, of the block, or of this rank's part of it.
             count = min(stop - start, logical - within, local - beyond)
             yield TensorSegment(tp_rank, block * local + beyond, start, count)
             start += count
@@ -92,7 +93,6 @@ class TPSharding:
 
 
 def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
-    """mpu's Partition as a TPSharding."""
     if partition is None:
         return TPSharding(tuple(shape), None, 1, None, 1)
     return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)

@@ -1,8 +1,6 @@
 """Write and read safetensors files tensor by tensor, with a crc32 computed while writing.
 
-The safetensors library needs all tensors in memory and returns no checksum. `ChecksummedWriter` holds one tensor at a
-time and writes full blocks with O_DIRECT, so a save does not evict the page cache that training reads from. Files are
-read by position, not mapped: an I/O error on a mapped page would kill the process.
+The safetensors library needs all tensors in memory and returns no checksum.
 """
 
 from __future__ import annotations
@@ -31,15 +29,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# Largest file, unless one tensor is larger: damaged files stay small, and interrupted copies can continue.
 MAX_FILE_BYTES = 4 << 30
-"""Largest file, unless one tensor is larger: damaged files stay small, and interrupted copies can continue."""
-
 READ_BYTES = 16 << 20  # bytes per read, and size of the buffer for tensors of another dtype or device
-
-WRITE_BLOCK_BYTES = 8 << 20
-"""Bytes per write: large enough for full disk speed, and a multiple of every sector size."""
-
-O_DIRECT = getattr(os, "O_DIRECT", 0)
+WRITE_BLOCK_BYTES = 8 << 20  # bytes per write: enough for full disk speed, and a multiple of every sector size
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # full blocks bypass the page cache, which training reads its data from
 
 
 @dataclass(frozen=True)
@@ -58,10 +52,8 @@ class FileTensor:
 
 def split_files(items: Sequence[FileTensor], limit: int | None = None) -> Iterator[list[FileTensor]]:
     """The tensors of each file, in order; wide dtypes first, so that each is aligned to its width."""
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
-    batch: list[FileTensor] = []
-    used = 0
-    for item in ordered:
+    batch, used = list[FileTensor](), 0
+    for item in sorted(items, key=lambda item: -item.dtype.itemsize):
         if batch and used + item.nbytes > (limit or MAX_FILE_BYTES):
             yield batch
             batch, used = [], 0
@@ -92,19 +84,21 @@ def write_blob(path: Path, data: bytes) -> FileEntry:
         return sink.finish()
 
 
+# A function of its own, so that no local keeps the tensor while the next one is loaded.
 def _tensor_bytes(item: FileTensor) -> memoryview:
-    """The data as bytes. A function of its own, so that no local keeps the tensor while the next one is loaded."""
     tensor = item.load()
     assert tensor.dtype == item.dtype and tensor.numel() == prod(item.shape), f"{item.key}: not what was announced"
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ChecksummedWriter:
-    """Writes an empty file and computes its manifest entry. Double-buffered: a second thread writes one block while the
-    other is filled and checksummed; both release the GIL for training."""
+    """Writes an empty file and computes its manifest entry."""
 
+    # Double-buffered: a second thread writes one block while the other is filled and checksummed; both release the GIL
+    # for training.
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.crc = file, 0, 0
+        # Memory maps are aligned to pages, as O_DIRECT needs it.
         self._filling, self._flushing = (np.frombuffer(mmap.mmap(-1, WRITE_BLOCK_BYTES), np.uint8) for _ in range(2))
         self._used = 0
         self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
@@ -128,19 +122,12 @@ class ChecksummedWriter:
             if self._used == WRITE_BLOCK_BYTES:
                 self._start_block_write()
 
-    def finish(self) -> FileEntry:
-        """Write the rest and fsync; returns the manifest entry."""
-        self._wait_for_block_write()
-        _set_direct_io(self.file, False)
-        _write_all(self.file, self._filling[:self._used].data)
-        os.fsync(self.file.fileno())
-        return FileEntry(self.size, f"{self.crc:08x}")
-
     def _start_block_write(self) -> None:
         """Start writing the full block and swap the buffers."""
         if self._pending_write is None:
             _set_direct_io(self.file, True)
-        self._wait_for_block_write()
+        else:
+            self._pending_write.result()  # before its buffer is filled again
         try:
             self._pending_write = self._helper.submit(_write_all, self.file, self._filling.data)
         except RuntimeError:  # no thread can be started, for example at interpreter shutdown
@@ -148,9 +135,14 @@ class ChecksummedWriter:
             _write_all(self.file, self._filling.data)
         self._filling, self._flushing, self._used = self._flushing, self._filling, 0
 
-    def _wait_for_block_write(self) -> None:
+    def finish(self) -> FileEntry:
+        """Write the rest and fsync; returns the manifest entry."""
         if self._pending_write is not None:
             self._pending_write.result()
+        _set_direct_io(self.file, False)  # the rest is no full sector
+        _write_all(self.file, self._filling[:self._used].data)
+        os.fsync(self.file.fileno())
+        return FileEntry(self.size, f"{self.crc:08x}")
 
 
 def _write_all(file: IO[bytes], data: memoryview) -> None:
@@ -198,19 +190,18 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.where}: {key!r} has {prod(place.shape)} elements, {start + count} expected")
         is_as_stored = out.dtype == dtype and out.device == torch.device("cpu") and out.stride(0) == 1
         at_a_time = READ_BYTES // dtype.itemsize
+        # Another dtype or device: through a buffer, so that no full copy is in memory.
         between = None if is_as_stored else torch.empty(min(count, at_a_time), dtype=dtype, device="cpu")
         for done in range(0, count, at_a_time):
             part = out[done:done + at_a_time]
             block = part if between is None else between[:len(part)]
-            self._read_bytes(block, place.start + (start + done) * dtype.itemsize)
+            left, offset = block.detach().view(torch.uint8).numpy().data, place.start + (start + done) * dtype.itemsize
+            with explain_read_errors(self.where):
+                # By position, not mapped: an I/O error on a mapped page would kill the process.
+                while left and (read := os.preadv(self._file, [left], offset)):
+                    left, offset = left[read:], offset + read
+                is_changed = os.fstat(self._file).st_mtime_ns != self._modified_ns
+            if left or is_changed:
+                raise CheckpointError(f"{self.where}: was written to or cut off while it was read")
             if between is not None:
                 part.copy_(block)
-
-    def _read_bytes(self, block: torch.Tensor, offset: int) -> None:
-        left = block.detach().view(torch.uint8).numpy().data
-        with explain_read_errors(self.where):
-            while left and (count := os.preadv(self._file, [left], offset)):
-                left, offset = left[count:], offset + count
-            is_changed = os.fstat(self._file).st_mtime_ns != self._modified_ns
-        if left or is_changed:
-            raise CheckpointError(f"{self.where}: was written to or cut off while it was read")

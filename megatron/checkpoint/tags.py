@@ -1,8 +1,7 @@
 """Which checkpoints (tags) a save root holds, and which one a load uses. Reads only; no torch.
 
 A tag is a folder with a valid manifest. It gets its name in one rename after its last byte is on disk (commit.py), so a
-`global_step<N>` without a valid manifest is damaged, not unfinished. Links that lead out of the save root are not
-followed, read, written or deleted; files that no save wrote are reported and left alone.
+`global_step<N>` without a valid manifest is damaged, not unfinished.
 
     DIR:TAG, --ckpt-step N    the tag that was asked for
     DIR                       the tag that the file `latest` names
@@ -10,7 +9,7 @@ followed, read, written or deleted; files that no save wrote are reported and le
 
 *Newest* means committed last, by the commit number in the manifest, not by step or clock: after going back to step 4,
 step 6 of the new branch follows step 8 of the abandoned one. If the chosen tag is damaged, only its ancestors may
-replace it. `.latest-pending` covers a kill between the commit of a tag and the writing of `latest`.
+replace it.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.storage import escape_to_one_line
-from megatron.checkpoint.file_formats import (StrictRecord, explain_read_errors, parse_json, read_bytes,
+from megatron.checkpoint.file_formats import (check_record, explain_read_errors, parse_json, read_bytes,
                                               unseal_record)
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, Manifest, check_safe_name, is_safe_name,
-                                          iteration_of_tag, parse_lineage, parse_manifest, rank_manifest_name,
+                                          iteration_of_tag, parse_history, parse_manifest, rank_manifest_name,
                                           rank_of_file, read_manifest_end)
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3  # file names in a message; of further ones it gives the number
-ASIDE_PREFIX = ".aside-"
-"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
+ASIDE_PREFIX = ".aside-"  # of a committed tag that was moved aside for its successor of the same name (commit.py)
+# What `latest` will name after the commit: `tag`, its manifest's checksum `seal`, and `was`, the content of `latest`
+# before. It covers a kill between the commit of a tag and the writing of `latest`.
 PENDING_LATEST = ".latest-pending"
-"""What `latest` will name after the commit: `tag`, its manifest checksum `seal` (an older tag of that name has
-another), and `was`, the previous content of `latest` (if the file was edited since, the edit wins)."""
 
 
 def print_to_stderr(line: str) -> None:
     print(escape_to_one_line(line), file=sys.stderr, flush=True)
 
 
+# Links that lead out of the save root are not followed, read, written or deleted.
 def link_target_outside(path: Path, root: Path) -> str | None:
     """Target of a link that leaves the save root; None for anything else."""
     if not path.is_symlink():
@@ -49,14 +48,10 @@ def link_target_outside(path: Path, root: Path) -> str | None:
     return None if os.path.commonpath([target, root_path]) == root_path else target
 
 
-def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
-    if (target := link_target_outside(path, root)) is not None:
-        raise CheckpointError(f"{what}: {path} is a link to {target}, outside the save root, and is not followed; "
-                              f"{remedy}")
-
-
 def check_latest_inside(root: Path) -> None:
-    check_link_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
+    if (target := link_target_outside(root / LATEST, root)) is not None:
+        raise CheckpointError(f"{LATEST}: {root / LATEST} is a link to {target}, outside the save root, and is not "
+                              "followed; write the name of a tag into a file in its place")
 
 
 def unknown_files(folder: Path) -> list[str]:
@@ -73,10 +68,6 @@ def format_file_names(names: Iterable[str]) -> str:
     known = sorted(names)
     more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
     return ", ".join(f"{name!r:.120}" for name in known[:MAX_NAMES]) + more
-
-
-def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
-    return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"
 
 
 def tag_folder(root: Path, tag: str) -> Path:
@@ -96,7 +87,9 @@ def check_tag_exists(root: Path, tag: str) -> str:
 def read_tag_manifest(root: Path, tag: str) -> Manifest:
     """The manifest of one tag; CheckpointError if it is missing or invalid."""
     folder = tag_folder(root, tag)
-    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
+    if (target := link_target_outside(folder, root)) is not None:
+        raise CheckpointError(f"tag {tag}: {folder} is a link to {target}, outside the save root, and is not followed; "
+                              "give that folder itself, or move it here")
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{describe_format(folder)}")
     where = f"tag {folder.name}: {MANIFEST}"
@@ -120,6 +113,7 @@ def scan_tags(root: Path, check: Callable[[Path, str], Manifest] = read_tag_mani
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
     latest, found = latest_tag(root), dict[str, Manifest | CheckpointError]()
     for entry in entries:
+        # A copy that was moved aside counts under its own name: it is the tag until the new one is there.
         tag, folder = entry.removeprefix(ASIDE_PREFIX), root / entry
         if entry.startswith(".") and tag == entry:
             continue
@@ -215,13 +209,15 @@ def read_latest(root: Path) -> str | None:
 def committed_pending_tag(root: Path) -> str | None:
     """The tag of a save that was interrupted after its commit and before `latest` was written; usually None."""
     try:
-        record = StrictRecord(parse_json(read_bytes(root / PENDING_LATEST, PENDING_LATEST), PENDING_LATEST),
-                              PENDING_LATEST)
-        tag, seal, was = record.take_field("tag", str), record.take_field("seal", str), record.fields.get("was")
+        data = read_bytes(root / PENDING_LATEST, PENDING_LATEST)
+        pending = check_record(parse_json(data, PENDING_LATEST), PENDING_LATEST,
+                               {"tag": str, "seal": str, "was": str | None})
     except CheckpointError:
         return None
-    is_outdated = not is_safe_name(tag) or (was if isinstance(was, str) else None) != read_latest(root)
-    return None if is_outdated or read_manifest_end(tag_folder(root, tag))[1] != seal else tag
+    tag: str = pending["tag"]
+    # If someone has edited `latest` since, the edit wins. A tag with another checksum is an earlier save of that name.
+    is_current = is_safe_name(tag) and pending["was"] == read_latest(root)
+    return tag if is_current and read_manifest_end(tag_folder(root, tag))[1] == pending["seal"] else None
 
 
 def latest_tag(root: Path) -> str | None:
@@ -249,6 +245,7 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
         check_latest_inside(root)
     else:
         check_tag_exists(root, requested)
+    # Damaged tags count as well: a load of the newest one must fail, not silently go back further.
     tags, first = scan_tags(root), requested or latest_tag(root)
     if not tags and first is None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
@@ -256,14 +253,17 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
     good: dict[str, CommitRecord] = {record.tag: record for record in sorted(
         complete, key=lambda record: record.commit_order, reverse=True)}
     newest = next(iter(good.values()), None)
-    if first is None:  # a damaged manifest has no commit number: use step and history
+    if first is None:
+        # Neither a request nor `latest`: the tag saved last. A damaged manifest has no commit number, so a damaged tag
+        # is compared by its step and by the history that rank 0's manifest repeats.
         stated = [_record_stated_by_rank_0(root, tag) or CommitRecord(tag, iteration_of_tag(tag) or 0, "")
                   for tag in reversed(tags) if tag not in good]
         damaged = [record for record in stated if newest is None or record.iteration > newest.iteration
                    or record.descends_from(newest)]
         first = max(damaged, key=lambda record: record.iteration).tag if damaged or newest is None else newest.tag
     known = good.get(first) or _record_stated_by_rank_0(root, first)
-    if known is None and newest is not None:  # assume it continues the newest tag, unless another tag contradicts that
+    if known is None and newest is not None:
+        # Assume that it continues the newest tag, unless another tag is not on that branch.
         step = iteration_of_tag(first)
         last = replace(newest, iteration=newest.iteration if step is None else step)
         known = last if all(last.descends_from(record) for record in good.values()) else None
@@ -272,8 +272,8 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
               if known is None and good else "no tag is there that it continues from: name another one")
     assumption = "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
-    return TagChoice(first, fallbacks, reason, assumption,
-                     _latest_file_warning(root, first) if requested is None else None)
+    is_unexpected = requested is None and read_latest(root) != first
+    return TagChoice(first, fallbacks, reason, assumption, _latest_file_warning(root, first) if is_unexpected else None)
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
@@ -283,11 +283,12 @@ def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
     if link_target_outside(folder, root) is not None:
         return None
     try:
-        record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
-        origin = StrictRecord(record.take_field("origin", dict), where)
-        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict), where))
-        stated = CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
-                              origin.take_field("run_id", str), branch, history=history)
+        record = unseal_record(read_bytes(folder / where, where), where)
+        origin = check_record(record.get("origin"), where, {"tag": str, "iteration": int, "run_id": str},
+                              {"save_id": str, "rank": int})
+        lineage = check_record(record.get("lineage"), where, {"branch": str, "history": list})
+        stated = CommitRecord(origin["tag"], origin["iteration"], origin["run_id"], lineage["branch"],
+                              history=parse_history(lineage["history"], where))
     except CheckpointError:
         return None
     return stated if stated.tag == tag else None
@@ -300,11 +301,9 @@ def _holds_files(folder: Path) -> bool:
         return True  # opening it reports the error
 
 
-def _latest_file_warning(root: Path, chosen: str) -> str | None:
-    """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
+def _latest_file_warning(root: Path, chosen: str) -> str:
+    """Why the tag `chosen` is taken, which `latest` does not name."""
     content = read_latest(root)
-    if content == chosen:
-        return None
     if committed_pending_tag(root) == chosen:
         state = "is missing" if content is None else f"says {content!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"

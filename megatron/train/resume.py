@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, explain_disk_errors,
                                         lock_save_root)
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
 from megatron.checkpoint.convert.importers import open_huggingface
-from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
+from megatron.checkpoint.file_formats import check_record, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint, recorded_precision
 from megatron.checkpoint.tags import (choose_tag, dangling, find_tag_of_step, has_no_checkpoint, iterations_by_tag,
@@ -295,15 +295,18 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
 
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
     """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
-    known = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
-    record = StrictRecord({name: saved[name] for name in known if name in saved}, where)
-    schedule = StrictRecord(record.take_field("schedule", dict), f"{where}: schedule").take_all(LRSchedule)
-    owes = record.take_field("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
-    state = TrainState(record.take_count("iteration"), record.take_count("consumed_samples"), owes)
+    known = {"iteration": int, "consumed_samples": int, "schedule": dict, "data": str}
+    record = check_record({name: saved[name] for name in (*known, "owes_evaluation") if name in saved}, where, known,
+                          {"owes_evaluation": bool})
+    kinds = get_type_hints(LRSchedule)
+    required = {item.name: kinds[item.name] for item in fields(LRSchedule) if item.default is MISSING}
+    schedule = LRSchedule(**check_record(record["schedule"], f"{where}: schedule", required, kinds))
+    state = TrainState(record["iteration"], record["consumed_samples"], record.get("owes_evaluation", False))
     with reraise_as_corrupt(f"{where}: schedule"):
+        # Values of which each is good may be senseless together.
         schedule(state.iteration)
         schedule.betas(state.iteration)
-    return state, schedule, record.take_field("data", str)
+    return state, schedule, record["data"]
 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------

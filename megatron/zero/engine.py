@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog, assert_collective_call
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleRule
@@ -461,19 +462,19 @@ class ZeroEngine:
         """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
         self._param_guard.check_before_load()
 
-    def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
-                      all_succeed_or_raise: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
+    def load_segments(self, names: Mapping[str, Collection[str]],
+                      read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective.
 
-        `read(kind, slot, offset, out)` fills each segment. `all_succeed_or_raise` runs an action and raises on every
-        rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
+        `read(kind, slot, offset, out)` fills each segment; if it fails on one rank, all raise its error. Accumulated
+        gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
         self.pass_coordinator.reshard_all()
         self._param_guard.check_before_load()
         self._param_guard.steps = 0
         self.zero_grad()
         self._micro_batches = 0
-        all_succeed_or_raise(lambda: self.state.load_segments(names, read))
+        all_succeed_or_raise(lambda: self.state.load_segments(names, read), self.groups.world)
         self.state.publish_loaded()
         self._sync_exchange_with_rule()
         self.pass_coordinator.weight_version += 1

@@ -28,13 +28,12 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
 from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
 from megatron.distributed.collective_log import LOAD
-from megatron.distributed.consistency import (all_succeed_or_raise, assert_same_arguments, find_differences_in_each,
-                                              raise_if_arguments_differ)
+from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, error_feedback,
-    hyper_parameters, load_error_feedback, restore_param_groups, tensor_entries)
+    SCHEDULED_HYPER_PARAMETERS, check_hyper_parameters, check_param_groups, error_feedback, hyper_parameters,
+    load_error_feedback, restore_param_groups, saved_worker_ranks, tensor_entries)
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
@@ -77,12 +76,11 @@ class LoadOptions:
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
     """Raise ConfigError if the ranks' arguments differ or a client state cannot be saved; warn about client keys that
     only other ranks than 0 have. Collective: one exchange if all is well."""
-    different, keys = find_differences_in_each([arguments, {"keys": sorted(map(str, client_state))}], world,
-                                               check=lambda: check_client_state(client_state))
-    raise_if_arguments_differ("save_checkpoint", different)
+    per_rank = assert_same_arguments("save_checkpoint", {**arguments, "client_state": sorted(map(str, client_state))},
+                                     world, lambda: check_client_state(client_state), may_differ="client_state")
     dropped: dict[str, list[int]] = {}
-    for rank, of_rank in enumerate(keys if world.rank == 0 else ()):
-        for key in set(of_rank["keys"]).difference(keys[0]["keys"]):
+    for rank, of_rank in enumerate(per_rank if world.rank == 0 else ()):
+        for key in set(of_rank["client_state"]).difference(per_rank[0]["client_state"]):
             dropped.setdefault(key, []).append(rank)
     if dropped:
         which = join_limited([f"{key!r} (given on {format_ranks(dropped[key])})" for key in sorted(dropped)], "keys")
@@ -163,8 +161,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
         check_hyper_parameters(param_groups, engine.param_groups, where)
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
     known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
-    engine.load_segments(known, partial(_read_segment, engine, checkpoint),
-                         partial(all_succeed_or_raise, world=engine.groups.world))
+    engine.load_segments(known, partial(_read_segment, engine, checkpoint))
     for name, buffer in engine.module.named_buffers():
         if name in shared["buffers"]:
             buffer.copy_(shared["buffers"][name])
@@ -203,8 +200,7 @@ def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) ->
     engine.assert_collective_call(LOAD)
     assert_same_weights(checkpoint, engine.groups.world)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
-    engine.load_segments({"weight": checkpoint.shapes}, partial(_read_segment, engine, checkpoint),
-                         partial(all_succeed_or_raise, world=engine.groups.world))
+    engine.load_segments({"weight": checkpoint.shapes}, partial(_read_segment, engine, checkpoint))
 
 
 def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot,
@@ -226,32 +222,30 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
                     else f"holds the optimizer state of {saved_rule}, not of {engine.rule.name}")
             raise CheckpointError(f"{where} {what}; to resume from the weights alone give --no-load-optim or "
                                   "--finetune (load_optimizer_states=False)")
-        check_error_feedback(engine, checkpoint)
-    buckets = (*engine.buckets, *engine.frozen_buckets)
-    model = {slot.name for bucket in buckets for slot in bucket.layout.slots}
-    saved = set(checkpoint.names("weight"))
+    slots = [(slot, bucket.trainable) for bucket in (*engine.buckets, *engine.frozen_buckets)
+             for slot in bucket.layout.slots]
+    model, saved = {slot.name for slot, _ in slots}, set(checkpoint.names("weight"))
     for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
         if names and strict:
             raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
                                   "first; give the model it was saved from")
-    for name, buffer in engine.module.named_buffers():
-        shape = checkpoint.shared_state["buffers"].get(name, buffer).shape
-        if shape != buffer.shape:
-            raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
-                                  f"found {list(shape)}")
-    kinds = ("weight", *(states if strict else ()))
-    for bucket in buckets:
-        for slot in bucket.layout.slots:
-            expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
-            for kind in kinds if bucket.trainable else ("weight",):
-                if (kind, slot.name) not in checkpoint.tensors:
-                    if kind == "weight":  # not strict
-                        continue
-                    raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
-                                          "load_optimizer_states=False starts the optimizer from scratch")
-                if (shape := checkpoint.shape(kind, slot.name)) != expected:
-                    raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
-                                          f"{list(expected)}, found {list(shape)}")
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # (what, in the model, in the checkpoint)
+    shapes = [(f"buffer {name!r}", buffer.shape, checkpoint.shared_state["buffers"].get(name, buffer).shape)
+              for name, buffer in engine.module.named_buffers()]
+    for slot, is_trainable in slots:
+        expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
+        for kind in ("weight", *(states if strict and is_trainable else ())):
+            if (kind, slot.name) in checkpoint.tensors:
+                shapes.append((f"{kind} {slot.name!r}", expected, checkpoint.shape(kind, slot.name)))
+            elif kind != "weight":  # weights may be missing if it is not strict
+                raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
+                                      "load_optimizer_states=False starts the optimizer from scratch")
+        if optimizer and is_trainable and slot.numel and (WORKER_ERROR, slot.name) in checkpoint.tensors:
+            saved_worker_ranks(engine, checkpoint, slot)  # raises for another shape
+    for what, expected, found in shapes:
+        if found != expected:
+            raise CheckpointError(f"{where} is of another model: {what}: shape expected {list(expected)}, found "
+                                  f"{list(found)}")
 
 
 def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:

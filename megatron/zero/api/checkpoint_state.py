@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.file_formats import StrictRecord
+from megatron.checkpoint.file_formats import check_field, check_record
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
@@ -67,56 +67,39 @@ def _is_serializable(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
-COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
-LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
-OPTIONAL_FIELDS: dict[str, type[Any]] = {"optimizer": str, "owed": list, "param_groups": list, "lr_scheduler": dict,
-                                         "tied": dict, "loop": dict}
-"""Fields of the shared state that may be missing or None, with their types."""
+SHARED_FIELDS = {"run_id": str, "engine": dict, "buffers": dict, "client_state": dict}
+OPTIONAL_FIELDS = {"optimizer": str | None, "owed": list[str] | None, "param_groups": list[dict[str, Any]] | None,
+                   "lr_scheduler": dict | None, "tied": dict | None, "loop": dict | None}
+ENGINE_FIELDS = {"global_steps": int, "skipped_steps": int, "micro_steps": int, "optimizer_steps": int,
+                 "clean_steps": int, "hysteresis_left": int, "loss_scale": float, "rule": dict}
+QUANTISATION_FIELDS = {"counter": int, "blocks": list[str], "bits": list[int], "periods": list[int],
+                       "fell_at": list[int], "factors": list[int]}
 
 
 def check_shared_state(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
     state and what a scheduler or an optimizer validates itself."""
     where = checkpoint.shared_label
-    state = StrictRecord({name: value for name, value in checkpoint.shared_state.items()
-                          if value is not None or name not in OPTIONAL_FIELDS}, where)
-    state.take_field("run_id", str)
-    engine = StrictRecord(state.take_field("engine", dict), f"{where}: field 'engine'")
-    if engine.fields:  # imported weights come from no engine
-        for name in COUNTERS:
-            engine.take_count(name)
-        engine.take_number("loss_scale", above=0)
-        engine.take_field("rule", dict)
-        if "quantisation" in engine.fields:
-            _check_quantisation(StrictRecord(engine.take_field("quantisation", dict), f"{where}: field 'quantisation'"))
-        engine.check_all_taken()
-    optional: dict[str, Any] = {name: state.take_field(name, kind) for name, kind in OPTIONAL_FIELDS.items()
-                                if name in state.fields}
-    buffers = state.take_field("buffers", dict)
-    for name, values, kind in (("owed", optional.get("owed", []), str), ("buffers", buffers.values(), Tensor),
-                               ("tied", optional.get("tied", {}).values(), str),
-                               ("param_groups", optional.get("param_groups", []), dict)):
-        if not all(isinstance(value, kind) for value in values):
-            raise CheckpointError(f"{where}: field {name!r}: its values must be {kind.__name__}")
-    loop = StrictRecord(optional.get("loop", {}), f"{where}: field 'loop'")
-    for name in LOOP_COUNTERS:
-        if loop.fields.get(name) is not None:
-            loop.take_count(name)
-    state.take_field("client_state", dict)
-    state.check_all_taken()
-
-
-def _check_quantisation(state: StrictRecord) -> None:
-    """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
-    state.take_count("counter")
-    rounded = state.take_field("rounded", list) if "rounded" in state.fields else ()
-    blocks = state.take_field("blocks", list)
-    if not all(isinstance(name, str) for name in (*blocks, *rounded)):
-        raise CheckpointError(f"{state.where}: fields 'blocks' and 'rounded': expected names")
-    counts = {len(blocks), *(len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors"))}
-    if len(counts) != 1 or 0 in counts:
-        raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
-    state.check_all_taken()
+    state = check_record(checkpoint.shared_state, where, SHARED_FIELDS, OPTIONAL_FIELDS)
+    engine = state["engine"]
+    if engine:  # imported weights come from no engine
+        check_record(engine, f"{where}: field 'engine'", ENGINE_FIELDS, {"quantisation": dict})
+        if engine["loss_scale"] <= 0:
+            raise CheckpointError(f"{where}: field 'engine': field 'loss_scale' must be a finite number above 0, found "
+                                  f"{engine['loss_scale']!r:.80}")
+    if "quantisation" in engine:
+        quantisation = check_record(engine["quantisation"], f"{where}: field 'quantisation'", QUANTISATION_FIELDS,
+                                    {"rounded": list[str]})
+        # For every block a name and one number of each kind.
+        counts = {len(quantisation[name]) for name in ("blocks", "bits", "periods", "fell_at", "factors")}
+        if len(counts) != 1 or 0 in counts:
+            raise CheckpointError(f"{where}: field 'quantisation': bits, periods, fell_at and factors are not of the "
+                                  "same blocks")
+    for name, kind in (("buffers", Tensor), ("tied", str)):
+        for value in (state.get(name) or {}).values():
+            check_field(f"{where}: field {name!r}", value, kind)
+    for name in ("global_samples", "train_batch_size", "epoch"):
+        check_field(f"{where}: field 'loop': field {name!r}", (state.get("loop") or {}).get(name), int | None)
 
 
 def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -155,7 +138,9 @@ def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPi
     for exchange in engine.compressed_exchanges:
         layout, mean = exchange.layout, exchange.one_bit_mean
         dtype = DTYPE_NAMES[mean.worker_error.dtype]
-        for slot in _nonempty_slots(layout):
+        for slot in layout.slots:
+            if not slot.numel:
+                continue
             worker = TPSlice(*_worker_error_shape(slot, dp.size), tp.rank, tp.size)
             server = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
             entries += [TensorEntry(WORKER_ERROR, slot.name, dtype, worker.sharding, DPSharding(0, slot.numel)),
@@ -170,28 +155,22 @@ def error_feedback(engine: ZeroEngine) -> tuple[list[TensorEntry], list[TensorPi
     return entries, pieces
 
 
-def check_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a saved error has another shape than its parameter; missing ones are allowed."""
-    for bucket in engine.buckets:
-        for slot in _nonempty_slots(bucket.layout):
-            if (WORKER_ERROR, slot.name) in checkpoint.tensors:
-                _saved_ranks(engine, checkpoint, slot)
-
-
 def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
     began hold no errors."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for exchange in engine.compressed_exchanges:
-        for slot in _nonempty_slots(exchange.layout):
-            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:  # a new parameter (strict=False)
+        for slot in exchange.layout.slots:
+            # Missing for an empty parameter and for a new one (strict=False).
+            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:
                 continue
             out = exchange.one_bit_mean.worker_error[slot.offset : slot.end]
-            ranks = _saved_ranks(engine, checkpoint, slot)
+            ranks = saved_worker_ranks(engine, checkpoint, slot)
             local = TPSlice(*_worker_error_shape(slot, ranks), tp.rank, tp.size)
             if ranks == dp.size:
                 checkpoint.read_slice(WORKER_ERROR, slot.name, local, dp.rank * slot.numel, out)
                 continue
+            # Another number of ranks: each takes the mean, so that the mean over the ranks stays.
             out.zero_()
             for rank in range(ranks):
                 one = out.new_empty(slot.numel)
@@ -205,7 +184,8 @@ def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
                                       exchange.one_bit_mean.server_error[start : start + segment.count])
 
 
-def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+def saved_worker_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+    """The number of ranks that saved worker errors of a parameter; CheckpointError for another shape than its own."""
     saved = checkpoint.shape(WORKER_ERROR, slot.name)
     expected = tp_sharding_of(*_worker_error_shape(slot, 1), engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
@@ -213,10 +193,6 @@ def _saved_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
             f"{checkpoint.label} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
             f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
-
-
-def _nonempty_slots(layout: FlatLayout) -> Iterator[Slot]:
-    return (slot for slot in layout.slots if slot.numel)
 
 
 def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
