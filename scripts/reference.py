@@ -58,16 +58,13 @@ def flags_page() -> str:
 
 def tables() -> dict[str, str]:
     """The tables of docs/ds_config.md by name."""
-    keys = "| key | default | effect |\n|---|---|---|\n"
+    keys = "| key | default | flag |\n|---|---|---|\n"
     named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
     named["types"] = _types()
-    named["only"] = _grouped(FixedValue, ": accepted value", "why no other", lambda row: " or ".join(
-        f"`{json.dumps(value)}`" for value in row.values[:2] if not isinstance(value, float) or value < 1e18))
-    for name, why, in_engine in (("no effect", "why it has none", False),
-                                 ("engine", "what the trainer does instead", True)):
-        named[name] = _grouped(IgnoredKey, ": default", why, lambda row: f"`{json.dumps(row.default)}`",
-                               lambda row, wanted=in_engine: row.has_effect_in_engine == wanted)
-    named["absent"] = _grouped(UnsupportedSection, "", "why", lambda row: "")
+    named["only"] = _table("| key: accepted value | why |", _reasons(FixedValue, _accepted_values))
+    named["absent"] = _table("| section | why |", _reasons(UnsupportedSection, lambda row: ""))
+    named["no effect"] = "\n".join(_ignored(lambda row: not row.has_effect_in_engine))
+    named["engine"] = "\n".join(_ignored(lambda row: row.has_effect_in_engine))
     return named
 
 
@@ -92,21 +89,20 @@ TOPICS: dict[str, Callable[[str], bool]] = {
 
 
 def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
-    """One row for all keys of a table that set the same field with the same default, or are read as the same key."""
+    """One row for all keys of a table that set the same field with the same default, or are read as the same key.
+
+    The last column names the flag, and what only the key does; what the flag does is in docs/flags.md."""
     rows: dict[tuple[str, str], list[str]] = {}
     for path, row in DS_KEYS.items():
-        if not belongs(path):
+        if not belongs(path) or path.startswith(SAME_AS_EIGENVALUE):
             continue
         if isinstance(row, JsonKey) and row.field:
-            item = FIELDS[row.field]
-            default = row.default if row.default is not None else _default(item.default)
-            said = "; ".join(part for part in (setting_of(item).help if row.is_independent or not row.help else "",
-                                               row.help) if part)
-            what = default, f"`{flag_name(row.field)}`: {_cell(said)}"
+            default = row.default if row.default is not None else _default(FIELDS[row.field].default)
+            what = default, f"`{flag_name(row.field)}`" + (f": {_cell(row.help)}" if row.help else "")
         elif isinstance(row, JsonKey):
             what = "", WORDS.get(path, "")
         elif isinstance(row, RenamedKey):
-            how, section = "deprecated: read as" if row.deprecated else "another name of", path.partition(".")[0]
+            how, section = "deprecated name of" if row.deprecated else "another name of", path.partition(".")[0]
             targets = [_short(new) if new.startswith(f"{section}.") else new for new in row.new_paths]
             what = "", f"{how} {' and '.join(f'`{target}`' for target in targets)}"
             if row.new_paths == (path.replace(".", ".stage3_"),):
@@ -114,18 +110,25 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
         else:
             continue
         rows.setdefault(what, []).append(f"`{_short(path)}`")
-    for (default, effect), names in rows.items():
-        yield f"| {', '.join(names)} | {default} | {effect} |"
+    for (default, flag), names in rows.items():
+        yield f"| {', '.join(names)} | {default} | {flag} |"
+
+
+SECTION = re.compile(r"(zero_optimization|scheduler\.params|scheduler|optimizer\.params|optimizer"
+                     r"|activation_checkpointing|progressive_layer_drop|autotuning|flops_profiler|quantize_training"
+                     r"|compression_training\.weight_quantization)\.")
 
 
 def _short(path: str) -> str:
     """The path within the section that the page's heading names."""
-    return re.sub(r"^(zero_optimization|scheduler|optimizer|activation_checkpointing|progressive_layer_drop|autotuning"
-                  r"|flops_profiler|compression_training\.weight_quantization)\.", "", path)
+    return SECTION.sub("", path, count=1) if SECTION.match(path) else path
 
 
-WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
-         "scheduler.params.decay_step_size": "of `OneCycle`: steps per decay; 0, the default, is no decay",
+SAME_AS_EIGENVALUE = "quantize_training.eigenvalue."
+"""The section `eigenvalue` may stand in `quantize_training` as well, with the same keys; the page says so once."""
+
+WORDS = {"gradient_accumulation_steps": "none: micro-batches per optimizer step; 1 where no key decides",
+         "scheduler.params.decay_step_size": "none: of `OneCycle`: steps per decay; 0, the default, is no decay",
          "compression_training.weight_quantization.different_groups":
              "one group of modules, `[\"*\"]`, with the params `start_bits` (16), `target_bits` (8) and "
              "`quantization_period` (1): `--quantize-start-bits`, `--quantize-target-bits`, `--quantize-period`"}
@@ -143,18 +146,46 @@ def _types() -> str:
     return "\n".join(lines)
 
 
-def _grouped(kind: type, head: str, why: str, value: Callable[[Any], str],
-             belongs: Callable[[Any], bool] = lambda row: True) -> str:
+def _table(head: str, rows: Iterator[str]) -> str:
+    return "\n".join([head, "|---|---|", *rows])
+
+
+def _accepted_values(row: FixedValue) -> str:
+    return " or ".join(f"`{json.dumps(value)}`" for value in row.values[:2]
+                       if not isinstance(value, float) or value < 1e18)
+
+
+def _reasons(kind: type[FixedValue] | type[UnsupportedSection], value: Callable[[Any], str]) -> Iterator[str]:
     """Rows of one kind. Keys with the same reason share a row, and those with the same value are listed before it."""
     groups: dict[str, dict[str, list[str]]] = {}
     for path, row in DS_KEYS.items():
-        if isinstance(row, kind) and belongs(row):
-            groups.setdefault(row.reason, {}).setdefault(value(row), []).append(f"`{path}`")
-    lines = [f"| key{head} | {why} |", "|---|---|"]
+        if isinstance(row, kind):
+            groups.setdefault(row.reason, {}).setdefault(value(row), []).append(path)
     for reason, names in groups.items():
-        keys = "; ".join(", ".join(paths) + (f": {shown}" if shown else "") for shown, paths in names.items())
-        lines.append(f"| {keys} | {_cell(reason)} |")
-    return "\n".join(lines)
+        keys = "; ".join(_listed(paths) + (f": {shown}" if shown else "") for shown, paths in names.items())
+        yield f"| {keys} | {_cell(reason)} |"
+
+
+def _ignored(belongs: Callable[[IgnoredKey], bool]) -> Iterator[str]:
+    """A line for the ignored keys of a section, those with the same default together."""
+    sections: dict[str, dict[str, list[str]]] = {}
+    for path, row in DS_KEYS.items():
+        if isinstance(row, IgnoredKey) and belongs(row) and not path.startswith(SAME_AS_EIGENVALUE):
+            section, _, key = path.rpartition(".")
+            sections.setdefault(section, {}).setdefault(json.dumps(row.default), []).append(f"`{key}`")
+    for section, defaults in sections.items():
+        keys = "; ".join(f"{', '.join(names)}: {default}" for default, names in defaults.items())
+        yield f"- {f'`{section}`' if section else 'top level'}: {keys}"
+
+
+def _listed(paths: list[str]) -> str:
+    """The paths. A section is named once, before its first key."""
+    shown, before = [], ""
+    for path in paths:
+        section, _, key = path.rpartition(".")
+        shown.append(f"`{key if section == before else path}`")
+        before = section
+    return ", ".join(shown)
 
 
 # ---- pages -------------------------------------------------------------------------------------------------------
