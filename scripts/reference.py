@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,14 @@ def tables() -> dict[str, str]:
     keys = "| key | default | flag |\n|---|---|---|\n"
     named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
     named["types"] = _types()
-    named["only"] = _table("| key: accepted value | why |", _reasons(FixedValue, _accepted_values))
-    named["absent"] = _table("| section | why |", _reasons(UnsupportedSection, lambda row: ""))
-    named["no effect"] = "\n".join(_ignored(lambda row: not row.has_effect_in_engine))
-    named["engine"] = "\n".join(_ignored(lambda row: row.has_effect_in_engine))
+    ignored = {path: row for path, row in DS_KEYS.items() if isinstance(row, IgnoredKey)}
+    named["only"] = _by_section((path, _accepted_values(row)) for path, row in DS_KEYS.items()
+                                if isinstance(row, FixedValue))
+    named["no effect"] = _by_section((path, f"`{json.dumps(row.default)}`") for path, row in ignored.items()
+                                     if not row.has_effect_in_engine)
+    named["engine"] = _by_section((path, f"`{json.dumps(row.default)}`") for path, row in ignored.items()
+                                  if row.has_effect_in_engine)
+    named["absent"] = _unsupported()
     return named
 
 
@@ -146,46 +150,32 @@ def _types() -> str:
     return "\n".join(lines)
 
 
-def _table(head: str, rows: Iterator[str]) -> str:
-    return "\n".join([head, "|---|---|", *rows])
-
-
 def _accepted_values(row: FixedValue) -> str:
     return " or ".join(f"`{json.dumps(value)}`" for value in row.values[:2]
                        if not isinstance(value, float) or value < 1e18)
 
 
-def _reasons(kind: type[FixedValue] | type[UnsupportedSection], value: Callable[[Any], str]) -> Iterator[str]:
-    """Rows of one kind. Keys with the same reason share a row, and those with the same value are listed before it."""
-    groups: dict[str, dict[str, list[str]]] = {}
-    for path, row in DS_KEYS.items():
-        if isinstance(row, kind):
-            groups.setdefault(row.reason, {}).setdefault(value(row), []).append(path)
-    for reason, names in groups.items():
-        keys = "; ".join(_listed(paths) + (f": {shown}" if shown else "") for shown, paths in names.items())
-        yield f"| {keys} | {_cell(reason)} |"
-
-
-def _ignored(belongs: Callable[[IgnoredKey], bool]) -> Iterator[str]:
-    """A line for the ignored keys of a section, those with the same default together."""
+def _by_section(values: Iterable[tuple[str, str]]) -> str:
+    """A line for the keys of each section, those with the same value together."""
     sections: dict[str, dict[str, list[str]]] = {}
-    for path, row in DS_KEYS.items():
-        if isinstance(row, IgnoredKey) and belongs(row) and not path.startswith(SAME_AS_EIGENVALUE):
+    for path, value in values:
+        if not path.startswith(SAME_AS_EIGENVALUE):
             section, _, key = path.rpartition(".")
-            sections.setdefault(section, {}).setdefault(json.dumps(row.default), []).append(f"`{key}`")
-    for section, defaults in sections.items():
-        keys = "; ".join(f"{', '.join(names)}: {default}" for default, names in defaults.items())
-        yield f"- {f'`{section}`' if section else 'top level'}: {keys}"
+            sections.setdefault(section, {}).setdefault(value, []).append(f"`{key}`")
+    return "\n".join(f"- {f'`{section}`' if section else 'top level'}: "
+                     + "; ".join(f"{', '.join(names)}: {value}" for value, names in keys.items())
+                     for section, keys in sections.items())
 
 
-def _listed(paths: list[str]) -> str:
-    """The paths. A section is named once, before its first key."""
-    shown, before = [], ""
-    for path in paths:
-        section, _, key = path.rpartition(".")
-        shown.append(f"`{key if section == before else path}`")
-        before = section
-    return ", ".join(shown)
+def _unsupported() -> str:
+    """A table of the sections that are refused, and why. Within a row a common beginning is not repeated."""
+    reasons: dict[str, list[str]] = {}
+    for path, row in DS_KEYS.items():
+        if isinstance(row, UnsupportedSection):
+            named = reasons.setdefault(row.reason, [])
+            named.append(f"`{path.rpartition('.')[2] if named else path}`")
+    return "\n".join(["| section | why |", "|---|---|",
+                      *(f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in reasons.items())])
 
 
 # ---- pages -------------------------------------------------------------------------------------------------------
