@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,9 @@ def flags_page() -> str:
     """docs/flags.md"""
     lines = ["# Flags of `pretrain_gpt2.py`", "",
              "This page is written by `scripts/reference.py`; do not edit it. Dashes and underscores are the same in",
-             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. Keys of",
-             "DeepSpeed files that set the same are in [ds_config.md](ds_config.md). These two commands are one:", "",
-             "```bash",
-             "python pretrain_gpt2.py --preset tiny --mock-data --train-iters 10 --no-bf16",
-             "python pretrain_gpt2.py --preset=tiny --mock_data --train_iters=10", "```"]
+             "flag names, and so are a blank and `=` before a value. A switch `--name` has a counterpart `--no-name`,",
+             "and `--name=False` is the same; without a default it is off. DeepSpeed's keys are in",
+             "[ds_config.md](ds_config.md)."]
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), "",
@@ -49,7 +48,8 @@ def flags_page() -> str:
             names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
             flag = ", ".join(f"`{flag}`" for flag in names)
             choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
-            lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} |")
+            default = "" if item.default is False else _default(item.default)
+            lines.append(f"| {flag} | {default} | {_cell(said.help + choices)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -58,8 +58,7 @@ def flags_page() -> str:
 
 def tables() -> dict[str, str]:
     """The tables of docs/ds_config.md by name."""
-    keys = "| key | default | flag |\n|---|---|---|\n"
-    named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
+    named: dict[str, str] = {name: _keys_of_topic(belongs) for name, belongs in TOPICS.items()}
     named["types"] = _types()
     ignored = {path: row for path, row in DS_KEYS.items() if isinstance(row, IgnoredKey)}
     named["only"] = _by_section((path, _accepted_values(row)) for path, row in DS_KEYS.items()
@@ -92,15 +91,21 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "autotuning": _under("autotuning.")}
 
 
-def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
-    """One row for all keys of a table that set the same field with the same default, or are read as the same key.
+def _keys_of_topic(belongs: Callable[[str], bool]) -> str:
+    """The keys that have name and default of their flag, as a list, and a table of the others.
 
-    The last column names the flag, and what only the key does; what the flag does is in docs/flags.md."""
+    A row is for all keys that set the same field with the same default, or are read as the same key. Its last column
+    names the flag, and what only the key does; what the flag does is in docs/flags.md."""
     rows: dict[tuple[str, str], list[str]] = {}
+    same: list[str] = []
     for path, row in DS_KEYS.items():
         if not belongs(path) or path.startswith(SAME_AS_EIGENVALUE):
             continue
         if isinstance(row, JsonKey) and row.field:
+            names_of_key = path.rpartition(".")[2], path.replace(".", "_"), _short(path).replace(".", "_")
+            if row.field in names_of_key and row.default is None and not row.help:
+                same.append(f"`{_short(path)}`")
+                continue
             default = row.default if row.default is not None else _default(FIELDS[row.field].default)
             what = default, f"`{flag_name(row.field)}`" + (f": {_cell(row.help)}" if row.help else "")
         elif isinstance(row, JsonKey):
@@ -114,8 +119,10 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
         else:
             continue
         rows.setdefault(what, []).append(f"`{_short(path)}`")
-    for (default, flag), names in rows.items():
-        yield f"| {', '.join(names)} | {default} | {flag} |"
+    listed = textwrap.fill(f"As the flag of the same name: {', '.join(same)}.", 120, break_on_hyphens=False)
+    table = ["| key | default | flag |", "|---|---|---|",
+             *(f"| {', '.join(names)} | {default} | {flag} |" for (default, flag), names in rows.items())]
+    return "\n".join([*([listed, ""] if same else []), *table])
 
 
 SECTION = re.compile(r"(zero_optimization|scheduler\.params|scheduler|optimizer\.params|optimizer"
