@@ -1,12 +1,11 @@
-"""Do two checkouts say and save the same? For changes that rename or move code and may change nothing else.
+"""Compare what two checkouts print and save, after changes that only rename or move code.
 
     git worktree add --detach ../before COMMIT
     python scripts/compare_checkouts.py ../before .
 
-Compared are the help texts of every command, the generated reference pages, what a wrong command line prints, the
+It compares the help texts of every command, the generated reference pages, the errors of wrong command lines, the
 public names of the packages with their signatures, and the metrics and every byte of the checkpoints of short runs
-(times, identities and what follows from them left out). Differences are printed, and the exit code is 1 if there are
-any.
+(without times and identities). It prints the differences; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The packages of the graph and who imports whom, as a Mermaid diagram: `python scripts/draw_packages.py [TREE]`.
+"""Draw the imports between packages as a Mermaid diagram: `python scripts/draw_packages.py [TREE]`.
 
 A package is a package under `megatron/`, a single module there, `mpu`, `data`, or the entry point. The diagram
 goes from the entry point down and leaves out every arrow that a longer way implies; two packages that import each other

@@ -6,7 +6,7 @@
 #   PRESET=tiny bash scripts/ds_zero_infinity_pretrain_gpt2.sh
 #   bash scripts/ds_zero_infinity_pretrain_gpt2.sh --dry-run           what 20B need of a GPU, the host and the drive
 #
-# NVME_PATH is a folder on the drive of each node (nvme/ where runs are kept); what a run has there goes with its end.
+# NVME_PATH is a folder on the drive of each node (nvme/ where runs are kept); a run's files there disappear at its end.
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 NVME_PATH="${NVME_PATH:-$RUNS/nvme}"

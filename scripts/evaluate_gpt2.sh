@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Perplexity of what pretrain_gpt2.sh trained, the newest run of it or that of PRESET, on the documents that its training
-# held out. Trains nothing.
+# Perplexity of a model that pretrain_gpt2.sh trained, its newest run or that of PRESET, on the documents that training
+# held out.
 #
 #   bash scripts/evaluate_gpt2.sh
 #   bash scripts/evaluate_gpt2.sh --protocol lm-eval --json              all flags: docs/evaluate.md, or --help

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Text from what pretrain_gpt2.sh trained: the newest run of it, or that of PRESET. At a terminal without a prompt it is a
-# session: each line that is typed is gone on from.
+# Text from a model that pretrain_gpt2.sh trained: its newest run, or that of PRESET. At a terminal without a prompt it is
+# a session: the model continues each line that is typed.
 #
 #   bash scripts/generate_text.sh "The meaning of life is"
 #   bash scripts/generate_text.sh --file prompts.txt --jsonl      all flags: docs/generate.md, or --help

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What must hold on a GPU, in a quarter of an hour, and what matters most first: the tests marked `gpu`, where the host
-# waits for the device, the quick start (left, resumed, in fp16 at stage 3 with state on the host) beside what the planner
-# predicts, speed and MFU of four models and of the same plain torch model (compiled as a whole), kernels of a step, text
-# a second beside transformers and a compiled loop. The table comes last; gpu_check.jsonl holds the numbers. With two GPUs
-# the tests include NCCL.
+# Checks of a GPU in a quarter of an hour, the most important first: the tests marked `gpu`, where the host waits for the
+# device, the quick start (left, resumed, in fp16 at stage 3 with state on the host) beside the planner's prediction, speed
+# and MFU of four models and of the same plain torch model (compiled as a whole), kernels of a step, text a second beside
+# transformers and a compiled loop. The table comes last; gpu_check.jsonl holds the numbers. With two GPUs the tests
+# include NCCL.
 #
 #   bash scripts/gpu_check.sh                        on a GPU; exit code 0 when everything passed, 1 otherwise, 2 without
 #   bash scripts/gpu_check.sh --device cpu --tiny    every check's code on a CPU, with models of no size: minutes
 #
-#   SECONDS_IN_ALL   (1200) what has not begun by then is left out, and said
+#   SECONDS_IN_ALL   (1200) checks that have not begun by then are left out and named
 WITH_TESTS=1
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd -- "$ROOT"
@@ -48,7 +48,7 @@ report() {  # CHECK MODEL CONTENDER OPTIONS...
         "${DRY[@]}" "${@:4}"
 }
 
-quick_start() {  # NAME ARGUMENTS...: some steps of what a user starts
+quick_start() {  # NAME ARGUMENTS...: some steps of the quick start
     check "$1" env PYTHON="$PYTHON" RUNS="$RUNS" PRESET="$MODEL" bash scripts/pretrain_gpt2.sh --train-iters 60 \
         --eval-iters 2 --sample-tokens 8 "${@:2}"
 }

@@ -7,7 +7,7 @@
 #   RUNS                                                    where runs are kept (the repository's runs/; of an installation, runs/ here)
 #
 # The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win. With --dry-run
-# among them nothing is trained: the plan of the run on GPUs is printed, whether there are any here or not.
+# among them the scripts only print the plan of the run on GPUs, whether there are any here or not.
 
 HELP=""
 for word in "$@"; do
@@ -33,7 +33,8 @@ DRY_RUN=""
 if given --dry-run "$@"; then DRY_RUN=yes; fi
 
 # Sets GPUS, how many torch can use, and GPU_BYTES, the memory of the first. Asks torch (seconds) once, and only where
-# the driver's tool says that there is one. (`read` and not `timeout`: what hangs in the driver cannot be killed.)
+# the driver's tool says that there is one. (`read` and not `timeout`: a process that hangs in the driver cannot be
+# killed.)
 GPUS="" GPU_BYTES="" DRIVER_SECONDS="${DRIVER_SECONDS:-60}"
 look_for_gpus() {
     local found="0 0" listed="" code=0
@@ -122,8 +123,8 @@ add_recipe() {
     if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
 }
 
-fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. What it cannot
-    # plan is recomputed; of flags that make no run the trainer will say so.
+fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Runs
+    # that it cannot plan are recomputed; the trainer reports invalid flags.
     local gb plan asked=()
     gb="${CARD_GB:-$((GPU_BYTES / 1000000000))}"
     [[ "$gb" =~ ^[0-9]*\.?[0-9]+$ && "$gb" =~ [1-9] ]] || fail "CARD_GB is '$gb'; expected the GB of a card, such as 80"

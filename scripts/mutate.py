@@ -1,4 +1,4 @@
-"""What share of small faults do the tests see? Draws mutants of the product and runs the tests that call them.
+"""Measure the share of small faults that the tests detect: draw mutants of the product, run the tests that call them.
 
     python scripts/mutate.py record --output runs/calls.json        # once per commit: which test calls which function
     python scripts/mutate.py run --calls runs/calls.json --count 300 --seed 1 --output runs/mutants.jsonl

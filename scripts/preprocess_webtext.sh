@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From raw pages to the corpus that `--train-data webtext` finds. Run it again: it goes on where it stopped.
+# From raw pages to the corpus that `--train-data webtext` finds. Run again, it continues where it stopped.
 #
 #   bash scripts/preprocess_webtext.sh                              a sample made of installed documentation, about a minute
 #   bash scripts/preprocess_webtext.sh crawl/ more.jsonl.gz         your files; flags of `python -m data.webtext run` follow
@@ -10,7 +10,7 @@
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
 FOLDER="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}/webtext"
-# An installation keeps nothing among its packages.
+# An installation writes no files among its packages.
 if [[ -n "$INSTALLED" ]]; then WEBTEXT_PREFIX="${WEBTEXT_PREFIX:-$FOLDER/corpus}"; fi
 if [[ $# -eq 0 || "$1" == -* ]]; then
     python -m data.webtext.sample --output-dir "$FOLDER/sample"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,9 @@ def flags_page() -> str:
     """docs/flags.md"""
     lines = ["# Flags of `pretrain_gpt2.py`", "",
              "This page is written by `scripts/reference.py`; do not edit it. Dashes and underscores are the same in",
-             "flag names. A switch `--name` has a counterpart `--no-name`, and `--name=False` is the same. Keys of",
-             "DeepSpeed files that set the same are in [ds_config.md](ds_config.md). These two commands are one:", "",
-             "```bash",
-             "python pretrain_gpt2.py --preset tiny --mock-data --train-iters 10 --no-bf16",
-             "python pretrain_gpt2.py --preset=tiny --mock_data --train_iters=10", "```"]
+             "flag names, and so are a blank and `=` before a value. A switch `--name` has a counterpart `--no-name`,",
+             "and `--name=False` is the same; without a default it is off. DeepSpeed's keys are in",
+             "[ds_config.md](ds_config.md)."]
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), "",
@@ -49,7 +48,8 @@ def flags_page() -> str:
             names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
             flag = ", ".join(f"`{flag}`" for flag in names)
             choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
-            lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} |")
+            default = "" if item.default is False else _default(item.default)
+            lines.append(f"| {flag} | {default} | {_cell(said.help + choices)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -58,16 +58,16 @@ def flags_page() -> str:
 
 def tables() -> dict[str, str]:
     """The tables of docs/ds_config.md by name."""
-    keys = "| key | default | effect |\n|---|---|---|\n"
-    named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
+    named: dict[str, str] = {name: _keys_of_topic(belongs) for name, belongs in TOPICS.items()}
     named["types"] = _types()
-    named["only"] = _grouped(FixedValue, ": accepted value", "why no other", lambda row: " or ".join(
-        f"`{json.dumps(value)}`" for value in row.values[:2] if not isinstance(value, float) or value < 1e18))
-    for name, why, in_engine in (("no effect", "why it has none", False),
-                                 ("engine", "what the trainer does instead", True)):
-        named[name] = _grouped(IgnoredKey, ": default", why, lambda row: f"`{json.dumps(row.default)}`",
-                               lambda row, wanted=in_engine: row.has_effect_in_engine == wanted)
-    named["absent"] = _grouped(UnsupportedSection, "", "why", lambda row: "")
+    ignored = {path: row for path, row in DS_KEYS.items() if isinstance(row, IgnoredKey)}
+    named["only"] = _by_section((path, _accepted_values(row)) for path, row in DS_KEYS.items()
+                                if isinstance(row, FixedValue))
+    named["no effect"] = _by_section((path, f"`{json.dumps(row.default)}`") for path, row in ignored.items()
+                                     if not row.has_effect_in_engine)
+    named["engine"] = _by_section((path, f"`{json.dumps(row.default)}`") for path, row in ignored.items()
+                                  if row.has_effect_in_engine)
+    named["absent"] = _unsupported()
     return named
 
 
@@ -91,22 +91,27 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "autotuning": _under("autotuning.")}
 
 
-def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
-    """One row for all keys of a table that set the same field with the same default, or are read as the same key."""
+def _keys_of_topic(belongs: Callable[[str], bool]) -> str:
+    """The keys that have name and default of their flag, as a list, and a table of the others.
+
+    A row is for all keys that set the same field with the same default, or are read as the same key. Its last column
+    names the flag, and what only the key does; what the flag does is in docs/flags.md."""
     rows: dict[tuple[str, str], list[str]] = {}
+    same: list[str] = []
     for path, row in DS_KEYS.items():
-        if not belongs(path):
+        if not belongs(path) or path.startswith(SAME_AS_EIGENVALUE):
             continue
         if isinstance(row, JsonKey) and row.field:
-            item = FIELDS[row.field]
-            default = row.default if row.default is not None else _default(item.default)
-            said = "; ".join(part for part in (setting_of(item).help if row.is_independent or not row.help else "",
-                                               row.help) if part)
-            what = default, f"`{flag_name(row.field)}`: {_cell(said)}"
+            names_of_key = path.rpartition(".")[2], path.replace(".", "_"), _short(path).replace(".", "_")
+            if row.field in names_of_key and row.default is None and not row.help:
+                same.append(f"`{_short(path)}`")
+                continue
+            default = row.default if row.default is not None else _default(FIELDS[row.field].default)
+            what = default, f"`{flag_name(row.field)}`" + (f": {_cell(row.help)}" if row.help else "")
         elif isinstance(row, JsonKey):
             what = "", WORDS.get(path, "")
         elif isinstance(row, RenamedKey):
-            how, section = "deprecated: read as" if row.deprecated else "another name of", path.partition(".")[0]
+            how, section = "deprecated name of" if row.deprecated else "another name of", path.partition(".")[0]
             targets = [_short(new) if new.startswith(f"{section}.") else new for new in row.new_paths]
             what = "", f"{how} {' and '.join(f'`{target}`' for target in targets)}"
             if row.new_paths == (path.replace(".", ".stage3_"),):
@@ -114,18 +119,27 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
         else:
             continue
         rows.setdefault(what, []).append(f"`{_short(path)}`")
-    for (default, effect), names in rows.items():
-        yield f"| {', '.join(names)} | {default} | {effect} |"
+    listed = textwrap.fill(f"As the flag of the same name: {', '.join(same)}.", 120, break_on_hyphens=False)
+    table = ["| key | default | flag |", "|---|---|---|",
+             *(f"| {', '.join(names)} | {default} | {flag} |" for (default, flag), names in rows.items())]
+    return "\n".join([*([listed, ""] if same else []), *table])
+
+
+SECTION = re.compile(r"(zero_optimization|scheduler\.params|scheduler|optimizer\.params|optimizer"
+                     r"|activation_checkpointing|progressive_layer_drop|autotuning|flops_profiler|quantize_training"
+                     r"|compression_training\.weight_quantization)\.")
 
 
 def _short(path: str) -> str:
     """The path within the section that the page's heading names."""
-    return re.sub(r"^(zero_optimization|scheduler|optimizer|activation_checkpointing|progressive_layer_drop|autotuning"
-                  r"|flops_profiler|compression_training\.weight_quantization)\.", "", path)
+    return SECTION.sub("", path, count=1) if SECTION.match(path) else path
 
 
-WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
-         "scheduler.params.decay_step_size": "of `OneCycle`: steps per decay; 0, the default, is no decay",
+SAME_AS_EIGENVALUE = "quantize_training.eigenvalue."
+"""The section `eigenvalue` may stand in `quantize_training` as well, with the same keys; the page says so once."""
+
+WORDS = {"gradient_accumulation_steps": "none: micro-batches per optimizer step; 1 where no key decides",
+         "scheduler.params.decay_step_size": "none: of `OneCycle`: steps per decay; 0, the default, is no decay",
          "compression_training.weight_quantization.different_groups":
              "one group of modules, `[\"*\"]`, with the params `start_bits` (16), `target_bits` (8) and "
              "`quantization_period` (1): `--quantize-start-bits`, `--quantize-target-bits`, `--quantize-period`"}
@@ -143,18 +157,32 @@ def _types() -> str:
     return "\n".join(lines)
 
 
-def _grouped(kind: type, head: str, why: str, value: Callable[[Any], str],
-             belongs: Callable[[Any], bool] = lambda row: True) -> str:
-    """Rows of one kind. Keys with the same reason share a row, and those with the same value are listed before it."""
-    groups: dict[str, dict[str, list[str]]] = {}
+def _accepted_values(row: FixedValue) -> str:
+    return " or ".join(f"`{json.dumps(value)}`" for value in row.values[:2]
+                       if not isinstance(value, float) or value < 1e18)
+
+
+def _by_section(values: Iterable[tuple[str, str]]) -> str:
+    """A line for the keys of each section, those with the same value together."""
+    sections: dict[str, dict[str, list[str]]] = {}
+    for path, value in values:
+        if not path.startswith(SAME_AS_EIGENVALUE):
+            section, _, key = path.rpartition(".")
+            sections.setdefault(section, {}).setdefault(value, []).append(f"`{key}`")
+    return "\n".join(f"- {f'`{section}`' if section else 'top level'}: "
+                     + "; ".join(f"{', '.join(names)}: {value}" for value, names in keys.items())
+                     for section, keys in sections.items())
+
+
+def _unsupported() -> str:
+    """A table of the sections that are refused, and why. Within a row a common beginning is not repeated."""
+    reasons: dict[str, list[str]] = {}
     for path, row in DS_KEYS.items():
-        if isinstance(row, kind) and belongs(row):
-            groups.setdefault(row.reason, {}).setdefault(value(row), []).append(f"`{path}`")
-    lines = [f"| key{head} | {why} |", "|---|---|"]
-    for reason, names in groups.items():
-        keys = "; ".join(", ".join(paths) + (f": {shown}" if shown else "") for shown, paths in names.items())
-        lines.append(f"| {keys} | {_cell(reason)} |")
-    return "\n".join(lines)
+        if isinstance(row, UnsupportedSection):
+            named = reasons.setdefault(row.reason, [])
+            named.append(f"`{path.rpartition('.')[2] if named else path}`")
+    return "\n".join(["| section | why |", "|---|---|",
+                      *(f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in reasons.items())])
 
 
 # ---- pages -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 #
 #   PYTHON=some/python          that one is used as it is; nothing is installed
 #   an installed package        its Python is used as it is: these files are then in `megatron/scripts` of site-packages
-#   an active virtualenv        is used; packages it lacks are added, what it has is kept
+#   an active virtualenv        is used; missing packages are added, present ones are kept
 #   otherwise                   the project's own .venv is made once and used from then on
 #
 # WITH_TESTS=1 before sourcing adds requirements-test.txt. The caller's folder stays the current one.
@@ -29,7 +29,7 @@ INSTALLED="" LAUNCHER_VARIABLES="$ROOT" PROGRAM=("$ROOT/pretrain_gpt2.py")
 if [[ ! -e "$ROOT/pretrain_gpt2.py" ]]; then INSTALLED=yes LAUNCHER_VARIABLES="" PROGRAM=(-m pretrain_gpt2); fi
 with_sources() { local path="$LAUNCHER_VARIABLES${LAUNCHER_VARIABLES:+:}${PYTHONPATH:-}"; echo "${path%:}"; }
 
-# The scripts' own Python: nothing from the current folder (-P), which may hold a `data` of its own.
+# The scripts' own Python: nothing from the current folder (-P), which may hold another `data`.
 python() { PYTHONPATH="$(with_sources)" "$PYTHON" -P "$@"; }
 
 recent_enough() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
@@ -79,7 +79,7 @@ for line in open(sys.argv[1]):
         present = metadata.version(name)
     except metadata.PackageNotFoundError:
         present = ""
-    # What is conditional may have come with torch, in the version that torch wants.
+    # A conditional requirement may have come with torch, in the version that torch wants.
     if not present or sys.argv[2] == "yes" and not conditional and present.partition("+")[0] != version:
         print(line.strip())
 PY

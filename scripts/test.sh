@@ -25,8 +25,8 @@ look() {
 status=0 together=() slowest=()
 if [[ $# -eq 0 ]]; then
     # Three at a time where that is possible: most of a multi-rank test is one rank waiting for another, and with two the
-    # cores of a small machine are idle half of the time. Each has a third of the files, and who is done takes of what the
-    # others have left. The two tools look at the sources meanwhile.
+    # cores of a small machine are idle half of the time. Each has a third of the files, and a process that is
+    # done takes files from the others. The two tools check the sources meanwhile.
     if python -c 'import xdist' 2>/dev/null; then together=(-n 3 --dist worksteal); fi
     slowest=(--durations 30 --durations-min 5)
     seen="$(mktemp)"

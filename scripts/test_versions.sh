@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A small part of the tests under every pair of Python and torch that can be had here, with the versions of
-# requirements.txt for the rest. Pairs that cannot be had are named in one line, and are not a failure.
+# A small part of the tests under every available pair of Python and torch, with the versions of requirements.txt for the
+# rest. Unavailable pairs are named in one line, and are not a failure.
 #
 #   bash scripts/test_versions.sh              pairs that are installed: pythonX on the path, or .cache/versions/X-torchY
 #   bash scripts/test_versions.sh --install    makes the missing ones in .cache/versions (4.6 GB each with CUDA's torch)

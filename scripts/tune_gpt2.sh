@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The fastest settings of this machine for a model and a batch: a few trials of a few steps, on random tokens unless the
-# arguments name a corpus. docs/tune.md says how it searches. Run again, it goes on where it was stopped.
+# arguments name a corpus. docs/tune.md says how it searches. Run again, it continues where it stopped.
 #
 #   bash scripts/tune_gpt2.sh
 #   bash scripts/tune_gpt2.sh --global-batch-size 64 --seq-length 512

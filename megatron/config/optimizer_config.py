@@ -114,7 +114,8 @@ class OptimConfig(ConfigSection):
         "optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given], refused=REFUSED_TYPES))
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
-        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"),
+        json=JsonKey("optimizer.params.weight_decay",
+                     help="in other optimizers added to the gradient (in Lamb: to the update)"),
         ge=0)
     adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax", "beta1",
                                 ge=0, le=0.9999999)
