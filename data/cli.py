@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from data.storage import DataError, StorageFault, UsageError, escape_to_one_line
 
+# Signals from users, closing terminals and batch systems that would otherwise end a program without an error line.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals from users, closing terminals and batch systems that would otherwise end a program without an error line."""
 
 EXIT_CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 

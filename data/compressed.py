@@ -127,10 +127,10 @@ def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _Gzi
         found_earlier, found = found_earlier + found, 0
 
 
+# Suffix -> new decompressor, unit of zero padding.
 DECOMPRESSORS: dict[str, tuple[Any, int]] = {
     ".gz": (_GzipDecompressor, 1), ".xz": (partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4),
     ".zst": (ZSTD and ZSTD.ZstdDecompressor, 0)}
-"""Suffix -> new decompressor, unit of zero padding."""
 
 
 class _DecompressedBlocks(io.RawIOBase):

@@ -32,8 +32,8 @@ from data.storage import DataError, make_folder, read_json_or_none, staged_file,
 from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
 
 _ROOT = Path(__file__).resolve().parent.parent
+# In the repository; an installed package uses the current folder, as for its runs.
 DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"
-"""In the repository; an installed package uses the current folder, as for its runs."""
 
 PACKAGES = ("python", "numpy", "torch")
 VOCAB_SIZE = 8192

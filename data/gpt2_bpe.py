@@ -37,25 +37,25 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
 
 TESTED_GIGATOKEN_VERSION = "0.10."
+# Letters and numbers added by Unicode 17: letters to gigatoken 0.10, symbols to tiktoken 0.14.
 UNICODE_17_LETTERS = (
     (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4),
     (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9),
     (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
     (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
     (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479))
-"""Letters and numbers added by Unicode 17: letters to gigatoken 0.10, symbols to tiktoken 0.14."""
 
+# Characters after which a gigatoken encoder is built again (0.1 s), since its word cache only grows (in 0.10).
 REBUILD_AFTER_CHARACTERS = 1 << 28
-"""Characters after which a gigatoken encoder is built again (0.1 s), since its word cache only grows (in 0.10)."""
 
+# SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary.
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
 TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
                   "and --merge-file)")
 
+# BPE settings that GPT-2 does not use.
 UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                             "ignore_merges")
-"""BPE settings that GPT-2 does not use."""
 
 
 class TiktokenEngine:

@@ -30,15 +30,15 @@ from data.storage import (DataError, content_digest, crc32, make_folder, prefix_
 BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16  # smaller epochs are not stored: computing them is faster than opening their files
 
+# An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times.
 MAX_CACHED_EPOCHS = 2
-"""An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times."""
 
 SAMPLES_BEFORE_EVICTION = 4096  # samples read from one epoch after which its neighbour is evicted
 
 ROW_FILE_VERSION = 2
 ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
+# Magic, version, dtype, rows, columns (0: rows are scalars), CRC-32 of the content name, the shape and the rows.
 ROW_FILE_HEADER = struct.Struct("<8sI4sQII")
-"""Magic, version, dtype, rows, columns (0: rows are scalars), CRC-32 of the content name, the shape and the rows."""
 REBUILD_HINT = "delete it, and it is built again"
 
 
@@ -116,8 +116,8 @@ class RowFile:
 @dataclass(frozen=True)
 class EpochIndex:
     documents: NDArray[np.integer] | RowFile  # document numbers in shuffled order
+    # [samples, 2]: position in `documents` and offset of the first token, in sample order.
     starts: NDArray[np.integer] | RowFile
-    """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
 
 
 class EpochCache:

@@ -29,8 +29,8 @@ from data.storage import DataError, change_detector, check_is_file, check_output
 from data.tokenizer import Tokenizer
 from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter, corpus_files
 
+# No GPT-2 file of nanoGPT begins like this: 55448, the lower half of the magic, is not a GPT-2 id.
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
-"""No GPT-2 file of nanoGPT begins like this: 55448, the lower half of the magic, is not a GPT-2 id."""
 
 TOKEN_DTYPE = np.dtype("<u2")
 OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"

@@ -42,8 +42,8 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"
                                            7: np.dtype("<f4"), 8: np.dtype("<u2")}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
+# Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte.
 UINT16_VOCABULARY = 65_500
-"""Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ SAMPLED_BYTES = 1 << 12
 
 BLOCK_ENTRIES = 1 << 20  # entries processed at a time in a full scan, to bound memory
 
+# A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s).
 SCAN_LIMIT_TOKENS = 1 << 28
-"""A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
 
 
 def corpus_identity(index: StableFile, tokens: StableFile) -> str:

@@ -24,8 +24,8 @@ from data.storage import DataError, escape_to_one_line
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
 WORK_FOLDER = ".work"  # exists in a stage's folder until the stage is complete
+# Path of a shard relative to its stage's folder.
 SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
-"""Path of a shard relative to its stage's folder."""
 
 
 def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -114,10 +114,10 @@ FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")  # without .json: settings and c
 
 CACHE_SUFFIX = ".cache"  # suffix of the folder beside a source that caches its corpus (sources.py)
 
+# This program's cache files and their locks; the cache may be a folder of text (--data-cache-path).
 OWN_CACHE_PATTERN = re.compile(
     r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
     r"\..*\.(?:tmp|writing)|\.lock")
-"""This program's cache files and their locks; the cache may be a folder of text (--data-cache-path)."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:

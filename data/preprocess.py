@@ -56,8 +56,8 @@ class TextReadOptions:
 @dataclass(frozen=True)
 class EncodedChunk:
     tokens: NDArray[np.integer]
+    # Tokens of each document that ends in this chunk; tokens of an unfinished document follow them.
     sizes: NDArray[np.int64]
-    """Tokens of each document that ends in this chunk; tokens of an unfinished document follow them."""
     chunk: Chunk
     lines: int
     malformed: list[MalformedDocument]
@@ -152,8 +152,8 @@ class PreprocessPosition:
     of_file: int = 0  # documents kept of the current file
     begun: int = 0  # tokens so far of a document that continues in the next chunk
     before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
+    # A part of that document was malformed: its other parts are dropped, and it is already counted.
     is_refused: bool = False
-    """A part of that document was malformed: its other parts are dropped, and it is already counted."""
     damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
 
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:

@@ -20,8 +20,8 @@ from data.storage import UsageError
 
 PARTS = ("train", "valid", "test")  # the parts of a split, in order
 
+# Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD.
 MAX_BLEND_PERIOD = 1 << 16
-"""Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD."""
 
 IntArray = NDArray[np.int64]
 

@@ -101,8 +101,8 @@ TOKENS_SUFFIX = ".bin"
 CHECKSUMS_FILE = ".sums.json"
 ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the build
 
+# A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored.
 MTIME_SETTLED_NS = 2_000_000_000
-"""A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None

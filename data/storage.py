@@ -28,8 +28,8 @@ try:
 except ImportError:
     from zlib import crc32 as crc32
 
+# Errnos of failed writes; other OSErrors inside a `staged_file` block do not concern its file.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE}
-"""Errnos of failed writes; other OSErrors inside a `staged_file` block do not concern its file."""
 
 READ_BYTES = 1 << 20  # bytes per read, which fit the CPU cache for the checksum
 
@@ -134,8 +134,8 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
             os.close(descriptor)
 
 
+# Waits until the entries of a folder are on disk: only then does a rename survive a power loss.
 fsync_directory = fsync_file
-"""Waits until the entries of a folder are on disk: only then does a rename survive a power loss."""
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+# Shared: `json.loads` with hooks would create a decoder per line.
 STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-"""Shared: `json.loads` with hooks would create a decoder per line."""
 
 
 def parse_json(text: str, decoder: json.JSONDecoder = STRICT_DECODER, *, hint_if_cut: str = "") -> Any:

@@ -23,16 +23,16 @@ from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
 
+# Default limit in bytes of a line, or of text without a place to cut. Bounds memory.
 MAX_DOCUMENT_BYTES = 1 << 26
-"""Default limit in bytes of a line, or of text without a place to cut. Bounds memory."""
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte order mark; not part of the text at the start of a file
 
+# Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space.
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
-"""Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
 
 TAIL_BYTES = 1 << 12  # bytes at the end of a buffer that are searched first for a place to cut
 

@@ -30,20 +30,20 @@ from data.storage import (DataError, UsageError, check_flag_file, content_digest
                           staged_file)
 
 REPLACEMENT_CHARACTER = "\ufffd"
+# Texts that a lossy model changes: start of text, white space, characters with a plain form.
 LOSSLESS_PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
-"""Texts that a lossy model changes: start of text, white space, characters with a plain form."""
 
 
 class Tokenizer(ABC):
     """Maps text to ids and back."""
 
     name: str
+    # Ids are 0 to vocab_size - 1, `eod` included; the model adds padding for tensor parallelism.
     vocab_size: int
-    """Ids are 0 to vocab_size - 1, `eod` included; the model adds padding for tensor parallelism."""
     eod: int
     fingerprint: str
+    # White space characters before which, after a non-space, a text can be split without changing its ids.
     safe_split_characters: str = ""
-    """White space characters before which, after a non-space, a text can be split without changing its ids."""
 
     @property
     def facts(self) -> TokenizerFacts:
@@ -72,8 +72,8 @@ class ByteTableTokenizer(Tokenizer):
     """A tokenizer whose ids each stand for fixed bytes, with white space only at their start."""
 
     safe_split_characters = " \n"
+    # Of all ids but unknown ones; that of `eod` is what `decode` writes for it.
     _bytes_of_token: dict[int, bytes]
-    """Of all ids but unknown ones; that of `eod` is what `decode` writes for it."""
 
     def byte_lengths(self) -> NDArray[np.int64]:
         found = np.zeros(self.vocab_size, np.int64)
@@ -165,8 +165,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     name = "SentencePieceTokenizer"
 
+    # Stands for a space inside the model, which also reads this character as a space unless it is encoded as bytes.
     SPACE = "\u2581"
-    """Stands for a space inside the model, which also reads this character as a space unless it is encoded as bytes."""
 
     def __init__(self, model_file: str, flag: str = "--tokenizer-path") -> None:
         import sentencepiece

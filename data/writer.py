@@ -27,8 +27,8 @@ from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, 
                           hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
                           write_json_atomic)
 
+# In the order in which they are renamed: the index completes the corpus.
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
-"""In the order in which they are renamed: the index completes the corpus."""
 DRAFT_SUFFIXES = (".bin", ".idx")  # the files that grow, and can be resumed
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # longest document: its length is an int32 in the index

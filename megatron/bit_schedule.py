@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+# From this number of bits on, the levels of a group are evenly spaced; 2 bits are ternary, 1 is binary.
 MIN_UNIFORM_BITS = 3
-"""From this number of bits on, the levels of a group are evenly spaced; 2 bits are ternary, 1 is binary."""
 UNREACHABLE_COUNTER = 10**14  # a counter that no run reaches
 
 
@@ -32,8 +32,8 @@ class BitSchedule:
     start: int
     target: int
     period: int
+    # By how much the blend decreases per step; None: weights are rounded at once.
     change_ratio: float | None = None
-    """By how much the blend decreases per step; None: weights are rounded at once."""
 
     def initial_state(self) -> BitState:
         return BitState(self.start, self.period)

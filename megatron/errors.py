@@ -60,9 +60,9 @@ class Interrupted(TrainerError):
     code = EXIT_INTERRUPTED
 
 
+# Errors of the packages that must not import this one, by class name.
 CODES_BY_NAME = {"UsageError": EXIT_CONFIG, "DataError": EXIT_DATA, "ParallelError": EXIT_CONFIG,
                  "StorageFault": EXIT_STORAGE}
-"""Errors of the packages that must not import this one, by class name."""
 
 
 def exit_code(error: BaseException) -> int | None:

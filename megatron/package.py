@@ -18,8 +18,8 @@ from megatron.errors import ConfigError
 DISTRIBUTION = "megatron-gpt2-trainer"  # as pip knows it
 __version__ = "0.1.0"
 
+# Our top-level packages besides this one, and a module that distinguishes them from others of the same name.
 MARKER_MODULES = {"data": "storage", "mpu": "groups"}
-"""Our top-level packages besides this one, and a module that distinguishes them from others of the same name."""
 
 
 class ShadowedPackageError(ConfigError, ImportError):

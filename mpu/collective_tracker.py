@@ -29,8 +29,8 @@ class CollectiveCounters(Protocol):
     def __setitem__(self, place: int, number: int) -> None: ...
 
 
+# The counters of this process: [state, collectives started].
 _COUNTERS: list[CollectiveCounters] = [memoryview(array("Q", [0, 0]))]
-"""The counters of this process: [state, collectives started]."""
 
 
 def write_counters_to(counters: CollectiveCounters) -> None:

@@ -41,10 +41,10 @@ class CollectiveWork:
     """A collective in flight, like torch's Work. On an accelerator `wait` blocks the current stream, never the host."""
 
     works: Sequence[Work | CollectiveWork | None] = ()
+    # Runs once, when the works are complete: a local sum, a dtype conversion.
     on_complete: Callable[[], object] | None = None
-    """Runs once, when the works are complete: a local sum, a dtype conversion."""
+    # Passed to torch's works.
     timeout: timedelta | None = None
-    """Passed to torch's works."""
 
     def wait(self) -> None:
         """Complete the operation. Idempotent."""

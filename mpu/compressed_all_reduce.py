@@ -26,14 +26,14 @@ from mpu.grads import NORM_ROW, row_norms
 from mpu.groups import Group
 
 SIGNS_PER_BYTE = 8
+# Elements processed at a time: on a CPU the temporaries fit its cache; on an accelerator they stay small.
 CPU_TILE, ACCELERATOR_TILE = 1 << 17, 1 << 24
-"""Elements processed at a time: on a CPU the temporaries fit its cache; on an accelerator they stay small."""
+# [256, 8]: the bits of each byte as 0.0 or 1.0, the highest first.
 BIT_TABLE = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, SIGNS_PER_BYTE).astype(np.float32)
-"""[256, 8]: the bits of each byte as 0.0 or 1.0, the highest first."""
 SIGN_TABLE = 1 - 2 * BIT_TABLE
 
+# add_inputs(slice of the full buffer, its error): adds this rank's input to the error in place.
 AddInputs = Callable[[slice, Tensor], None]
-"""add_inputs(slice of the full buffer, its error): adds this rank's input to the error in place."""
 
 
 class CompressedAllReduce:
@@ -47,16 +47,16 @@ class CompressedAllReduce:
         self._segment_rows = torch.tensor([[*rows, *[0] * (self._segments_per_chunk - len(rows))] for rows in segments],
                                           device=device)
         # [chunks, segments]: rows of each segment; chunks with fewer segments are padded with empty ones.
+        # [chunks, segments]: elements of each segment that are not excluded.
         self._included_counts = self._segment_rows * NORM_ROW
-        """[chunks, segments]: elements of each segment that are not excluded."""
         self._tile = ACCELERATOR_TILE if on_accelerator(device) else CPU_TILE
         self._included_bits: Tensor | None = None  # one bit per element: 0 if excluded
+        # Start of a tile -> whether it contains excluded elements.
         self._tile_has_excluded: dict[int, bool] = {}
-        """Start of a tile -> whether it contains excluded elements."""
+        # Compression error of this rank's input, for all chunks.
         self.worker_error = torch.zeros(group.size * self.chunk_numel, device=device)
-        """Compression error of this rank's input, for all chunks."""
+        # Compression error of this rank as the server of its chunk.
         self.server_error = torch.zeros(self.chunk_numel, device=device)
-        """Compression error of this rank as the server of its chunk."""
         self._result_message = self._new_message(group.size)
         self._uncompressed_result = self.worker_error.new_empty(0)  # the result on a group of one
         self._received_messages: Tensor | None = None

@@ -30,18 +30,18 @@ from mpu.grads import MainGrad
 from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
 
+# Bytes of logits per chunk: 1,024 bf16 or 512 fp32 rows of GPT-2's vocabulary. Smaller products are slower.
 CPU_CHUNK_BYTES = 104 << 20
-"""Bytes of logits per chunk: 1,024 bf16 or 512 fp32 rows of GPT-2's vocabulary. Smaller products are slower."""
 
+# As much on an accelerator, 10,624 bf16 rows of GPT-2's vocabulary: fast products, few weight gradient sums.
 ACCELERATOR_CHUNK_BYTES = 1 << 30
-"""As much on an accelerator, 10,624 bf16 rows of GPT-2's vocabulary: fast products, few weight gradient sums."""
 
 _TILE_ROWS = 128  # an accelerator's chunks are multiples of this, the tile size of the products
 
 CPU_BLOCK_ROWS, ACCELERATOR_BLOCK_ROWS = 64, 1024  # rows that torch operators hold in fp32 at a time
 
+# Columns whose 16-bit weight gradient is computed on a CPU, and added to the fp32 total, while in the cache.
 SLAB_COLUMNS = 8192
-"""Columns whose 16-bit weight gradient is computed on a CPU, and added to the fp32 total, while in the cache."""
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,15 @@ class MainGrad(Protocol):
         """The gradient so far (zeros if none), to add to."""
 
 
+# Elements squared at a time on CPU: fits the cache, and is large enough for two threads.
 _CPU_BLOCK_ELEMENTS = 1 << 20
-"""Elements squared at a time on CPU: fits the cache, and is large enough for two threads."""
 
+# Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB.
 _FP64_BLOCK_ELEMENTS = 1 << 23
-"""Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB."""
 
 
+# Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms.
 NORM_ROW = 128
-"""Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms."""
 
 
 def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:

@@ -36,8 +36,8 @@ class Group:
     ranks: tuple[int, ...]
     name: GroupName | None = field(default=None, repr=False, compare=False)
     control_name: GroupName | None = field(default=None, repr=False, compare=False)
+    # Whether GPU tensors are communicated by gloo.
     gpu_tensors_use_gloo: bool = field(default=False, repr=False, compare=False)
-    """Whether GPU tensors are communicated by gloo."""
 
     @property
     def process_group_or_none(self) -> dist.ProcessGroup | None:

@@ -27,8 +27,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024
 _WARPS = 4
 _NORM_ROWS = 16  # rows of a program of norms: 16 elements per thread
+# Initial maximum. Not -inf, since -inf - -inf is nan.
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
-"""Initial maximum. Not -inf, since -inf - -inf is nan."""
 
 
 @triton.jit

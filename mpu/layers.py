@@ -32,11 +32,11 @@ from mpu.split import ParallelError, Partition, divide, split_range
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
                              strided_segments_of)
 
+# Fills a tensor in place, such as torch.nn.init.xavier_normal_; or describes counter-based values.
 InitMethod = Callable[[Tensor], Any] | CounterRNGInit
-"""Fills a tensor in place, such as torch.nn.init.xavier_normal_; or describes counter-based values."""
 
+# Row counts for which W x^T is faster than x W^T.
 WEIGHT_FIRST_ROWS = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
-"""Row counts for which W x^T is faster than x W^T."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -195,8 +195,8 @@ class VocabParallelEmbedding(_ParallelModule):
         super().__init__(*shapes, partition, init_method, tp, dtype, device)
         self.num_embeddings = num_embeddings
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
+        # If set, the table's gradient is accumulated there, row by row, and autograd gets none.
         self.weight_main_grad: MainGrad | None = None
-        """If set, the table's gradient is accumulated there, row by row, and autograd gets none."""
         self.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:

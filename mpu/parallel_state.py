@@ -81,14 +81,14 @@ def _of_current_groups(read: Callable[[Groups], T]) -> Callable[[], T]:
 get_model_parallel_group = get_tensor_model_parallel_group = _of_current_groups(lambda groups: groups.tp.process_group)
 get_model_parallel_rank = get_tensor_model_parallel_rank = _of_current_groups(lambda groups: groups.tp.rank)
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _of_current_groups(lambda groups: groups.tp.size)
+# World rank of the first rank of this group, as below.
 get_model_parallel_src_rank = get_tensor_model_parallel_src_rank = _of_current_groups(lambda groups: groups.tp.ranks[0])
-"""World rank of the first rank of this group, as below."""
 get_data_parallel_group = _of_current_groups(lambda groups: groups.dp.process_group)
 get_data_parallel_rank = _of_current_groups(lambda groups: groups.dp.rank)
 get_data_parallel_world_size = _of_current_groups(lambda groups: groups.dp.size)
 get_data_parallel_src_rank = _of_current_groups(lambda groups: groups.dp.ranks[0])
+# This rank alone, since there is one pipeline stage.
 get_pipeline_model_parallel_group = _of_current_groups(lambda groups: subgroup(groups.world, 1).process_group)
-"""This rank alone, since there is one pipeline stage."""
 
 
 def _of_one_stage(answer: T) -> Callable[..., T]:

@@ -23,8 +23,8 @@ from mpu.split import ParallelError
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 _TP_SEED_OFFSET = 2718
+# Distance between the seeds of data-parallel ranks, larger than any tp size plus the offset above.
 _DP_SEED_STEP = 1 << 20
-"""Distance between the seeds of data-parallel ranks, larger than any tp size plus the offset above."""
 
 
 def _device_rng() -> Any:

@@ -17,8 +17,8 @@ class Partition:
 
     dim: int
     stride: int = 1
+    # Length along `dim` without padding; None: not padded. Rows beyond it are zero and never saved.
     size: int | None = None
-    """Length along `dim` without padding; None: not padded. Rows beyond it are zero and never saved."""
 
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "value") -> None:

@@ -32,8 +32,8 @@ class _StoreConnection:
         self.store.set_timeout(STORE_TIMEOUT)
 
 
+# torch's store -> our connection; the entry goes with the process group.
 _CONNECTION_OF_STORE: WeakKeyDictionary[dist.Store, _StoreConnection] = WeakKeyDictionary()
-"""torch's store -> our connection; the entry goes with the process group."""
 
 
 class StoreKV:

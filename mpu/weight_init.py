@@ -68,9 +68,9 @@ def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, ran
     return StridedSegments(local, local * tp_size if partition.size is None else partition.size * inner, rank * local)
 
 
+# initializer(out, start): fill the 1-D `out`, on any device, with elements from `start` on of the rank's flattened
+# slice.
 Initializer = Callable[[Tensor, int], None]
-"""initializer(out, start): fill the 1-D `out`, on any device, with elements from `start` on of the rank's flattened
-slice."""
 
 
 @dataclass(frozen=True)

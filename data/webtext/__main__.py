@@ -175,10 +175,10 @@ STAGES = {
                        "help": "each document by its text, or all by their number (default: hash)"}, **SEED_FLAG},
         lambda args: GlobalStage("split", split.run_split,
                                  split.SplitOptions(args.split, args.split_by, args.seed)))}
+# Stages of `run`, in order.
 STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
-"""Stages of `run`, in order."""
+# Folder of a split part -> suffix of its corpus prefix.
 SUFFIX_OF_PART = {"train": "", "valid": "_valid", "test": "_test"}
-"""Folder of a split part -> suffix of its corpus prefix."""
 
 
 def build_parser() -> StrictArgumentParser:

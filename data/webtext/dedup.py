@@ -38,8 +38,8 @@ SIMILARITY_SCALE = 1_000_000  # similarities in rows are in millionths
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
 
+# Two (document, location), the later document first.
 CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
-"""Two (document, location), the later document first."""
 
 
 class RowSorter:

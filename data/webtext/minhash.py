@@ -30,9 +30,9 @@ HashArray = NDArray[np.uint64]
 Rows = NDArray[np.uint64]  # [rows, numbers]
 
 SINGLE_CHARACTER_WORD = 1 << 31  # bit in the table below: the character is a word by itself
+# Thai, Lao, Burmese, Khmer; Chinese, Japanese and Yi characters.
 UNSPACED_SCRIPTS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xA4CF), (0xF900, 0xFAFF),
                     (0xFF66, 0xFF9F), (0x20000, 0x3FFFF))
-"""Thai, Lao, Burmese, Khmer; Chinese, Japanese and Yi characters."""
 
 BLOCK_CHARACTERS = 1 << 18  # characters processed together, to bound memory
 
@@ -145,10 +145,10 @@ def _powers() -> tuple[HashArray, HashArray]:
 
 SHINGLE_WORDS = 5
 NUM_HASHES = 128
+# Minimum fraction of pairs at the threshold that become candidates; more similar pairs do more often.
 RECALL_AT_THRESHOLD = 0.9
-"""Minimum fraction of pairs at the threshold that become candidates; more similar pairs do more often."""
+# Shingles hashed together: large enough to amortize a call, small enough for a core's cache.
 SHINGLES_PER_BATCH = 1 << 15
-"""Shingles hashed together: large enough to amortize a call, small enough for a core's cache."""
 HASH_FACTORS, HASH_OFFSETS = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, -1)
 HASH_FACTORS |= np.uint32(1)  # an odd factor maps distinct shingles to distinct values
 """Fixed constants of the hashes, shingle * factor + offset modulo 2^32."""
@@ -211,8 +211,8 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
     return shared / (len(left) + len(right) - shared)
 
 
+# Columns of a row; the place of a line is its offset and size.
 PLACE_COLUMNS, DIGEST_COLUMNS, BAND_COLUMNS = slice(0, 2), slice(2, 4), slice(4, None)
-"""Columns of a row; the place of a line is its offset and size."""
 BATCH_BYTES = 1 << 20  # lines of a shard that are in memory at a time
 LineLocation = tuple[int, int, int]  # (shard, offset, size) of a line
 
@@ -255,8 +255,8 @@ class SignatureFiles:
         self._files = [signature_file(folder, number) for number in range(shards)]
         self._row_bytes = 8 * (4 + banding.bands)
         counts = [file.stat().st_size // self._row_bytes for file in self._files]
+        # [shards + 1]: number of the first document of each shard, then the number of documents.
         self.first_documents = np.cumsum([0, *counts]).tolist()
-        """[shards + 1]: number of the first document of each shard, then the number of documents."""
 
     def blocks(self, memory: int) -> Iterator[tuple[NDArray[np.uint64], Rows]]:
         """(numbers of the documents, their rows) in blocks of about `memory` bytes."""

@@ -31,10 +31,10 @@ FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".tx
 FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
 ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
+# Archives: (name, offset, signature).
 ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
                       ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
                       ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
-"""Archives: (name, offset, signature)."""
 UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
 
 ARRAY_READ_BYTES = 1 << 18
@@ -76,8 +76,8 @@ class WebReadOptions:
     format: str = FORMAT_CHOICES[0]
     on_error: str = "strict"
     max_bytes: int = 1 << 26
+    # Charset of HTML files from the server; takes precedence over their own declaration.
     charset: str | None = None
-    """Charset of HTML files from the server; takes precedence over their own declaration."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class ReadResult:
         return f"{path}:{line} (byte {self.offset})"
 
 
+# (offset, size, bytes) of one document; bytes None if there are too many.
 RawDocument = tuple[int, int, bytes | None]
-"""(offset, size, bytes) of one document; bytes None if there are too many."""
 
 
 def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[SourceFile], list[str]]:

@@ -238,12 +238,12 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
+    # (shards in order, output folder, options, workers, share of the shards to write) -> counts of each part of the
+    # output, once it is written.
     run: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], Iterator[DocumentCounts]]
-    """(shards in order, output folder, options, workers, share of the shards to write) -> counts of each part of the
-    output, once it is written."""
     options: Any
+    # (shards, folder, options, workers, share): work that several machines can share before one of them runs `run`.
     prepare_share: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], None] | None = None
-    """(shards, folder, options, workers, share): work that several machines can share before one of them runs `run`."""
 
 
 @dataclass(frozen=True)
@@ -251,12 +251,12 @@ class MapStage:
     """A stage that processes documents one by one."""
 
     name: str
+    # A module-level function; each worker calls it once with the options.
     make_function: Callable[[Any], DocumentFunction]
-    """A module-level function; each worker calls it once with the options."""
     options: Any  # a frozen dataclass of plain values
     files: tuple[str, ...] = ()  # other files that the result depends on
+    # A second pass over all kept documents; not run if this machine has only a share.
     second_pass: GlobalStage | None = None
-    """A second pass over all kept documents; not run if this machine has only a share."""
 
 
 @dataclass(frozen=True)

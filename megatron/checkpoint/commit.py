@@ -39,11 +39,11 @@ from megatron.errors import CheckpointError, ConfigError, StorageError
 
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
+# Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the lock
+# of a dead process.
 LOCK_FILE = ".lock"
-"""Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the
-lock of a dead process."""
+# Copied beside the tags: converts them to one state dict where this package is not installed.
 FP32_SCRIPT = "zero_to_fp32.py"
-"""Copied beside the tags: converts them to one state dict where this package is not installed."""
 LOCK_SECONDS = 300.0  # seconds to wait for a commit of another process
 POLL_SECONDS = 0.05
 

@@ -117,8 +117,8 @@ def check_field(field: str, value: Any, kind: Any) -> None:
         check_field(field, child, kind.__args__[0])
 
 
+# Bits per element of each supported dtype.
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
-"""Bits per element of each supported dtype."""
 METADATA_KEY = "__metadata__"
 HEADER_ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
 

@@ -20,8 +20,8 @@ INT8_KIND, SCALE_KIND = "int8", "scale"  # tensor kinds of a quantised matrix; t
 MAX_LEVEL = 127
 BLOCK_ELEMENTS = 1 << 18  # elements in memory at a time, at least one row
 
+# read(start, out): fill the 1-D `out` with elements of the flattened matrix from `start` on.
 ReadRange = Callable[[int, Tensor], None]
-"""read(start, out): fill the 1-D `out` with elements of the flattened matrix from `start` on."""
 
 
 def is_quantised(name: str, shape: Sequence[int]) -> bool:

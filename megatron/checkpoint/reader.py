@@ -234,8 +234,8 @@ def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
 class RecordedModel:
     shape: ModelConfig
     precision: str  # precision of the weights in training: fp32, fp16 or bf16
+    # The configuration's `data` section; tokenizer_type is filled in from the recorded tokenizer.
     data: Mapping[str, Any]
-    """The configuration's `data` section; tokenizer_type is filled in from the recorded tokenizer."""
     tokenizer: TokenizerFacts | None
 
 

@@ -26,6 +26,7 @@ WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.para
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
 WARMUP_PEAK = "scheduler.params.warmup_max_lr"
 _WARMUP_PARAMS = "warmup_num_steps warmup_type last_batch_iteration"
+# scheduler.type -> its parameters
 SCHEDULER_PARAMS = {
     "WarmupLR": f"{_WARMUP_PARAMS} warmup_min_lr warmup_max_lr",
     "WarmupDecayLR": f"{_WARMUP_PARAMS} warmup_min_lr warmup_max_lr total_num_steps",
@@ -35,13 +36,12 @@ SCHEDULER_PARAMS = {
     "cycle_max_mom decay_mom_rate last_batch_iteration",
     "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
     "last_batch_iteration"}
-"""scheduler.type -> its parameters"""
 DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
+# (field, its name in a group of compression_training, its key in quantize_training)
 _WEIGHT_GROUP_FIELDS = (
     ("quantize_start_bits", "start_bits", "quantize_training.quantize_bits.start_bits"),
     ("quantize_target_bits", "target_bits", "quantize_training.quantize_bits.target_bits"),
     ("quantize_period", "quantization_period", "quantize_training.quantize_schedule.quantize_period"))
-"""(field, its name in a group of compression_training, its key in quantize_training)"""
 DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 

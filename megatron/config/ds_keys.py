@@ -90,6 +90,7 @@ _DEPENDENT_KEYS: tuple[tuple[str, JsonType], ...] = (
       for name, kind in (("output_path", ANY_TEXT), ("job_name", TEXT))),
     ("compression_training.weight_quantization.different_groups", WEIGHT_GROUP))
 
+# Path -> row, for every known key.
 DS_KEYS: dict[str, DsKeyRow] = {
     **{key.path: key for key in keys_of_fields()},
     **{path: JsonKey(path, kind, is_independent=False) for path, kind in _DEPENDENT_KEYS},
@@ -249,7 +250,6 @@ DS_KEYS: dict[str, DsKeyRow] = {
     "expert_parallel": UnsupportedSection("there are no experts here"),
     "zenflow": UnsupportedSection("the optimizer step is not split in time"),
     "compile": UnsupportedSection("call engine.compile(); pretrain_gpt2.py does with --compile")}
-"""Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
 

@@ -13,11 +13,11 @@ from megatron.errors import CheckpointError, ConfigError
 HF_CONFIG_FILE = "config.json"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.json")
 
+# Their key -> (our field, default of an absent key).
 HF_FIELDS: Mapping[str, tuple[str, Any]] = {
     "n_layer": ("num_layers", None), "n_embd": ("hidden_size", None), "n_head": ("num_attention_heads", None),
     "n_inner": ("intermediate_size", None), "vocab_size": ("vocab_size", None),
     "n_positions": ("max_position_embeddings", 1024), "layer_norm_epsilon": ("layernorm_epsilon", 1e-5)}
-"""Their key -> (our field, default of an absent key)."""
 
 
 def model_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:

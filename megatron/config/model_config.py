@@ -18,6 +18,7 @@ def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
             "tokenizer_type": "GPT2BPETokenizer"}
 
 
+# Preset -> fields that it fills in. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B), for the planner.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32,
              "tokenizer_type": "ByteLevelTokenizer"},
@@ -35,12 +36,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "175B": {**_gpt2(96, 12288, 96), "max_position_embeddings": 2048},
     "1T": _gpt2(128, 25600, 160),
 }
-"""Preset -> fields that it fills in. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B), for the planner."""
 
 
+# Fields of ModelConfig that training alone reads, or that change neither logical weights nor their use.
 _NOT_ARCHITECTURE = ("make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "init_method_std",
                      "memory_centric_tiled_linear")
-"""Fields of ModelConfig that training alone reads, or that change neither logical weights nor their use."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,7 @@ TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}  # extra parame
 
 ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")  # they communicate 1 bit per element
 _POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
+# Extra parameter -> its range, which holds for each number of a pair.
 EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
     **dict.fromkeys(("min_coeff", "factor_min", "factor_threshold", "eps", "lr_decay", "initial_accumulator_value",
@@ -77,10 +78,10 @@ EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
     **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
     **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99)}
-"""Extra parameter -> its range, which holds for each number of a pair."""
 ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))  # the first must not be above the second
 OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")  # false is accepted by all optimizers
 
+# optimizer.type of a DeepSpeed file -> --optimizer
 DEEPSPEED_TYPES = {
     "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
@@ -88,7 +89,7 @@ DEEPSPEED_TYPES = {
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
     "OneBitLamb": "onebit_lamb", "Muon": "muon",
 }
-"""optimizer.type of a DeepSpeed file -> --optimizer"""
+# Types of DeepSpeed that we do not support, in lower case -> reason.
 REFUSED_TYPES = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"),
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
@@ -97,7 +98,6 @@ REFUSED_TYPES = {
     "zerooneadam": "0/1 Adam was retired; use OneBitAdam (onebit_adam)",
     "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
 }
-"""Types of DeepSpeed that we do not support, in lower case -> reason."""
 
 
 def extra_param_type(name: str, default: Any) -> JsonType:
@@ -210,9 +210,9 @@ class OptimConfig(ConfigSection):
         return params
 
 
+# scheduler.type -> --lr-decay-style
 SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
                    "OneCycle": "one-cycle", "LRRangeTest": "range-test"}
-"""scheduler.type -> --lr-decay-style"""
 DEFAULT_WARMUP_FRACTION = 0.01
 
 

@@ -174,8 +174,8 @@ class FieldSetting:
     unread_because: str = ""  # why it is accepted and never read
 
 
+# Field -> the values of which one is needed, none: any that is on. One of the fields suffices.
 Needs = Mapping[str, tuple[Any, ...]]
-"""Field -> the values of which one is needed, none: any that is on. One of the fields suffices."""
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),

@@ -188,9 +188,9 @@ class Config:
                        for key, value in asdict(getattr(self, name)).items()} for name in SECTIONS}
 
 
+# Section name -> its dataclass; field names are unique across sections (tested).
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
                              if f.name not in ("notes", "key_names")}
-"""Section name -> its dataclass; field names are unique across sections (tested)."""
 FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 
 

@@ -24,10 +24,10 @@ from mpu.split import ParallelError
 
 T = TypeVar("T")
 
+# Error classes by name that ranks share: every class with an exit code in errors.exit_code.
 _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
     CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
-"""Error classes by name that ranks share: every class with an exit code in errors.exit_code."""
 _SHARED_KINDS = (TrainerError, DataError, StorageFault, ParallelError)  # their base classes
 
 

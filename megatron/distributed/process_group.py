@@ -39,11 +39,11 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # first and longest pause between a
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
 RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")  # set by us if they are unset
+# Why rank 0 cannot listen; torch's message contains the errno's name.
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
-"""Why rank 0 cannot listen; torch's message contains the errno's name."""
+# Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES.
 NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
-"""Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES."""
 LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),

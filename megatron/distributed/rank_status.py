@@ -22,8 +22,8 @@ from typing import Any, final
 SLOT_BYTES = 1 << 14  # bytes per rank: COUNTER_BYTES of uint64 counters, then the texts
 COUNTER_BYTES = 128
 STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range(8)
+# Values of STATE. FAILED: the engine raised an error, perhaps caught. DONE: the rank announced its exit.
 UNKNOWN, RUNNING, FAILED, DONE = range(4)
-"""Values of STATE. FAILED: the engine raised an error, perhaps caught. DONE: the rank announced its exit."""
 MAX_TEXT_BYTES = 200  # longest text; longer ones are cut
 STATUS_FILE_VARIABLE = "MEGATRON_STATUS_FILE"  # set by our launcher
 

@@ -18,9 +18,9 @@ from enum import Enum, auto
 from types import FrameType
 from typing import Any, NoReturn
 
+# Signals from users, closing terminals and batch systems that would otherwise end a program without an error line.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
                 signal.SIGXCPU)
-"""Signals from users, closing terminals and batch systems that would otherwise end a program without an error line."""
 EXIT_STOPPED = 130
 
 SignalHandler = Callable[[int, FrameType | None], Any] | signal.Handlers
@@ -113,8 +113,8 @@ class StopListener:
         self._message, self._startup_reason = message, startup_reason
         self._state = ListenerState.STARTING if startup_reason else ListenerState.RUNNING
         self.signal: signal.Signals | None = None
+        # Set by the training loop: no further step, as a rank was asked to stop or the time is up.
         self.is_stopping = False
-        """Set by the training loop: no further step, as a rank was asked to stop or the time is up."""
         self._interrupts = 0
         self._started_at = time.monotonic()
         self._wakeup_pipe: int | None = None

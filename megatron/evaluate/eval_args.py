@@ -26,9 +26,9 @@ def count_words(text: str) -> int:
 
 @dataclass(frozen=True)
 class Protocol:
+    # Of text in one sequence: the default of --stride, where 0 is the window, so that windows do not overlap. None:
+    # each document or example by itself.
     stride: int | None = None
-    """Of text in one sequence: the default of --stride, where 0 is the window, so that windows do not overlap. None:
-    each document or example by itself."""
     starts_with_eod: bool = False  # the sequence does; a document by itself always does
     count_words: Callable[[str], int] = count_words
     unscored_words: int = 0  # the adjusted perplexity does not divide by them
@@ -36,6 +36,7 @@ class Protocol:
     target: str | None = None  # the scored part of an example
 
 
+# The protocols of each task by their names; the first is the default.
 TASKS: dict[str, dict[str, Protocol]] = {
     "wikitext": {
         # a line end between two spaces is a word, as in the published counts
@@ -47,7 +48,6 @@ TASKS: dict[str, dict[str, Protocol]] = {
     "lambada": {"megatron": Protocol(target="last token"), "openai": Protocol(target="last token"),
                 "lm-eval": Protocol(target="last word")},
     "perplexity": {"megatron": Protocol(stride=0), "lm-eval": Protocol()}}
-"""The protocols of each task by their names; the first is the default."""
 
 PARTS = ("train", "valid", "test")
 
@@ -92,11 +92,11 @@ def is_corpus_prefix(name: str) -> bool:
     return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")
 
 
+# Accepted without effect.
 IGNORED_TRAINING_OPTIONS = (
     "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",
     "--recompute-method", "--recompute-num-layers", "--seed", "--num-workers", "--epochs", "--keep-last",
     "--train-iters", "--lr", "--eval-iters", "--eval-interval")
-"""Accepted without effect."""
 IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args",
                              "--sequence-parallel")
 

@@ -29,9 +29,9 @@ EXAMPLES = """examples:
 
 docs/evaluate.md has a task whose data is a local file."""
 
+# Keys of lm-eval's results that are printed; the others describe the machine.
 REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better",
                  "lm_eval_version")
-"""Keys of lm-eval's results that are printed; the others describe the machine."""
 
 
 def build_parser() -> StrictArgumentParser:

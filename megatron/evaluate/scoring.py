@@ -45,8 +45,8 @@ class EvalModelInfo:
 
     tokenizer: Tokenizer
     max_positions: int
+    # How training read and split its text: the section `data` of its configuration.
     data_settings: Mapping[str, Any] = field(default_factory=dict)
-    """How training read and split its text: the section `data` of its configuration."""
 
     def encode(self, text: str) -> TokenIds:
         """Token ids in the smallest integer type, because all data is in memory."""

@@ -132,6 +132,7 @@ def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
 
 # ---- WikiText ----------------------------------------------------------------------------------------------------
 
+# The rules of Megatron-LM and lm-eval, letter by letter and in their order: each one changes the results.
 DETOKENIZER_RULES: tuple[tuple[str | re.Pattern[str], str], ...] = (
     ("s '", "s'"),
     (re.compile(r"/' [0-9]/"), r"/'[0-9]/"), *((f" @{mark}@ ", mark) for mark in "-,."),
@@ -142,7 +143,6 @@ DETOKENIZER_RULES: tuple[tuple[str | re.Pattern[str], str], ...] = (
     *((re.compile(rf"{mark}\s*([^{mark}]*?)\s*{mark}"), rf"{mark}\1{mark}") for mark in "\"'"),
     *((" ".join("=" * count), "=" * count) for count in (4, 3, 2)),
     (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"))
-"""The rules of Megatron-LM and lm-eval, letter by letter and in their order: each one changes the results."""
 
 
 def detokenize(text: str) -> str:

@@ -38,9 +38,9 @@ from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_sta
 from megatron.recompute import Recomputation
 from megatron.zero.partitioned_param import full_shape
 
+# Attributes that the wrapper shares with the wrapped module.
 _SHARED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
                       "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-"""Attributes that the wrapper shares with the wrapped module."""
 
 
 def _no_effect(default: Any, why: str) -> Any:
@@ -63,8 +63,8 @@ class FairScaleArguments:
     force_input_to_fp32: bool = False
     state_dict_device: torch.device | str | None = None
     state_dict_on_rank_0_only: bool = False
+    # Not in FairScale: take rank 0's values instead of raising if ranks differ.
     sync_module_states: bool = False
-    """Not in FairScale: take rank 0's values instead of raising if ranks differ."""
     flatten_parameters: bool = _no_effect(True, "parameters are always in flat buffers, and keep their names")
     bucket_cap_mb: int = _no_effect(25, "the gradients of a wrapped module travel together")
     disable_reshard_on_root: bool = _no_effect(True, "the outermost module keeps its parameters until its backward")
@@ -96,11 +96,11 @@ class FairScaleArguments:
             grad_predivide_factor=factor, sync_module_states=self.sync_module_states)
 
 
+# Argument of torch's FSDP1 -> what to do instead.
 _ELSEWHERE = {"sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
               "auto_wrap_policy": "wrap the model with megatron.fsdp.auto_wrap(model, policy) inside enable_wrap()",
               "ignored_modules": "use fully_shard(module, ignored_params=...)",
               "device_mesh": "give process_group=mesh.get_group()"}
-"""Argument of torch's FSDP1 -> what to do instead."""
 
 
 class FullyShardedDataParallel(NotCopyable, nn.Module):

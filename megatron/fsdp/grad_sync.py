@@ -73,8 +73,8 @@ class BackwardConsistency:
 
 # ---- the loss scale of fp16 -----------------------------------------------------------------------------------------
 
+# The largest initial scale at which a loss fits fp16; the window of clean steps is that of torch's GradScaler.
 INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE = 2.0**15, 2000, 1.0
-"""The largest initial scale at which a loss fits fp16; the window of clean steps is that of torch's GradScaler."""
 MAX_OVERFLOWS_IN_A_ROW = 20
 
 

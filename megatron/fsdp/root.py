@@ -42,8 +42,8 @@ from mpu.device import on_accelerator
 from mpu.grads import norm_term
 from mpu.groups import SOLO, Group, Groups
 
+# A value of `FSDPRoot.full_params_holder`: edits inside are discarded.
 VOLATILE = "summon_full_params(volatile=True)"
-"""A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 
@@ -61,12 +61,12 @@ class FSDPRoot(PassCoordinator):
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
         self._shards = [cast(ShardedParamViews, bucket.show_sharded) for bucket in self.buckets]
         self.reduces_grads = True
+        # Divisor of a bucket's reduced gradients, if it is not the number of ranks.
         self.grad_divisors: dict[FlatBucket, float] = {}
-        """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
+        # The call that currently gathers the parameters for the user, or None.
         self.full_params_holder: str | None = None
-        """The call that currently gathers the parameters for the user, or None."""
+        # Buckets whose full parameters `summon_full_params` has given to the user.
         self.summoned: set[FlatBucket] = set()
-        """Buckets whose full parameters `summon_full_params` has given to the user."""
         self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
         self._loss_was_scaled = False  # this backward went through the output hook that applies the loss scale
         self._backward_is_running: Callable[[], bool] = lambda: False

@@ -111,6 +111,7 @@ def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[T
 
 _TENSOR: Any = Tensor
 
+# Names of torch operations without outer underscores and "foreach_".
 ELEMENTWISE_OPS = frozenset("""
     abs absolute add addcdiv addcmul bool ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
     detach div divide double empty_like eq erf exp exp2 expm1 fill float float_power floor floor_divide fmax fmin
@@ -122,7 +123,6 @@ ELEMENTWISE_OPS = frozenset("""
     or xor radd rsub rmul rtruediv rdiv rfloordiv rmod rpow rand ror rxor iadd isub imul itruediv idiv ifloordiv
     imod ipow iand ior ixor fused_adam fused_adamw fused_sgd fused_adagrad
 """.split())
-"""Names of torch operations without outer underscores and "foreach_"."""
 
 CONVERSION_OPS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
@@ -186,8 +186,8 @@ class ParamSegment(PartialTensor):
     """A tensor derived elementwise from a parameter's segment: gradient, optimizer state."""
 
     location: SegmentLocation
+    # The parameter whose memory this tensor aliases; writes count as writes to it.
     owner: nn.Parameter | None = None
-    """The parameter whose memory this tensor aliases; writes count as writes to it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamSegment:
         return segment_like(local_tensor(self).clone(), self)
@@ -261,8 +261,8 @@ class ShardedParamViews:
     changed between uses, autograd would deliver the gradient in two parts. Reading one restores its segment.
     """
 
+    # Instances whose sharded parameters are empty now.
     without_elements: ClassVar[WeakSet[ShardedParamViews]] = WeakSet()
-    """Instances whose sharded parameters are empty now."""
 
     def __init__(self) -> None:
         self._views: list[Tensor] = []

@@ -53,9 +53,9 @@ register_shutdown_at_exit()  # at import, before torch.distributed is initialize
 class ShardingSettings:
     """Settings of one sharded module, for the parameters that no sharded module inside owns."""
 
+    # Free gathered parameters between forward and backward; with a number they stay sharded over that many neighbouring
+    # ranks.
     reshard_after_forward: bool | int = True
-    """Free gathered parameters between forward and backward; with a number they stay sharded over that many
-    neighbouring ranks."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -79,10 +79,10 @@ class FSDPState:
     unit: Unit
     settings: ShardingSettings
     root: FSDPRoot
+    # (module, name, original dtype) of each buffer that was cast.
     buffer_dtypes: Sequence[tuple[nn.Module, str, torch.dtype]]
-    """(module, name, original dtype) of each buffer that was cast."""
+    # For the order in which modules were sharded, which must be the same on all ranks.
     sharded_at: int = field(default_factory=monotonic_ns)
-    """For the order in which modules were sharded, which must be the same on all ranks."""
 
     def before_state_dict(self, assigns: bool | None) -> None:
         if assigns is not None and self.root.full_params_holder == VOLATILE:

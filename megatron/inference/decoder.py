@@ -24,8 +24,8 @@ from megatron.model.gpt2 import GPT2
 from megatron.model.transformer import Block
 from mpu.device import on_accelerator
 
+# [b] tokens, [b] their positions, number of positions to attend to -> [b, V]
 DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
-"""[b] tokens, [b] their positions, number of positions to attend to -> [b, V]"""
 
 MIN_GRAPH_POSITIONS = 128
 
@@ -37,8 +37,8 @@ class CudaGraphRunner:
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
         self._rows, self._length, self._device = rows, length, device
         self._pool: Any = None
+        # (rows, positions) -> the inputs that the graph reads, [2, b] tokens and their positions; its replay
         self._graphs: dict[tuple[int, int], tuple[Tensor, Callable[[], Tensor]]] = {}
-        """(rows, positions) -> the inputs that the graph reads, [2, b] tokens and their positions; its replay"""
 
     def __call__(self, step: DecodeFnOfSize, tokens: Sequence[int], position_ids: Sequence[int]) -> Tensor:
         """The result of `step`, valid until the next call."""
@@ -74,8 +74,8 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+# layer, [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]
 AttentionFn = Callable[[int, Tensor], Tensor]
-"""layer, [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]"""
 
 
 @final

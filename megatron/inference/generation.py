@@ -86,9 +86,9 @@ def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[
 DecodeFn = Callable[[Iterable[int]], str]
 
 DECODE_WINDOW = 16  # tokens that are decoded again with those that follow them
+# Characters at the beginning of a window that may differ from the full text: it may begin within a character of up to 4
+# bytes, and SentencePiece leaves out a space at the beginning of a text.
 UNSTABLE_CHARACTERS = 4
-"""Characters at the beginning of a window that may differ from the full text: it may begin within a character of up to
-4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
 
 
 @final
@@ -99,8 +99,8 @@ class Detokenizer:
 
     _decode: DecodeFn
     text: str = ""
+    # Length of the text before each token, where U+FFFD stands for a part of a character.
     offsets: list[int] = field(default_factory=list)
-    """Length of the text before each token, where U+FFFD stands for a part of a character."""
     _window: list[int] = field(default_factory=list)
     _stable_characters: int = 0  # characters of the text that stay
     _overlap_characters: int = 0  # characters of the window's text that are among those
@@ -117,16 +117,16 @@ class Detokenizer:
             self.text = self.text[: self._stable_characters] + self._decode(self._window)[self._overlap_characters:]
 
 
+# dropped: cancelled; not finite: the model produced a non-finite logit.
 FinishReason = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
-"""dropped: cancelled; not finite: the model produced a non-finite logit."""
 
 
 class TokenScores(NamedTuple):
     """Log-probabilities of the tokens of a text, without the first, which has no context."""
 
     logprobs: list[float]
+    # At each position: (token, log-probability), the likeliest first.
     top_logprobs: list[tuple[tuple[int, float], ...]]
-    """At each position: (token, log-probability), the likeliest first."""
 
 
 @dataclass(eq=False)
@@ -134,13 +134,13 @@ class GeneratedSequence:
     request: Request
     detokenizer: Detokenizer | None = None  # None: without text
     tokens: list[int] = field(default_factory=list)  # new tokens, without the end-of-document token
+    # Of each new token, under the model without sampling settings.
     logprobs: list[float] = field(default_factory=list)
-    """Of each new token, under the model without sampling settings."""
     finish_reason: FinishReason | None = None
     scores: TokenScores | None = None  # once the text has ended, if the request has `top_logprobs`
     num_shown: int = 0  # characters that `new_text` has returned
+    # Of the generator that samples: seeded by the request, so that other sequences do not change the text.
     rng: Random = field(init=False, repr=False)
-    """Of the generator that samples: seeded by the request, so that other sequences do not change the text."""
 
     @property
     def ids(self) -> list[int]:

@@ -49,15 +49,15 @@ def allocate_levels(shapes: Mapping[str, Sequence[int]], device: torch.device) -
 
 PACKED_KERNEL_MAX_ROWS = 12  # rows up to which the packed kernel is faster (benchmarks/int8_decode.py)
 
+# Elements per load of the packed kernel, which checks neither the end of a row nor its alignment.
 SIMD_WIDTH = 16
-"""Elements per load of the packed kernel, which checks neither the end of a row nor its alignment."""
 
+# Elements dequantized at a time on a CPU: fp32 blocks stay in the cache, bf16 products are faster with larger ones.
+# Other dtypes are refused: sums of levels overflow fp16.
 BLOCK_ELEMENTS = {torch.float64: 1 << 17, torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
-"""Elements dequantized at a time on a CPU: fp32 blocks stay in the cache, bf16 products are faster with larger ones.
-Other dtypes are refused: sums of levels overflow fp16."""
 
+# CPU features whose bf16 products torch's kernels use (the last one is ARM's).
 BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
-"""CPU features whose bf16 products torch's kernels use (the last one is ARM's)."""
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:

@@ -133,15 +133,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class OpenedModel:
     """A model whose weights are not read yet."""
 
+    # `Checkpoint.read_slice`, or another with its arguments.
     read_slice: Callable[[str, str, TPSlice, int, Tensor], None]
-    """`Checkpoint.read_slice`, or another with its arguments."""
     shape: ModelConfig
     data: Mapping[str, Any]  # the section of its configuration with the tokenizer
     precision: str  # a key of DTYPES
     name: str
     trained_tokenizer: TokenizerFacts | None = None  # None: unknown
+    # Whether the int8 levels of a matrix can be read: stored, or of quantized training.
     has_int8_levels: Callable[[str], bool] = lambda name: False
-    """Whether the int8 levels of a matrix can be read: stored, or of quantized training."""
 
     def reader(self, name: str, parameter: Tensor, tp: Group, kind: str = WEIGHT) -> ReadRange:
         """Reads this rank's part of a parameter; of the kind SCALE_KIND, one number for each of its rows."""

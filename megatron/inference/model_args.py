@@ -19,11 +19,11 @@ from megatron.config.schema import location_presence
 from megatron.config.tree import require
 from megatron.distributed import process_group
 
+# Name -> (metavar, help).
 TOKENIZER_FLAGS = {
     "tokenizer_type": ("KIND", "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer, CharacterLevelTokenizer"),
     "vocab_file": ("FILE", "vocab.json or a tokenizer.json of GPT-2's kind; the text of CharacterLevelTokenizer"),
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
-"""Name -> (metavar, help)."""
 
 PATH_FLAGS = {*TOKENIZER_FLAGS} - {"tokenizer_type"}  # flags of files, whose paths may differ between nodes
 
@@ -35,10 +35,10 @@ class ModelSource:
     step: int | None = None  # iteration of the checkpoint in `load`
     dtype: str | None = None  # None: as it was trained
     model_parallel_size: int = 1
+    # Flags that override the tokenizer of the model's folder.
     tokenizer: dict[str, str] = field(default_factory=dict)
-    """Flags that override the tokenizer of the model's folder."""
+    # Flags of the model's shape, which the checkpoint must have.
     shape: Mapping[str, float] = field(default_factory=dict)
-    """Flags of the model's shape, which the checkpoint must have."""
 
 
 def model_parser(module: str, description: str, examples: str) -> StrictArgumentParser:
@@ -74,19 +74,19 @@ def model_source_from_args(args: argparse.Namespace) -> ModelSource:
     return ModelSource(load, args.load_hf, step, args.dtype, args.model_parallel_size, tokenizer, shape)
 
 
+# Fields of the model's shape: type, other flags.
 SHAPE_FLAGS: dict[str, tuple[Any, ...]] = {
     "num_layers": (int,), "hidden_size": (int,), "num_attention_heads": (int,), "max_position_embeddings": (int,),
     "vocab_size": (int,), "intermediate_size": (int, "--ffn-hidden-size"), "layernorm_epsilon": (float,)}
-"""Fields of the model's shape: type, other flags."""
 
 IGNORED_SWITCHES = (
     "--recompute", "--no-load-optim", "--no-load-rng", "--finetune", "--checkpoint-activations", "--lazy-mpu-init",
     "--use-cpu-initialization", "--deepspeed", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--openai-gelu",
     "--apply-query-key-layer-scaling", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+# Flags of training; they have no effect.
 IGNORED_OPTIONS = ("--cache-dir", "--tokenizer-model-type", "--DDP-impl", "--distributed-backend", "--local-rank",
                    "--data-path", "--attention-dropout", "--hidden-dropout", "--make-vocab-size-divisible-by",
                    "--deepspeed-config", "--split", "--log-interval", "--checkpoint-num-layers", "--global-batch-size")
-"""Flags of training; they have no effect."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, switches: Sequence[str] = (),

@@ -39,8 +39,8 @@ class Request:
     stops: tuple[str, ...] = ()  # stop strings, which are not part of the answer
     end_tokens: tuple[int, ...] = ()  # the text ends after one of these, which is part of it
     min_new_tokens: int = 0  # before, no end token is sampled
+    # For a server: once the text has ended all its tokens are scored, with this many likeliest at each position.
     top_logprobs: int | None = None
-    """For a server: once the text has ended all its tokens are scored, with this many likeliest at each position."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ class MetricsFileReader:
         self._path = path
         self.num_records = 0
         self.num_damaged_lines = 0  # lines that are not exactly one record
+        # The last line is being written, or the run was killed while writing it.
         self.last_line_is_incomplete = False
-        """The last line is being written, or the run was killed while writing it."""
 
     def __iter__(self) -> Iterator[Record]:
         try:

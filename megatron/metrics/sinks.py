@@ -53,8 +53,8 @@ class MetricsRecord:
     values: Mapping[str, Any] = field(default_factory=dict)  # for JSON and tables
     table: str | None = None  # the CSV table that has it
     scalars: Mapping[str, float] = field(default_factory=dict)  # for dashboards, by their names there
+    # The x of the scalars: iteration and tokens, or samples. The first is the main one.
     axes: Mapping[str, int] = field(default_factory=dict)
-    """The x of the scalars: iteration and tokens, or samples. The first is the main one."""
 
 
 class MetricsSink(ABC):
@@ -188,12 +188,12 @@ class JsonlSink(MetricsSink):
         self._file.close()
 
 
+# Columns by table; the file of a table is NAME.csv.
 TABLES = {
     "steps": ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
               "step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
               "drive_written_bytes", "pld_theta", "pld_blocks"),
     "evaluations": ("iteration", "split", "lm_loss", "bits_per_byte")}
-"""Columns by table; the file of a table is NAME.csv."""
 
 
 class CsvSink(MetricsSink):

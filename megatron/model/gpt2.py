@@ -41,10 +41,10 @@ class GPT2(nn.Module):
         self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
                                     for number in range(config.num_layers))
         self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
-        """run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it."""
+        # Called with the blocks that run, if layer dropping leaves some out.
         self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
-        """Called with the blocks that run, if layer dropping leaves some out."""
 
     @property
     def device(self) -> torch.device:

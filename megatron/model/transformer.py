@@ -26,8 +26,8 @@ from mpu.random import get_rng_tracker
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
                              set_initializer, strided_segments_of)
 
+# [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]; it also sees earlier positions
 CachedAttentionFn = Callable[[Tensor], Tensor]
-"""[b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]; it also sees earlier positions"""
 
 
 class GPT2Init:

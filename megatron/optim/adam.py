@@ -25,12 +25,12 @@ from mpu.groups import Group
 
 MAX_TILE_NUMEL = 2**24  # elements cast to fp32 at a time: 64 MB, large enough to keep a device busy
 
+# Elements of a CPU thread's tile. The fp32 gradient and the new masters, which are read again, take 1 MB; a multiple of
+# the kernel's vector length, so that tiling does not change results.
 CACHE_TILE_NUMEL = 2**17
-"""Elements of a CPU thread's tile. The fp32 gradient and the new masters, which are read again, take 1 MB; a multiple
-of the kernel's vector length, so that tiling does not change results."""
 
+# (masters, fp32 gradients, first moments, second moments) of one kernel call.
 KernelBatch = tuple[list[Tensor], ...]
-"""(masters, fp32 gradients, first moments, second moments) of one kernel call."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class AdamW(UpdateRule):
     tile: int = MAX_TILE_NUMEL  # elements cast to fp32 at a time
     bias_correction: bool = True  # divide the moments by 1 - beta^t, since they start from 0
     decoupled: bool = True  # False: weight decay is added to the gradient
+    # (hyper-parameter group, parameter names of the bucket) -> the Triton kernel's table of segments.
     _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False,
                                                                   compare=False)
-    """(hyper-parameter group, parameter names of the bucket) -> the Triton kernel's table of segments."""
+    # The module adam_kernel, if the Triton kernel works on all ranks.
     _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
-    """The module adam_kernel, if the Triton kernel works on all ranks."""
 
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")

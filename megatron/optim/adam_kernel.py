@@ -29,8 +29,8 @@ _BLOCK = 2048
 _WARPS = 8
 _ALIGNED = 16  # addresses and lengths of segments must be multiples of this
 
+# Columns of a row after its five addresses: the segment's length, its first block; then the number of columns.
 _LENGTH, _FIRST, _ROW = 5, 6, 7
-"""Columns of a row after its five addresses: the segment's length, its first block; then the number of columns."""
 
 
 @triton.jit
@@ -102,8 +102,8 @@ class SegmentTable:
     def __init__(self) -> None:
         self._current_rows: list[list[int]] = []
         self._blocks_per_row: list[int] = []
+        # rows: [segments, _ROW] int64. row_of_block: [blocks] int32.
         self.rows = self.row_of_block = torch.empty(0)
-        """rows: [segments, _ROW] int64. row_of_block: [blocks] int32."""
 
     def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
         """Point the tables at these segments; False if they are not aligned."""

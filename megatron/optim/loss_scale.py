@@ -18,8 +18,8 @@ class LossScaleRule:
     hysteresis: int = 2
     minimum: float = 1.0
     dynamic: bool = False
+    # False without scaling (fp32, bf16): a non-finite gradient is then an error instead of an overflow.
     is_enabled: bool = False
-    """False without scaling (fp32, bf16): a non-finite gradient is then an error instead of an overflow."""
 
     def initial_state(self) -> LossScaleState:
         return LossScaleState(self.initial, 0, self.hysteresis)

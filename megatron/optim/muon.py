@@ -25,8 +25,8 @@ from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
+# Of the quintic iteration: steep at 0, so that few steps bring every singular value near 1.
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic iteration: steep at 0, so that few steps bring every singular value near 1."""
 MIN_NORM = 1e-7
 NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

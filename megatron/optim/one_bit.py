@@ -33,14 +33,14 @@ class OneBitRule(UpdateRule):
     on the device. Nothing is sent for elements whose `exp_avg_sq` is 0, since they never had a gradient."""
 
     freeze_step: int | None = None  # steps of the warm-up; None: until v is stable
+    # Steps before v was frozen; None during the warm-up.
     frozen_at: int | None = field(default=None, init=False)
-    """Steps before v was frozen; None during the warm-up."""
     _variance_sum: float = field(default=0.0, init=False)
+    # The last measured sum of v, and the number of steps before it.
     _measured_after_steps: int = field(default=0, init=False)
-    """The last measured sum of v, and the number of steps before it."""
     _last_lr: float = field(default=0.0, init=False)
+    # The learning rate of the last step, and whether it rose since the last measurement.
     _lr_rose: bool = field(default=False, init=False)
-    """The learning rate of the last step, and whether it rose since the last measurement."""
 
     @property
     def is_compressed(self) -> bool:
@@ -116,11 +116,11 @@ class OneBitAdam(OneBitRule, AdamW):
 @final
 @dataclass
 class OneBitLamb(OneBitRule, Lamb):
+    # Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:
+    # [slots] in fp64, equal on all ranks that hold segments of them.
     _trust: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    """Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:
-    [slots] in fp64, equal on all ranks that hold segments of them."""
+    # Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped.
     _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
-    """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
     name = "OneBitLamb"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # type: ignore[assignment]  # one more than Lamb

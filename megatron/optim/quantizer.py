@@ -48,8 +48,8 @@ class SignQuantizer:
     """Ternary, and with a negative threshold binary."""
 
     scale: Tensor
+    # [groups], as is scale. Magnitudes up to it become 0.
     threshold: Tensor
-    """[groups], as is scale. Magnitudes up to it become 0."""
 
     fits_int8 = True
 

@@ -38,8 +38,8 @@ class FullParam:
 
     name: str
     local_range: slice  # elements of the segment; never empty
+    # In the parameter's logical shape, without tensor parallel partitioning or padding. May be changed in place.
     values: Tensor
-    """In the parameter's logical shape, without tensor parallel partitioning or padding. May be changed in place."""
     num_fused: int  # number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection
     dim: int
     local_values: Callable[[], Tensor]  # the segment's part of the current values, on the segment's device
@@ -59,18 +59,18 @@ class UpdateSegment:
     states: Mapping[str, Tensor]
     slot_ranges: Sequence[SlotRange]
     num_slots: int  # parameters of the bucket: the length of the argument of `sum_over_shards`
+    # [slots] sums over this rank's elements -> sums over full parameters. Collective.
     sum_over_shards: Callable[[Tensor], Tensor]
-    """[slots] sums over this rank's elements -> sums over full parameters. Collective."""
+    # 16-bit output for the new weights, if it is on the same device. A rule need not write it.
     lp_out: Tensor | None = None
-    """16-bit output for the new weights, if it is on the same device. A rule need not write it."""
+    # [slots] maxima over this rank's elements -> maxima over full parameters. Collective.
     max_over_shards: Callable[[Tensor], Tensor] = lambda maxima: maxima
-    """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
     param_names: Sequence[str] = ()  # names of the bucket's parameters, for rules that need full ones
+    # Values for the segment's elements -> the full values of each parameter with elements in the segment, one parameter
+    # after the other. Collective by the call itself, so a rank with an empty segment must call it too. Values are sent
+    # in their own dtype: of P elements in s shards a rank sends (s - 1) / s P, and (t - 1) P more if tensor parallelism
+    # splits them over t ranks.
     gather_full_params: Callable[[Tensor], Iterator[FullParam]] = _no_full_params
-    """Values for the segment's elements -> the full values of each parameter with elements in the segment, one
-    parameter after the other. Collective by the call itself, so a rank with an empty segment must call it too. Values
-    are sent in their own dtype: of P elements in s shards a rank sends (s - 1) / s P, and (t - 1) P more if tensor
-    parallelism splits them over t ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class UpdateRule:
     """An optimizer as the engine sees it. By default the gradients are all-reduced in every step, and segments are
     updated one at a time (`step_segment`), with the step's scalars on the host."""
 
+    # Kind of optimizer. States are not interchangeable between kinds.
     name: str
-    """Kind of optimizer. States are not interchangeable between kinds."""
     states: tuple[str, ...]  # names of the tensors stored for each weight
     elementwise: bool  # segments may be split anywhere, and empty ones skipped
     needs_host_scalars = True  # the rule needs `StepScalars.on_host`

@@ -22,8 +22,8 @@ CYCLE_BETA2 = 0.99  # beta2 while momentum is cycled, as in DeepSpeed, which has
 
 MAX_MOMENTUM = 0.9999999  # upper limit of momentum that grows after the cycle: Adam is undefined at 1
 
+# Final rate of exponential decay relative to the peak if --min-lr is 0, as an exponential never reaches 0.
 EXPONENTIAL_FLOOR_RATIO = 0.01
-"""Final rate of exponential decay relative to the peak if --min-lr is 0, as an exponential never reaches 0."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ LR_STYLES: dict[str, Callable[[LRSchedule, int], float]] = {
     "one-cycle": _one_cycle_lr,
     "range-test": lambda s, step: s.floor * (1 + s.tail * (step / s.decay_steps)),
     "range-test-stairs": lambda s, step: s.floor * (1 + s.tail * (step // s.decay_steps))}
+# Style of the WSD decay -> the fraction of the peak, from 1 at t = 0 to 0 at t = 1.
 WSD_DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)), "minus_sqrt": lambda t: 1 - math.sqrt(t)}
-"""Style of the WSD decay -> the fraction of the peak, from 1 at t = 0 to 0 at t = 1."""
+# Styles that define the rate of every step themselves.
 STYLES_WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
-"""Styles that define the rate of every step themselves."""
 
 
 LRValues = float | Sequence[float]  # one for all param groups, or one for each

@@ -130,11 +130,11 @@ class TorchRule(UpdateRule):
         no_hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
         vars(self._optimizer).update({**vars(optimizer), **no_hooks})
         self._initial_fills, self._initial_scalars = _initial_state(optimizer)
+        # Group -> steps taken -> scalars. All segments of a group start from the same ones, so the previous step's are
+        # kept.
         self._scalars_by_group: dict[int, dict[int, ParamState]] = {}
-        """Group -> steps taken -> scalars. All segments of a group start from the same ones, so the previous step's are
-        kept."""
+        # (group, device) -> the optimizer's own types of these scalars, such as 0-dimensional tensors.
         self._scalar_templates: dict[tuple[int, torch.device], ParamState] = {}
-        """(group, device) -> the optimizer's own types of these scalars, such as 0-dimensional tensors."""
 
     def step_segment(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float,
                      steps_taken: int) -> None:

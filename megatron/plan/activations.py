@@ -44,20 +44,20 @@ class Activations:
             mask = batch * sequence**2 * param_bytes if document_mask else 0
             attention = 4 * split * param_bytes + rows * FP32 + mask
         streams = 4 * self.residual_bytes  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
+        # Everything one block saves, its input included (the next block's input is its output).
         self.block = streams + 2 * self.layernorm_stats + attention + 2 * self.mlp_bytes + 2 * dropout_mask
-        """Everything one block saves, its input included (the next block's input is its output)."""
         # gradients of the residual stream; of GELU's output, while that of its input is computed
+        # Peak of a block's backward beyond its saved tensors: gradients of activations.
         self.block_backward = self.residual_bytes + self.mlp_bytes
-        """Peak of a block's backward beyond its saved tensors: gradients of activations."""
         if is_unfused:
             freed = 2 * self.residual_bytes + 2 * self.mlp_bytes  # the second half of the block is done
             self.block_backward = max(self.block_backward, self.residual_bytes + 2 * scores - freed)
         split_lookup = tokens * (8 + 1 + 1) if tp > 1 else 0
+        # The tokens, their targets and weights, and tensors saved by the embeddings.
         self.before_blocks = tokens * (8 + 8 + FP32) + split_lookup + dropout_mask
-        """The tokens, their targets and weights, and tensors saved by the embeddings."""
 
+        # Blocks recomputed at a time; None: nothing is recomputed.
         self.chunk = recompute.checkpoint_num_layers if recompute.checkpoint_activations else None
-        """Blocks recomputed at a time; None: nothing is recomputed."""
         self.num_chunks = -(-model.num_layers // (self.chunk or 1))
         self.inputs_are_on_host = recompute.cpu_checkpointing and on_gpu
         parts = tp if recompute.partition_activations else 1
@@ -65,11 +65,11 @@ class Activations:
         # of the contiguous buffer of saved inputs
         self._has_buffer = self.chunk is not None and recompute.contiguous_memory_optimization
         buffer_rows = (recompute.number_checkpoints or self.num_chunks) if self._has_buffer else 0
+        # Bytes on the host at the end of the forward.
         self.host_input_bytes = (max(self.num_chunks, buffer_rows) * self._chunk_input
                                  if self.inputs_are_on_host and self.chunk else 0)
-        """Bytes on the host at the end of the forward."""
+        # The buffer on the device: allocated in the first forward, and kept.
         self.input_buffer_bytes = 0 if self.inputs_are_on_host else buffer_rows * self._chunk_input
-        """The buffer on the device: allocated in the first forward, and kept."""
         # the full input exists beside a saved copy of it
         self._copies_input = recompute.partition_activations and tp > 1 or self.inputs_are_on_host or self._has_buffer
 

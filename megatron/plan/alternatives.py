@@ -25,16 +25,16 @@ from megatron.plan.activations import Device
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import PhaseMemory, peak_memory
 
+# Placements that get a row in the table.
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
               StatePlacement("nvme", "nvme"))
-"""Placements that get a row in the table."""
+# NVMe is for models that need every part split: below stage 3 it gets a row only if the run has it.
 STAGE_3_PLACEMENTS = PLACEMENTS[2:]
-"""NVMe is for models that need every part split: below stage 3 it gets a row only if the run has it."""
 
 STAGE_COST = {0: 0, 1: 1, 2: 2, 3: 10}
 RECOMPUTE_COST, PARTITION_COST, CPU_CHECKPOINTING_COST = 33, 5, 10
+# Slowdown in percent of a step.
 OFFLOAD_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params", "cpu"): 60, ("params", "nvme"): 200}
-"""Slowdown in percent of a step."""
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from megatron.plan.memory import USABLE_FRACTION, peak_memory, persistent_memory
 from megatron.plan.roofline import KNOWN_GPUS, MachineRates, known_rates, measured_rates, step_time
 from megatron.train.flops import flops_per_token
 
+# GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200.
 CARD_SIZES_GB = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
-"""GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
 
 RANKS_PER_NODE = 8
 
+# Tokenizers whose size is known without their files.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "ByteLevelTokenizer": 257}
-"""Tokenizers whose size is known without their files."""
 
 EXAMPLES = """examples:
   python -m megatron.plan --preset 1.5B --bf16 --batch-size 8 --ranks 8 --zero-stage 2
@@ -313,9 +313,9 @@ def align_columns(lines: Sequence[Sequence[str]], left: Container[int]) -> Itera
                         for number, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
 
 
+# The device of a plan is the flag's, never the one of this machine.
 _DEVICE_NOTE = {"cuda": "planned for GPUs, whether or not there are any here; --device cpu plans for the CPU",
                 "cpu": "planned for the CPU; without --device cpu: for GPUs"}
-"""The device of a plan is the flag's, never the one of this machine."""
 
 
 def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iterator[str]:

@@ -21,8 +21,8 @@ from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, Planned
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
+# Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation.
 USABLE_FRACTION = 0.92
-"""Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation."""
 CPU_THREADS = 16  # threads of a rank, at most: the machine is not known here
 INIT_BYTES_PER_ELEMENT = 22  # bytes of an initial weight while it is drawn
 

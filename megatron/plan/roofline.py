@@ -58,10 +58,10 @@ class ElementPasses:
 PASSES = {"cpu": ElementPasses((10, 20), (10, 12), (40, 3), (100, 15), 24),
           "cuda": ElementPasses((12, 22), (2, 3), (3, 3), (0, 0), 6)}
 ATTENTION_BACKWARD = 2.5  # FLOPs of fused attention in its backward, by those of its forward: it recomputes the scores
+# Operations of a block in both directions, and of its recomputation.
 BLOCK_OPERATIONS, RECOMPUTE_OPERATIONS = 56, 110
-"""Operations of a block in both directions, and of its recomputation."""
+# Operations of a micro-batch outside the blocks, of a unit's reduction and update, of a step.
 PASS_OPERATIONS, UNIT_OPERATIONS, STEP_OPERATIONS = 140, 12, 60
-"""Operations of a micro-batch outside the blocks, of a unit's reduction and update, of a step."""
 UPDATE_BYTES = 28  # bytes of memory traffic of an Adam update by parameter: gradient, and three fp32 states in and out
 HOST_MEMORY, PCIE = 20e9, 20e9  # bytes per second of an update on the host of GPUs, and of copies between both
 

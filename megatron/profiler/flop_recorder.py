@@ -72,25 +72,25 @@ def _argument_positions(func: Any) -> dict[str, tuple[int, Any]]:
     return {item.name: (index, item.default_value if item.has_default_value() else None) for index, item in arguments}
 
 
+# Products -> the argument index of the first factor.
 _FIRST_FACTOR_INDEX = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1,
                        "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1}
-"""Products -> the argument index of the first factor."""
 
+# Operations that torch's registry lacks, or counts differently.
 _FORMULAS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FIRST_FACTOR_INDEX.items()},
     "convolution_backward": _convolution_backward,
     # a product of both matrices, extended by two columns: ones and the squared norms of the rows
     "_euclidean_dist": lambda result, args, kwargs: int(result.numel() * (args[0].shape[-1] + 2))}
-"""Operations that torch's registry lacks, or counts differently."""
 _SDPA_PREFIX = "_scaled_dot_product_"
 _MULTIPLYING_NAMES = re.compile(
     "mm|matmul|linear|conv|attention|transformer_encoder|multi_head|rnn|lstm|gru|[cp]dist|dot|mv$|"
     "trilinear|sparse_mm|linalg|cholesky|solve|svd|geqrf|ormqr|_fft_[cr]2[cr]")
+# Patterns in the names of torch operations that multiply matrices, and exceptions. Torch has no complete marking of
+# element-wise operations, views and copies, so only names remain.
 _NOT_MULTIPLYING_NAMES = re.compile(
     "gamma|cumm|dummy|hamming|upsample|powsum|vector_norm|cross|linalg_check|convert|reorder|"
     "mm_search|flatten")
-"""Patterns in the names of torch operations that multiply matrices, and exceptions. Torch has no complete marking of
-element-wise operations, views and copies, so only names remain."""
 _TORCH_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor")
 
 
@@ -150,8 +150,8 @@ class FlopCountingMode(TorchDispatchMode):
     def __init__(self, add_macs: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._add_macs = add_macs
+        # Operations that may multiply but have no formula, and how often they ran.
         self.uncounted_ops: Counter[str] = Counter()
-        """Operations that may multiply but have no formula, and how often they ran."""
         self.saw_backward = False
 
     @classmethod
@@ -193,8 +193,8 @@ class FlopRecording:
     def __init__(self, model: nn.Module, ignore: Sequence[type[nn.Module]] = ()) -> None:
         """Operations in modules of the classes `ignore`, and in modules inside them, are not counted."""
         self.model = model
+        # (path, or None outside of modules; forward, backward or recomputation) -> multiply-accumulates.
         self.macs: Counter[tuple[str | None, str]] = Counter()
-        """(path, or None outside of modules; forward, backward or recomputation) -> multiply-accumulates."""
         self.calls: Counter[str] = Counter()
         self.module_seconds: defaultdict[str, float] = defaultdict(float)
         self.part_seconds: defaultdict[str, float] = defaultdict(float)  # seconds by part of a step
@@ -209,8 +209,8 @@ class FlopRecording:
         # autograd sequence numbers from _interval_starts[i] on belong to the module _interval_owners[i]
         self._interval_starts: list[int] = []
         self._interval_owners: list[str | None] = []
+        # (path, start, stop) of calls that `assign_times` has not handled yet.
         self._timed_calls: list[tuple[str, Any, Any]] = []
-        """(path, start, stop) of calls that `assign_times` has not handled yet."""
 
     @property
     def saw_backward(self) -> bool:

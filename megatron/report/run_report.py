@@ -167,13 +167,13 @@ class RunHistory:
                 self._add_step(step, record)
         # of a repeated evaluation the last one counts
         self.evaluations = sorted({(one.step, one.split): one for one in self.evaluations}.values())
+        # The starts after step 0 that no later start has discarded.
         self.resumes = [start for index, start in enumerate(self.starts) if 0 < start.step < min(
             (later.step for later in self.starts[index + 1:]), default=math.inf)]
-        """The starts after step 0 that no later start has discarded."""
         self.settings = self.starts[-1].settings if self.starts else {}
+        # Cumulative at each step, as are the tokens.
         self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
                                              for value in self.columns["step_ms"]))
-        """Cumulative at each step, as are the tokens."""
         length = _as_float(self.settings.get("data.seq_length") or self.settings.get("model.max_position_embeddings"))
         self.tokens = array("d", (samples * length for samples in self.columns["consumed_samples"]))
 

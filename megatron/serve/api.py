@@ -35,8 +35,8 @@ class NeutralKey(NamedTuple):
     why: str
 
 
+# bool: absent is false; str: valid Unicode; object: any value, which the API checks.
 KeyKind = type[bool] | type[str] | type[object] | NumberKey | NeutralKey
-"""bool: absent is false; str: valid Unicode; object: any value, which the API checks."""
 
 
 def read_json(body: bytes) -> Any:
@@ -133,21 +133,21 @@ class ApiRequest:
     seed: int
     stops: tuple[str, ...] = ()
     num_samples: int = 1
+    # With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without.
     top_logprobs: int | None = None
-    """With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without."""
     is_streaming: bool = False
 
     def __post_init__(self) -> None:
         prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+        # In the order of the prompts, each with its own random numbers.
         self.sequences = [GeneratedSequence(
             Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
                     top_logprobs=self.top_logprobs), Detokenizer(self.model.tokenizer.decode))
             for place, prompt in enumerate(prompts)]
-        """In the order of the prompts, each with its own random numbers."""
+        # Sequences that have not ended, or that are not scored although they should be.
         self.num_open = len(self.sequences)
-        """Sequences that have not ended, or that are not scored although they should be."""
+        # Set when all sequences have ended or `error` is set, and of a stream for each token.
         self.changed = asyncio.Event()
-        """Set when all sequences have ended or `error` is set, and of a stream for each token."""
         self.error: Exception | None = None  # ConnectionResetError: cancelled
 
     def usage(self) -> dict[str, int]:

@@ -40,8 +40,8 @@ COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosnif
 JSON_TYPE = "application/json"
 READ_METHODS = ("GET", "HEAD")
 PATHS_WITHOUT_KEY = ("/", "/health")
+# Larger bodies are parsed on another thread: tokenizing them takes longer than a millisecond.
 MAX_INLINE_BODY_BYTES = 4096
-"""Larger bodies are parsed on another thread: tokenizing them takes longer than a millisecond."""
 
 
 async def respond(scope: MutableMapping[str, Any], send: Send, body: Any = None, status: int = 200,

@@ -28,8 +28,8 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self._began = time.time()
+        # By route and status. A route is one of ours or "other", so that clients cannot create labels.
         self.requests: Counter[tuple[str, int]] = Counter()
-        """By route and status. A route is one of ours or "other", so that clients cannot create labels."""
         self.request_seconds = 0.0
         self.prompt_tokens = self.generated_tokens = self.texts_dropped = 0
 

@@ -31,8 +31,8 @@ from megatron.errors import Interrupted, NumericsError
 from mpu import collective_tracker
 
 MEMORY_HISTORY_ENTRIES = 200_000  # allocations in the snapshot of an accelerator's memory
+# Places of the rank status, the outer ones first.
 RANGES = {STEP: "step", ACTIVITY: "activity", PHASE: "phase", UNIT: "block", COLLECTIVE: "exchange"}
-"""Places of the rank status, the outer ones first."""
 
 
 class StatusRanges:
@@ -189,13 +189,13 @@ PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE = "products", "attention", "loss"
 COPIES, OTHER = "copies", ""
 CPU_KINDS = PRODUCTS, ATTENTION, LOSS, OPTIMIZER, EXCHANGE, "data", "evaluation and saves", "other"
 
+# Patterns of operation names. Those of mpu/cross_entropy.py come first, because they contain the output layer.
 KINDS = {
     LOSS: re.compile(r"^(_LinearCrossEntropyMean|_LinearCrossEntropyPerToken|_VocabParallelCrossEntropy)(Backward)?$"
                      r"|cross_entropy|nll_loss|log_softmax", re.IGNORECASE),
     ATTENTION: re.compile("scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
     PRODUCTS: re.compile(r"^aten::(mm|bmm|addmm|addbmm|baddbmm|linear|_scaled_mm|mkldnn_linear|addmv|mv)(_|$|\b)"
                          r"|^mkl(dnn)?::")}
-"""Patterns of operation names. Those of mpu/cross_entropy.py come first, because they contain the output layer."""
 KERNELS = {
     ATTENTION: re.compile(r"flash|fmha|sdpa", re.IGNORECASE),
     PRODUCTS: re.compile(r"gemm|cutlass|nvjet|xmma|cublas", re.IGNORECASE)}

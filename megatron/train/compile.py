@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from megatron.config.tree import Config, require
 from megatron.model import GPT2
 
+# torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it.
 _MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
-"""torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it."""
 
 
 @dataclass(frozen=True)

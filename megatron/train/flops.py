@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from megatron.config.tree import ModelConfig
 
+# Peaks from vendors' data sheets, by a substring of the device name (`--peak-tflops` overrides): TFLOP/s in dense 16
+# bits, and in fp32 without tensor cores; for `python -m megatron.plan --time`, GB/s of memory, and of the links to
+# other GPUs in one direction.
 GPUS: dict[str, tuple[float, ...]] = {
     "H200": (989.0, 66.9, 4800, 450), "H100 PCIe": (756.0, 51.2, 2000, 64), "H100": (989.0, 66.9, 3350, 450),
     "H800": (989.0, 66.9), "B200": (2250.0, 80.0, 8000, 900), "GH200": (989.0, 66.9), "A100": (312.0, 19.5, 2039, 300),
@@ -11,9 +14,6 @@ GPUS: dict[str, tuple[float, ...]] = {
     "L40S": (362.0, 91.6, 864, 32), "L40": (181.0, 90.5), "L4": (121.0, 30.3, 300, 32), "V100": (125.0, 15.7, 900, 150),
     "T4": (65.0, 8.1, 320, 16), "RTX 5090": (209.5, 104.8), "RTX 4090": (165.2, 82.6, 1008, 32),
     "RTX 4080": (97.5, 48.7), "RTX 3090": (71.0, 35.6, 936, 32), "MI300X": (1307.0, 163.4), "MI250X": (383.0, 47.9)}
-"""Peaks from vendors' data sheets, by a substring of the device name (`--peak-tflops` overrides): TFLOP/s in dense 16
-bits, and in fp32 without tensor cores; for `python -m megatron.plan --time`, GB/s of memory, and of the links to other
-GPUs in one direction."""
 
 DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")  # all other devices run TF32 at half the 16-bit peak
 

@@ -43,8 +43,8 @@ class TrainState:
 
     iteration: int = 0
     consumed_samples: int = 0
+    # The evaluation due at this iteration was interrupted, and runs after a resume.
     owes_evaluation: bool = False
-    """The evaluation due at this iteration was interrupted, and runs after a resume."""
 
 
 class LoopRequests(NamedTuple):
@@ -91,8 +91,8 @@ class Trainer:
     log: RunLog
     save: Callable[[TrainState], None] | None = None
     stop: StopListener = field(default_factory=StopListener)
+    # [vocab_size]: bytes of text per token id; evaluations then report bits per byte.
     token_bytes: torch.Tensor | None = None
-    """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
 
     def run(self, state: TrainState, samples: Dataset, valid: Dataset | None) -> bool:
         """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the

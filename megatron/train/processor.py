@@ -52,8 +52,8 @@ def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
     return True
 
 
+# Flags in /proc/cpuinfo of instructions that torch's kernels use for this precision.
 NATIVE_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
-"""Flags in /proc/cpuinfo of instructions that torch's kernels use for this precision."""
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

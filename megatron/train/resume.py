@@ -36,8 +36,8 @@ from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.engine import Engine
 from mpu.groups import Groups
 
+# on_saved(report, step, folder), called when a save is complete.
 OnSaved = Callable[[SaveReport, int, str], None]
-"""on_saved(report, step, folder), called when a save is complete."""
 
 
 @dataclass

@@ -83,8 +83,8 @@ def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialRes
     return lines + recommended_flags(requested, best)
 
 
+# Errors of trials that every choice would have, by exit code.
 ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
-"""Errors of trials that every choice would have, by exit code."""
 
 DRY_RUN_CHOICES = 10  # choices that a dry run prints
 

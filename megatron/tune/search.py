@@ -158,10 +158,10 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
 
 TrialState = Literal["done", "memory", "crash", "hang"]
 
+# A search measures at most this share of the choices, but at least MIN_MEASURED.
 MEASURED_SHARE, MIN_MEASURED = 0.28, 8
-"""A search measures at most this share of the choices, but at least MIN_MEASURED."""
+# The number of best choices that are measured again, and the maximum number of repeats.
 FINALISTS, REPEATS = 3, 2
-"""The number of best choices that are measured again, and the maximum number of repeats."""
 MIN_PROGRESS = 0.01  # a smaller gain counts as none for early stopping
 
 
@@ -184,8 +184,8 @@ class TrialResult:
     """All measurements of one choice."""
 
     state: TrialState
+    # Of a step if done: the least of all measurements, since interference only makes steps longer.
     seconds: float | None = None
-    """Of a step if done: the least of all measurements, since interference only makes steps longer."""
     words: str = ""  # the reason if not done
     code: int = 0  # exit code
     times: tuple[float, ...] = ()  # seconds of each measurement of a repeated choice; infinite if it failed

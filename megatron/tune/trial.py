@@ -61,17 +61,17 @@ def config_to_flags(config: Config) -> list[str]:
     return flags
 
 
+# After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS.
 EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
-"""After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS."""
 
 TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8  # maximum loss scale in fp16
 POLL_SECONDS = 0.5
 TERMINATE_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
+# In error lines of this program, torch, the system, NVIDIA's libraries and the launcher.
 OOM_PATTERN = re.compile("|".join(map(re.escape, (
     *MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory", "Cannot allocate memory", "_STATUS_ALLOC_FAILED", "(SIGKILL)"))))
-"""In error lines of this program, torch, the system, NVIDIA's libraries and the launcher."""
 ERROR, POINTER = re.compile(r"error:|(\[rank\d+\]: )?[\w.]*(Error|Exception)\b"), "its own output above says why"
 MAX_ERROR_CHARACTERS = 300
 

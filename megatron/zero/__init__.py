@@ -54,6 +54,7 @@ _MODULES = {
     "estimate_zero3_model_states_mem_needs_all_cold"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+# What DeepSpeed calls what: a name of a module, or the module itself.
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
     "DeepSpeedOptimizer": ("megatron.zero.api.torch_interfaces", "ZeroOptimizer"),
@@ -64,8 +65,8 @@ _ALIASES = {
     "comm": ("megatron.zero.comm", None),
     "zero": (__name__, None),
     "__version__": ("megatron.package", "__version__")}
-"""What DeepSpeed calls what: a name of a module, or the module itself."""
 
+# Names of the package deepspeed that are not here -> why, and what to do.
 _REFUSED = {name: why for names, why in {
     "init_inference": "this engine trains; `from megatron.inference import init_inference` (docs/inference.md)",
     "InferenceEngine": "this engine trains; megatron.inference.InferenceEngine is what init_inference returns",
@@ -79,7 +80,6 @@ _REFUSED = {name: why for names, why in {
     "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer":
         "there are no fused layers; torch.compile fuses (engine.compile)",
 }.items() for name in names.split()}
-"""Names of the package deepspeed that are not here -> why, and what to do."""
 
 __all__ = sorted(_MODULE_OF)
 

@@ -21,6 +21,7 @@ _CPU: dict[str, Any] = {
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state), "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed, "initial_seed": torch.initial_seed}
 
+# The functions that torch.cuda does not have, or that differ there.
 _CUDA: dict[str, Any] = {
     "device_name": lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}",
     "current_device_name": lambda: f"cuda:{torch.cuda.current_device()}",
@@ -29,7 +30,6 @@ _CUDA: dict[str, Any] = {
     "supported_dtypes": lambda: [torch.float32, torch.float16,
                                  *([torch.bfloat16] if torch.cuda.is_bf16_supported() else [])],
     "default_generator": lambda device_index: torch.cuda.default_generators[device_index]}
-"""The functions that torch.cuda does not have, or that differ there."""
 
 
 class Accelerator:

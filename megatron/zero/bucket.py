@@ -67,13 +67,13 @@ class ParamRounding(Protocol):
 
 class FlatBucket(ParamOwner):
     is_engine_owned = True
+    # FSDP2's reshard_after_forward=N: the N neighbouring ranks over which parameters are sharded between forward and
+    # backward. Solo: over all ranks.
     secondary_shard_group: Group = SOLO
-    """FSDP2's reshard_after_forward=N: the N neighbouring ranks over which parameters are sharded between forward and
-    backward. Solo: over all ranks."""
+    # This rank's part for that group, until the backward gathers it. Drop it when the weights change.
     secondary_shard: Tensor | None = None
-    """This rank's part for that group, until the backward gathers it. Drop it when the weights change."""
+    # Applied when masters are copied to parameters, in addition to the cast.
     rounding: ParamRounding | None = None
-    """Applied when masters are copied to parameters, in addition to the cast."""
 
     def __init__(self, name: str, members: Sequence[tuple[str, nn.Parameter]], config: BucketingConfig,
                  policy: StagePolicy) -> None:
@@ -102,13 +102,13 @@ class FlatBucket(ParamOwner):
                                       self._copy_streams, pinned=engine_storage.pin_memory)
         self.grads = FlatGradients(name, self.layout, self.parameters, config, policy, self.shard_group,
                                    self.replica_group, offloader)
+        # Returns the factor that turns a sum of gradients into their mean.
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
-        """Returns the factor that turns a sum of gradients into their mean."""
         self.user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
         # true while the parameters have no elements: sharded, being gathered, or offloaded by engine.offload_states()
         self._versions_are_shifted = self.params_are_placeholders = False
+        # Names of the states that engine.offload_states() has moved to the host.
         self.offloaded_states: set[str] = set()
-        """Names of the states that engine.offload_states() has moved to the host."""
         self._take_over_params(engine_storage)
         self.write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 

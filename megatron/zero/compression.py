@@ -27,12 +27,12 @@ from mpu.compressed_all_reduce import SIGNS_PER_BYTE, AddInputs, CompressedAllRe
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
 
+# Kinds of state in a checkpoint, by their published names.
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
-"""Kinds of state in a checkpoint, by their published names."""
 
+# A variance below this share of the parameter's mean variance counts as zero. One bit gives each element the typical
+# magnitude of its parameter; the update divides it by the element's sqrt(variance), so by at least 1/1000 of typical.
 NEGLIGIBLE_VARIANCE = 1e-6
-"""A variance below this share of the parameter's mean variance counts as zero. One bit gives each element the typical
-magnitude of its parameter; the update divides it by the element's sqrt(variance), so by at least 1/1000 of typical."""
 
 
 class CompressedGradExchange:
@@ -41,8 +41,8 @@ class CompressedGradExchange:
     def __init__(self, state: EngineState, groups: Groups, rule: OneBitRule,
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
+        # One for each bucket, once the rule is compressed.
         self.bucket_exchanges: list[CompressedBucketExchange] = []
-        """One for each bucket, once the rule is compressed."""
 
     def sync_with_rule(self) -> None:
         """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
@@ -111,8 +111,8 @@ class CompressedGradExchange:
 class CompressedBucketExchange:
     def __init__(self, bucket: FlatBucket, groups: Groups) -> None:
         self.bucket, self._dp = bucket, groups.dp
+        # Cut into one shard per rank at every stage: each rank is the server of one chunk.
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
-        """Cut into one shard per rank at every stage: each rank is the server of one chunk."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
         rows = []  # of NORM_ROW elements, per segment; padding belongs to the segment before it
         for each in segments:
@@ -120,13 +120,13 @@ class CompressedBucketExchange:
             rows.append([(stop - start) // NORM_ROW for start, stop in pairwise(bounds)])
         self.one_bit_mean = CompressedAllReduce(groups.dp, rows, bucket.device)
         numbers = max(map(len, rows))
+        # [ranks, segments]: 1 for segments that this tensor parallel rank counts in a norm, otherwise 0.
         self.counts_in_norm = torch.tensor(
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
              [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
-        """[ranks, segments]: 1 for segments that this tensor parallel rank counts in a norm, otherwise 0."""
         self.mask_unused_elements()
+        # The last result times this is the momentum of all ranks. None: unknown, it has to be gathered.
         self._last_clip: float | None = None
-        """The last result times this is the momentum of all ranks. None: unknown, it has to be gathered."""
 
     def mask_unused_elements(self) -> None:
         """Exclude elements whose variance is negligible, and set their variance to 0."""
@@ -146,8 +146,8 @@ class CompressedBucketExchange:
         masked = pad(unpack_bits(packed_mask).logical_not(), (0, self.layout.numel - SIGNS_PER_BYTE * len(packed_mask)),
                      value=True)
         self.one_bit_mean.exclude(masked)
+        # Excluded elements of parameters, without padding.
         self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
-        """Excluded elements of parameters, without padding."""
 
     def compression_inputs(self, rule: OneBitRule, param_groups: Sequence[ParamGroup],
                            grad_multiplier: float) -> AddInputs:

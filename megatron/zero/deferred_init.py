@@ -178,8 +178,8 @@ def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources
 
 IO_BYTES = 1 << 20  # bytes per read or write; there are three buffers of this size on the host
 
+# Bytes of the first and of the largest file. A larger parameter gets a larger file.
 FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
-"""Bytes of the first and of the largest file. A larger parameter gets a larger file."""
 
 
 @final

@@ -25,10 +25,10 @@ from mpu.collectives import all_reduce, broadcast_into
 from mpu.groups import Group, Groups
 from mpu.weight_init import NormalInitializer, rng_key, strided_segments_of
 
+# Target for the relative change of gradients from w- to w+: large against their rounding error.
 TARGET_GRADIENT_CHANGE = {torch.float32: 1e-3, torch.float16: 1.5e-2, torch.bfloat16: 4e-2}
-"""Target for the relative change of gradients from w- to w+: large against their rounding error."""
+# s, relative to the norm of the weights. Small, because a direction may concentrate on few weights.
 MIN_STEP, FIRST_STEP, MAX_STEP = 1e-4, 1e-3, 1e-2
-"""s, relative to the norm of the weights. Small, because a direction may concentrate on few weights."""
 MAX_DIRECTIONS = 4  # directions that are kept at a time
 
 

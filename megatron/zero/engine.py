@@ -74,8 +74,8 @@ class ZeroEngine:
         self.micro_batch = 0  # samples per micro-batch, if the caller sets it; only compared between ranks
         self._policy = stage_policy(zero.zero_stage)
         self._micro_batches = 0  # micro-batches of this optimizer step before the current one
+        # Whether the next backward and step end an optimizer step; None: by the number of micro-batches.
         self.forced_boundary: bool | None = None
-        """Whether the next backward and step end an optimizer step; None: by the number of micro-batches."""
         self._in_no_sync = self._in_trial_backward = self.is_detached = False
         self._failed_backward: str | None = None  # error class of the last backward, if it failed
         self._losses: list[Tensor] = []  # losses of the current step, or the last one, divided
@@ -119,13 +119,13 @@ class ZeroEngine:
             bucket.grad_mean_factor = self._mean_factor
         self.update = (DelayedOptimizerUpdate if self.engine_storage.delays_update else OptimizerUpdate)(
             self.state, self.engine_storage, groups, rule, param_groups)
+        # The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like).
         self.compressed_exchange = CompressedGradExchange(
             self.state, groups, rule, param_groups) if isinstance(rule, OneBitRule) else None
-        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self._step_results = StepResultReader(self.state, groups, scaling, self.log, precision.max_skipped_in_a_row)
+        # The host reads the result of a step later.
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scaling.dynamic and \
             self.compressed_exchange is None and self.state.moq is None  # MoQ counts bits on the host
-        """The host reads the result of a step later."""
         max_in_flight = 1 if self._policy.optim_is_sharded or dtypes.copies_for_reduction(device) else None
         if any(on_host) and groups.dp.is_solo:  # no collective to overlap, only the copies to the host
             max_in_flight = 0

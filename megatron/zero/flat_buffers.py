@@ -33,8 +33,8 @@ class BucketDtypes:
     grad_shard: torch.dtype = torch.float32
     communication: torch.dtype | None = None  # gradients are sent in this dtype; None: in `grads`
     master: torch.dtype = torch.float32
+    # Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py).
     masters_are_separate: bool = False
-    """Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py)."""
     frozen_have_masters: bool = False  # store frozen parameters in the dtype of the masters too
 
     @property
@@ -58,8 +58,8 @@ class BucketingConfig:
     """What all buckets of a model have in common."""
 
     policy: StagePolicy
+    # How gradients and parameters are sent. Accelerators send a bucket at once (docs/decisions/010-wires.md).
     comm: ZeroConfig
-    """How gradients and parameters are sent. Accelerators send a bucket at once (docs/decisions/010-wires.md)."""
     dtypes: BucketDtypes
     dp: Group
     device: torch.device
@@ -68,10 +68,10 @@ class BucketingConfig:
     log: CollectiveLog
     engine_storage: EngineStorage
     buffer_pool: BufferPool
+    # Changes the parameters of a bucket when it is resharded; None: replaces them by placeholders.
     show_sharded: Callable[[Any], None] | None = None
-    """Changes the parameters of a bucket when it is resharded; None: replaces them by placeholders."""
+    # All ranks have the same initial values; otherwise the first rank of `dp` broadcasts its own.
     values_are_equal: bool = False
-    """All ranks have the same initial values; otherwise the first rank of `dp` broadcasts its own."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,12 +66,12 @@ class FlatGradients:
         self.params_with_grad: set[int] = set()  # parameters with a gradient since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
         self.state = GradState.UNREDUCED
+        # The backward that ends a step has run, and the shard holds all gradients of the step.
         self.has_all_step_grads = False
-        """The backward that ends a step has run, and the shard holds all gradients of the step."""
+        # Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py).
         self.skip_reduction = False
-        """Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py)."""
+        # `sum_multiplier` is applied to the reduced sum.
         self.predivide_factor, self.sum_multiplier = comm.gradient_predivide_factor, 1.0
-        """`sum_multiplier` is applied to the reduced sum."""
         self._reservations: dict[int, ReferenceType[WgradReservation]] = {}  # slots that a forward has written to
         self._pending_reduction: CollectiveWork | None = None
         self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]

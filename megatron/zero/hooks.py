@@ -66,8 +66,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+# Part of autograd's message when a saved tensor has another version.
 INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
-"""Part of autograd's message when a saved tensor has another version."""
 
 _SEARCHED_KEY = "zero_searched"  # marks the graph nodes of a unit's outputs; a later search stops at them
 
@@ -144,8 +144,8 @@ class Unit:
         self.is_root = index == 0
         self.display_name = "" if self.is_root else name  # in messages
         self.sharded_buckets = [bucket for bucket in buckets if bucket.params_are_sharded]
+        # Elements that are sharded between uses.
         self.numel = sum(bucket.layout.numel for bucket in self.sharded_buckets)
-        """Elements that are sharded between uses."""
         self.has_frozen = any(not bucket.trainable for bucket in buckets)
 
     def has_view(self, tensor: Tensor) -> bool:

@@ -15,9 +15,9 @@ from math import prod
 
 from mpu.split import Partition
 
+# Slots and shards start at multiples of this many elements. Views are then aligned for vector loads and collectives,
+# and sums over rows of this length (mpu/grads.py) do not depend on how a buffer is sharded.
 ALIGNMENT = 128
-"""Slots and shards start at multiples of this many elements. Views are then aligned for vector loads and collectives,
-and sums over rows of this length (mpu/grads.py) do not depend on how a buffer is sharded."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class FlatLayout:
         used = self.slots[-1].end if self.slots else 0
         self.shard_numel = align(-(-used // shards))
         self.numel = self.shard_numel * shards
+        # Equal for layouts that can use each other's buffers.
         self.buffer_key = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
-        """Equal for layouts that can use each other's buffers."""
 
     def add_prefix(self, prefix: str) -> None:
         """The model has become a submodule of another: add its path to all names."""

@@ -35,9 +35,9 @@ from mpu.weight_init import StridedSegments, fill_uniform, rng_key, strided_segm
 
 MAX_FP32_NUMEL = 1 << 22  # elements that are in memory in fp32 at a time
 
+# Yields (values [rows, columns] in fp32, group of each row, matrix) for the given matrices. Groups are numbered over
+# all matrices of the bucket.
 RowIterator = Callable[[Mapping[str, "QuantizedMatrix"]], Iterator[tuple[Tensor, Tensor, "QuantizedMatrix"]]]
-"""Yields (values [rows, columns] in fp32, group of each row, matrix) for the given matrices. Groups are numbered over
-all matrices of the bucket."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class MoQState:
     def __init__(self, config: QuantizeConfig, schedule: BitSchedule, module: nn.Module,
                  buckets: Sequence[FlatBucket], groups: Groups, seed: int) -> None:
         self.config, self.schedule, self.seed = config, schedule, seed
+        # Name prefixes of blocks; the first is for parameters outside of blocks.
         self.blocks = ["", *(_eigenvalue_blocks(config, module) if config.quantize_eigenvalue else ())]
-        """Name prefixes of blocks; the first is for parameters outside of blocks."""
         self.period_factors = [1] * len(self.blocks)  # factors for the periods of the blocks when bits fall
         self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
                                     if is_matrix(slot.shape))
@@ -305,8 +305,8 @@ def noise_key(seed: int, counter: int, name: str) -> int:
 class BucketRounding:
     def __init__(self, moq: MoQState, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
         self._moq, self._bucket, self._tp = moq, bucket, tp
+        # The device of the parameter shard.
         self._device = bucket.device if bucket.param_shard.is_on_device else HOST
-        """The device of the parameter shard."""
         self._matrices: dict[str, QuantizedMatrix] = {}
         count = 0
         for slot in bucket.layout.slots:
@@ -314,8 +314,8 @@ class BucketRounding:
                 matrix = QuantizedMatrix.of(slot, moq.config.quantize_groups, count, tp, self._device,
                                             slot.name in tables)
                 self._matrices[slot.name], count = matrix, matrix.groups.stop
+        # The roundings that the current parameters were made with.
         self._matrix_roundings: dict[str, MatrixRounding] = {}
-        """The roundings that the current parameters were made with."""
 
     def __call__(self) -> None:
         """Round this rank's parameter shard, which has the values of the masters. Collective."""

@@ -20,8 +20,8 @@ from megatron.zero.units import ROOT, unit_name_by_param
 from mpu.layers import VocabParallelEmbedding
 
 EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
+# A module whose name contains one of these is taken for the output layer, which makes logits.
 HEAD_NAMES = ("embed", "head", "output", "classifier", "score")
-"""A module whose name contains one of these is taken for the output layer, which makes logits."""
 
 MUON_KEYS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "split_qkv")
 ADAM_KEYS = ("betas", "eps")

@@ -62,8 +62,8 @@ def parse_offload_states(include: object, device: object) -> list[str]:
 class _OffloadedStorage:
     """A host copy of one device storage."""
 
+    # The flat tensors in the storage, each with its offset and size.
     tensors: list[tuple[Tensor, int, torch.Size]]
-    """The flat tensors in the storage, each with its offset and size."""
     device: torch.device
     copy: Tensor
     copy_event: CopyEvent
@@ -76,8 +76,8 @@ class StateOffloader:
         self._buckets, self._buffer_pool, self._device = buckets, buffer_pool, device
         self._copy_streams = create_copy_streams(device)
         self._offloaded: dict[str, list[_OffloadedStorage]] = {}
+        # Size in bytes -> pinned buffers for reuse: pinning takes longer than copying.
         self._pinned_buffers: dict[int, list[Tensor]] = {}
-        """Size in bytes -> pinned buffers for reuse: pinning takes longer than copying."""
 
     @property
     def frees_memory(self) -> bool:

@@ -36,8 +36,8 @@ class ParamOwner(ABC):
 
     dp: Group  # the ranks that hold the shards
     is_engine_owned = False  # an engine owns the parameters: dtype and device are final
+    # A weak reference to the engine of `zero.initialize` that trains the parameters.
     engine: Callable[[], ZeroEngine | None] = staticmethod(lambda: None)
-    """A weak reference to the engine of `zero.initialize` that trains the parameters."""
     is_offloaded = False  # engine.offload_states() has moved the elements to the host
 
     params_are_sharded = True  # the parameters are gathered only while they are used (stage 3)
@@ -132,6 +132,7 @@ def _methods(names: str) -> Iterator[Any]:
 
 _has_compatible_data: Any = torch._has_compatible_shallow_copy_type
 
+# Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad.
 ALLOWED_OPS = frozenset(
     (*_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested "
                "is_quantized is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad "
@@ -141,15 +142,14 @@ ALLOWED_OPS = frozenset(
      _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
      _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data, torch.is_complex, torch.is_floating_point,
      torch.is_inference, torch.is_signed, torch.autograd.backward, torch.autograd.grad))
-"""Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad."""
 
+# Operations that answer for the full parameter.
 SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
                       torch.numel))
-"""Operations that answer for the full parameter."""
 
+# `Module.to` and similar calls return another placeholder. A parameter of an engine cannot change dtype or device;
+# `zero.initialize` decides dtype and device of parameters from `zero.Init`.
 CONVERSION_OPS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
-"""`Module.to` and similar calls return another placeholder. A parameter of an engine cannot change dtype or device;
-`zero.initialize` decides dtype and device of parameters from `zero.Init`."""
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 
@@ -296,8 +296,8 @@ def op_name(func: Callable[..., Any]) -> str:
 # ---- writes of the user ---------------------------------------------------------------------------------------------
 
 
+# (chunk, masters) -> the parameter values of the chunk; the caller casts.
 MasterRounding = Callable[[slice, Tensor], Tensor]
-"""(chunk, masters) -> the parameter values of the chunk; the caller casts."""
 
 ELEMENTS_PER_COMPARISON = 1 << 24  # elements that are compared at a time
 
@@ -405,8 +405,8 @@ class GatheredParamsSession:
         self._gathered_params, self._layout, self.was_sharded = gathered_params, layout, was_sharded
         self._shard_range = layout.shard_slice(rank)
         self._before = gathered_params.clone()
+        # This rank's shard at the start of the session; it counts until the session ends.
         self.shard_before = self._before[self._shard_range]
-        """This rank's shard at the start of the session; it counts until the session ends."""
 
     def first_modified(self) -> str | None:
         """The first parameter whose bits have changed."""

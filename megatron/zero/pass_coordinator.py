@@ -31,8 +31,8 @@ from megatron.zero.gradients import STAGE3_OUTPUT_RULE
 from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
 from megatron.zero.step_result import NoGradForwardChecker
 
+# Digests are below this, so that sums of their squares over 20,000 ranks are exact in fp64.
 DIGEST_LIMIT = 2**12
-"""Digests are below this, so that sums of their squares over 20,000 ranks are exact in fp64."""
 
 
 class UnitPhase(Enum):
@@ -65,16 +65,16 @@ class RunningBackward:
     """What has happened in one backward, from `begin_backward` on."""
 
     reduces: bool
+    # Calls whose backward has begun.
     begun_calls: defaultdict[Unit, set[UnitCall]] = field(default_factory=lambda: defaultdict(set))
-    """Calls whose backward has begun."""
+    # The same without those of units whose gradients have all arrived.
     unfinished_calls: dict[Unit, set[UnitCall]] = field(default_factory=dict)
-    """The same without those of units whose gradients have all arrived."""
+    # Calls whose input gradients are computed.
     input_grads_counts: Counter[Unit] = field(default_factory=Counter)
-    """Calls whose input gradients are computed."""
+    # Units that this backward does not use again.
     finished_units: set[Unit] = field(default_factory=set)
-    """Units that this backward does not use again."""
+    # Buckets whose gradients have all arrived, or cannot arrive any more.
     ready_buckets: set[FlatBucket] = field(default_factory=set)
-    """Buckets whose gradients have all arrived, or cannot arrive any more."""
     started_reductions: int = 0  # reductions started so far, in the fixed order
 
 
@@ -102,8 +102,8 @@ class PassCoordinator:
                                    for bucket in self._buckets)
         self._backward: RunningBackward | None = None
         self.weight_version = 0  # a backward of a forward with an older version is refused
+        # Why this rank refuses the step that its last backward ended.
         self.unused_param_error: str | None = None
-        """Why this rank refuses the step that its last backward ended."""
         self._is_interrupted, self._failed_backwards = False, 0
         # gathers
         self._states = dict.fromkeys(units, UnitState.SHARDED)
@@ -115,15 +115,15 @@ class PassCoordinator:
         self._next_unit |= {(UnitPhase.FORWARD, units[0]): unit for unit in units[1:2]}
         self._last_use: tuple[UnitPhase, Unit] | None = None
         self._left_out_units: Set[Unit] = frozenset()  # of the running forward, by `set_forward_modules`
+        # The last unit of the last `set_forward_modules`: the backward begins there.
         self._last_forward_unit: Unit | None = None
-        """The last unit of the last `set_forward_modules`: the backward begins there."""
         # forwards since the weights changed
         self._forwards_version = 0  # their weight version
         self._call_counts = Counter[Unit]()  # per unit: forward calls whose backward may still come
+        # Units that ran, and units that `set_forward_modules` left out.
         self._ran_units, self._skipped_units = set[Unit](), set[Unit]()
-        """Units that ran, and units that `set_forward_modules` left out."""
+        # Units whose forward runs, outermost first (stage 3).
         self.running_units: list[Unit] = []
-        """Units whose forward runs, outermost first (stage 3)."""
         self._enclosing_units: dict[Unit, set[Unit]] = {}  # unit -> the units whose forward called it
 
     @property

@@ -76,8 +76,8 @@ class EngineState:
             bucket.master_state.add_kinds(rule.states)
         self.counters = StepCounters(scaler)
         self.moq: MoQState | None = None  # quantization in training, if configured
+        # The operation that is writing to the tensors. If it stays set, it was interrupted (Ctrl-C, damaged file).
         self.unfinished_change: str | None = None
-        """The operation that is writing to the tensors. If it stays set, it was interrupted (Ctrl-C, damaged file)."""
         self._rule, self._world, self._loads_masters = rule, world, loads_masters
 
     def check_no_unfinished_change(self) -> None:

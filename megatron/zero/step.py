@@ -33,8 +33,8 @@ class GradNorm:
         self._shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank]
                         for bucket in buckets}
         lengths = [len(self._shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        # The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`.
         self._row_norms = torch.zeros(sum(lengths), device=device)
-        """The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`."""
         self._row_norms_by_bucket = self._row_norms.split(lengths)
         self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
             [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in self._shards[bucket]]).to(device)
@@ -72,13 +72,13 @@ def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
     return counts
 
 
+# Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never train
+# again.
 MAX_OVERFLOWS_IN_A_ROW = 20
-"""Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
-train again."""
 
+# Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
+# the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped.
 STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
-"""Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
-the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
 
 
 class StepResultReader:

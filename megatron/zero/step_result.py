@@ -33,9 +33,9 @@ from mpu.groups import Group
 if TYPE_CHECKING:
     from megatron.zero.step import GradNorm
 
+# Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+# callers give different numbers of scalars.
 MAX_EXTRA_SCALARS = 8
-"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
-callers give different numbers of scalars."""
 
 
 @dataclass(eq=False)
@@ -43,9 +43,9 @@ class StepReport:
     """What one optimizer step did. The device has the result at once; to read it on the host may wait for the device,
     but never for another rank."""
 
+    # [4 + scalars], fp64, on the device: the squared norm, the digest, its square and the veto, then the extra scalars
+    # and the engine's, each summed over the world.
     sums: Tensor
-    """[4 + scalars], fp64, on the device: the squared norm, the digest, its square and the veto, then the extra scalars
-    and the engine's, each summed over the world."""
     ranks: int
     mean_factor: float  # turns the sum of gradients into their mean
     max_norm: float  # the norm is clipped to it; 0: no clipping
@@ -54,21 +54,21 @@ class StepReport:
     loss_scale: float
     lr: float  # learning rate of the first param group
     settings: Mapping[str, str] | None  # the settings of this rank for the step; None on a single rank
+    # Of this rank's micro-batches. Read only if a gradient is not finite.
     losses: Sequence[Tensor]
-    """Of this rank's micro-batches. Read only if a gradient is not finite."""
     norm: GradNorm  # names the first parameter whose gradient is not finite
     note: str | None  # what changes from this step on
     given_scalar_count: int  # how many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding
+    # Why the step was skipped, if that is unusual. Set by `finish_step`.
     skip_warning: str | None = None
-    """Why the step was skipped, if that is unusual. Set by `finish_step`."""
 
     def __post_init__(self) -> None:
         squares, digests, squared_digests, vetoes = self.sums[:4].unbind()  # extra scalars follow
         self._device_norm = squares.sqrt() * self.mean_factor
         # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
         digests_match = squared_digests * self.ranks == digests * digests
+        # `applied`, on the device.
         self.is_applied = self._device_norm.isfinite() & digests_match & (vetoes == 0)
-        """`applied`, on the device."""
         self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
     def grad_divisor(self) -> Tensor:

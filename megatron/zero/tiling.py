@@ -25,8 +25,8 @@ from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.partition import join_local_slices, local_slice, partition_of
 
+# (in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None.
 LinearClass = Callable[..., nn.Module]
-"""(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
 
 
 class TiledLinearBase(nn.Module):

@@ -26,8 +26,8 @@ from mpu.layers import VocabParallelEmbedding
 
 ROOT = "root"
 LEAF_ATTRIBUTE = "_z3_leaf"  # the attribute that `set_z3_leaf_modules` sets on a module
+# Modules without a forward: they cannot be gathered for it.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward: they cannot be gathered for it."""
 
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:

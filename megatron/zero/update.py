@@ -97,9 +97,9 @@ class UpdateTile:
     chunk: slice
     master_state: StateTensors
     grads: Tensor
+    # Output for the new parameters in working precision, on the device of the update. None if there are no separate
+    # masters, or if the copier writes through the storage (NVMe).
     lp_out: Tensor | None
-    """Output for the new parameters in working precision, on the device of the update. None if there are no separate
-    masters, or if the copier writes through the storage (NVMe)."""
 
 
 class MasterToParamCopier:
@@ -108,10 +108,10 @@ class MasterToParamCopier:
     def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
         self._copy_streams = engine_storage.copy_streams
         self._last_copy: CopyEvent | None = None
+        # Buckets whose parameter shard is in the memory of another device than the one that updates.
         self.crossing_buckets = {
             bucket for bucket in buckets if self._copy_streams is not None and bucket.param_shard.is_in_memory
             and bucket.param_shard.location is not bucket.storage.update_location}
-        """Buckets whose parameter shard is in the memory of another device than the one that updates."""
         self._staging: dict[Location, StagingDoubleBuffer] = {}
         for location in (Location.DEVICE, Location.HOST):
             across = [bucket for bucket in buckets
@@ -261,9 +261,9 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
                  param_groups: Sequence[ParamGroup]) -> None:
         super().__init__(state, engine_storage, groups, rule, param_groups)
         self._worker = ThreadPoolExecutor(1, "update")
+        # New parameters on the host, [shard_numel], until the old ones are no longer used.
         self._new_params = {bucket: page_aligned_zeros(bucket.master_state.numel, bucket.param_shard.dtype,
                                                        pinned=engine_storage.pin_memory) for bucket in state.buckets}
-        """New parameters on the host, [shard_numel], until the old ones are no longer used."""
         self._pending_copies: list[CopyEvent] = []  # running copies of `_new_params` to the device
 
     def __call__(self, step: StepScalars | float) -> None:

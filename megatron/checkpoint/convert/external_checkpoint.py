@@ -117,8 +117,8 @@ def build_model_config(where: str, **fields: Any) -> ModelConfig:
         raise CheckpointError(f"{where}: {error}") from error
 
 
+# Globals in Megatron files written before torch 1.6, whose format does not list them.
 LEGACY_GLOBALS = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
-"""Globals in Megatron files written before torch 1.6, whose format does not list them."""
 
 
 @final

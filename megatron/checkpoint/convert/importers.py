@@ -142,9 +142,9 @@ MEGATRON_LM = NameTable(
 SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 
 SUPPORTED_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+# Settings under which their model equals ours; also the default of an absent key.
 REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
                                          "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-"""Settings under which their model equals ours; also the default of an absent key."""
 
 
 def open_huggingface(folder: Path) -> ExternalCheckpoint:

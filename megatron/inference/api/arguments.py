@@ -54,6 +54,7 @@ def _anything(value: Any) -> Any:
     return value
 
 
+# Path -> what is expected, and its value as a field of InferenceArguments (None: refused).
 USED_ARGUMENTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "tensor_parallel.tp_size": ("a number of ranks, 1 or more", _positive_int),
     "tensor_parallel.mpu": ("an object with get_{model,data}_parallel_group()", _anything),
@@ -69,13 +70,13 @@ USED_ARGUMENTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "example_inputs": ("inputs that the model takes", _anything),
     "max_out_tokens": ("a number of tokens, 1 or more", _positive_int),
     "min_out_tokens": ("a number of tokens, 1 or more", _positive_int)}
-"""Path -> what is expected, and its value as a field of InferenceArguments (None: refused)."""
 
 _OFF = (None, False)
 _NO_EXPERTS = "there are no experts in these models; leave it out"
 _ROWS = "int8 weights have one scale for each output row, max / 127, found when the model is loaded; leave it out"
 _ACTIVATIONS = "activations are not quantised; leave it out"
 
+# Path -> the values that change nothing, and what to do instead of another one.
 FIXED_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel.enabled": ((True,), "tp_size 1 is a whole model; give that"),
     "return_tuple": ((None, True, False), "layers return what they did"),
@@ -106,9 +107,9 @@ FIXED_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ep_size": ((1,), _NO_EXPERTS),
     "ep_group": ((None,), _NO_EXPERTS),
     "ep_mp_group": ((None,), _NO_EXPERTS)}
-"""Path -> the values that change nothing, and what to do instead of another one."""
 
 _PLAIN_KERNELS = "torch's own kernels are used, for any model; leave it out"
+# Path -> the values that need no note, and the note.
 ARGUMENTS_WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel.tp_grain_size": ((1, 64), "parts are equal; leave it out"),
     "replace_method": ((None, "auto", ""), "DeepSpeed ignores it too; leave it out"),
@@ -116,16 +117,15 @@ ARGUMENTS_WITHOUT_EFFECT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_cuda_graph": (_OFF, "graphs are not captured"),
     "use_triton": (_OFF, _PLAIN_KERNELS),
     "triton_autotune": (_OFF, _PLAIN_KERNELS)}
-"""Path -> the values that need no note, and the note."""
 
 ARGUMENTS = (*USED_ARGUMENTS, *FIXED_ARGUMENTS, *ARGUMENTS_WITHOUT_EFFECT)
 SECTIONS = {path.rpartition(".")[0] for path in ARGUMENTS} - {""} | {"quant"}
+# Other names of a key -> its path.
 ALIASES = {"mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "tp": "tensor_parallel",
            "kernel_inject": "replace_with_kernel_inject", "injection_dict": "injection_policy",
            "max_tokens": "max_out_tokens", "min_tokens": "min_out_tokens", "tm": "triangular_masking",
            "ckpt_config": "checkpoint_config", "args": "config", "expert_group": "ep_group",
            "expert_mp_group": "ep_mp_group"}
-"""Other names of a key -> its path."""
 
 
 def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments:

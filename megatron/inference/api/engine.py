@@ -40,8 +40,8 @@ class DecoderCache:
     def __init__(self, model: GPT2, limit: int) -> None:
         """No text has more than `limit` positions."""
         self.model, self.limit = model, limit
+        # The decoder, and where the weights were: a captured graph reads them there.
         self._cached: tuple[Decoder, list[Any]] | None = None
-        """The decoder, and where the weights were: a captured graph reads them there."""
 
     @contextmanager
     def acquire(self, texts: int, positions: int) -> Iterator[Decoder]:
@@ -65,6 +65,7 @@ class DecoderCache:
 DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 _OFF, _NONE = (None, False), (None,)
+# Unsupported arguments of transformers' generate, and the values that change nothing.
 NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
     "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE,
@@ -75,10 +76,9 @@ NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
     "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
     "stopping_criteria": (None, []), "token_type_ids": _NONE}
-"""Unsupported arguments of transformers' generate, and the values that change nothing."""
 
+# What a pipeline of transformers passes as max_new_tokens by default, indistinguishable from a caller's value.
 HF_PIPELINE_NEW_TOKENS = 256
-"""What a pipeline of transformers passes as max_new_tokens by default, indistinguishable from a caller's value."""
 
 UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})  # for encoder-decoder models
 
@@ -113,8 +113,8 @@ class GenerateArguments:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     seed: int | None = None  # not in transformers; None: drawn from torch's generator
+    # The caller gave the length; a default length is reduced to the room that there is.
     length_is_explicit: bool = False
-    """The caller gave the length; a default length is reduced to the room that there is."""
 
     @classmethod
     def parse(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GenerateArguments:

@@ -25,8 +25,8 @@ from megatron.errors import ConfigError
 class Cut:
     column: Sequence[str] = ()
     row: Sequence[str] = ()
+    # Column layers with several concatenated outputs, and their number: {"c_attn": 3} for q, k and v.
     fused: Mapping[str, int] = field(default_factory=dict)
-    """Column layers with several concatenated outputs, and their number: {"c_attn": 3} for q, k and v."""
     divide: Sequence[str] = ()  # attributes to divide by the number of ranks: "attention.num_heads"
 
 
@@ -41,13 +41,13 @@ _TRANSFORMERS_POLICIES: dict[str, Cut | tuple[str, ...]] = {
     "gpt_neox.modeling_gpt_neox.GPTNeoXLayer": ("attention.dense", "mlp.dense_4h_to_h"),
     "gptj.modeling_gptj.GPTJBlock": ("attn.out_proj", "mlp.fc_out"),
     "opt.modeling_opt.OPTDecoderLayer": ("self_attn.out_proj", "fc2")}
+# Class -> its policy, for models that need no injection_policy.
 KNOWN_POLICIES = {f"transformers.models.{name}": cut for name, cut in _TRANSFORMERS_POLICIES.items()}
-"""Class -> its policy, for models that need no injection_policy."""
 
 HEAD_COUNT_NAMES = frozenset("num_heads n_heads n_head num_attention_heads num_attn_heads heads nheads "
                              "num_key_value_heads num_kv_heads n_kv_heads kv_n_heads num_kv n_kv_head".split())
+# Divided where they equal the output width of a column layer of the same module.
 WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_size hidden_dim d_model dim".split())
-"""Divided where they equal the output width of a column layer of the same module."""
 
 
 @final

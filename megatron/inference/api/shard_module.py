@@ -215,8 +215,8 @@ def build_example(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[s
     return None
 
 
+# Allowed difference of an output, in units of eps times its largest number: the ranks sum in another order.
 TOLERANCE_EPS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
-"""Allowed difference of an output, in units of eps times its largest number: the ranks sum in another order."""
 
 POLICY_HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut "
                "names both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")

@@ -47,11 +47,11 @@ from mpu.groups import Group, Groups
 from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 
+# Keys that `client_state` must not use: the engine's own, or DeepSpeed's names for them.
 RESERVED_CLIENT_KEYS = frozenset({"module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state",
                                   "rng", "config", "layout", "global_steps", "skipped_steps", "global_samples",
                                   "micro_steps", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
                                   "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes"})
-"""Keys that `client_state` must not use: the engine's own, or DeepSpeed's names for them."""
 
 LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")  # specific to one precision
 
@@ -67,10 +67,10 @@ class LoadOptions:
     counters: bool = True
     strict: bool = True
     rng: bool = True
+    # Together with `counters`. Switch it off when the precision changed.
     loss_scale: bool = True
-    """Together with `counters`. Switch it off when the precision changed."""
+    # Of the param groups: the learning rates with the scheduler, the others with the optimizer.
     hyper_parameters: bool = True
-    """Of the param groups: the learning rates with the scheduler, the others with the optimizer."""
 
 
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:

@@ -30,12 +30,12 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.split import Partition
 
+# Changed by schedulers, or stored by them in a group.
 SCHEDULED_HYPER_PARAMETERS = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"})
-"""Changed by schedulers, or stored by them in a group."""
 
+# Which parameters a group has and how it is computed: never restored from another run.
 RUN_SPECIFIC_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Which parameters a group has and how it is computed: never restored from another run."""
 
 
 def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:

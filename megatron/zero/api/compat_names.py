@@ -20,6 +20,7 @@ def _offload_device(engine: Any, kind: str) -> str | None:
     return None if device == "none" else device
 
 
+# Engine -> what the method of that name returns; its arguments are ignored.
 METHODS: dict[str, Callable[[Any], Any]] = {
     "fp16_enabled": lambda e: e.config.precision.fp16,
     "bfloat16_enabled": lambda e: e.config.precision.bf16,
@@ -60,7 +61,6 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "half": lambda e: e.to(torch.float16),
     "bfloat16": lambda e: e.to(torch.bfloat16),
     "float": lambda e: e.to(torch.float32)}
-"""Engine -> what the method of that name returns; its arguments are ignored."""
 
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "flops_profiler": lambda e: e.profiled_step.profiler,
@@ -77,8 +77,8 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **{name: lambda e, name=name: getattr(nn.ModuleDict({"module": e.module}), name)  # type: ignore[misc]
        for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")}}
 
+# Methods of a module that would move the model's parameters away from the engine's buffers.
 REFUSED = ("double", "type", "share_memory", "to_empty", "requires_grad_", "xpu", "ipu")
-"""Methods of a module that would move the model's parameters away from the engine's buffers."""
 
 NAMES = {*METHODS, *ATTRIBUTES, *REFUSED}
 

@@ -54,8 +54,8 @@ from megatron.zero.step_result import StepReport
 from mpu.collectives import broadcast_json
 
 
+# Prefix of names in the engine's (not the model's) state dict, as in DeepSpeed and DistributedDataParallel.
 MODULE_PREFIX = "module."
-"""Prefix of names in the engine's (not the model's) state dict, as in DeepSpeed and DistributedDataParallel."""
 
 
 class Engine:
@@ -68,32 +68,32 @@ class Engine:
         self.module, self.groups, self.device = core.module, core.groups, core.state.device
         self.mpu, self.local_rank = mpu, read_environment().local_rank
         self.working_dtype = DTYPES[config.precision.name]  # dtype of weights and activations
+        # As stored in checkpoints.
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
-        """As stored in checkpoints."""
         core.micro_batch = config.train.batch_size
         self._configured_batch_size = config.global_batch_size(core.groups.dp.size)
         # fp32 accumulation buffers can only be allocated with the engine
         self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or self.working_dtype == torch.float32)
+        # Number of samples in all optimizer steps so far, summed over changes of the batch size.
         self.global_samples = 0
-        """Number of samples in all optimizer steps so far, summed over changes of the batch size."""
         self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
+        # Profiles one step module by module, if the configuration asks for it.
         self.profiled_step = ProfiledStep(config, core, self)
-        """Profiles one step module by module, if the configuration asks for it."""
         self._observers: list[StepObserver] = [one for one in (self.monitor, self.profiled_step) if one.is_active]
+        # Passes theta to the model's forward; None unless configured.
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: self.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
-        """Passes theta to the model's forward; None unless configured."""
         quantisation = core.state.moq
         self._eigenvalues = EigenvalueEstimator(core, config.quantize, quantisation) if quantisation is not None and \
             config.quantize.quantize_eigenvalue else None
+        # The loader of `training_data`, if given; its epoch is saved in checkpoints.
         self.training_dataloader: DataLoader[Any] | None = None
-        """The loader of `training_data`, if given; its epoch is saved in checkpoints."""
         self.is_compiled = self._warned_offload_has_no_effect = False
+        # `step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
+        # may set False: the gathers then overlap the next forward.
         self.block_until_params_gathered = True
-        """`step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
-        may set False: the gathers then overlap the next forward."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
@@ -101,8 +101,8 @@ class Engine:
         self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostSnapshot(self.device)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
+        # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
-        """Why random streams could not continue from the loaded checkpoint, or None."""
         if (monitor_config.tensorboard_dir, monitor_config.csv_dir, monitor_config.wandb) != (None, None, None):
             on_rank_0(self.monitor.open, core.groups.world)
 

@@ -86,9 +86,9 @@ class EngineMonitor(StepObserver):
                  read_nvme_stats: Callable[[], NvmeStats | None]) -> None:
         self.config = config
         self._active_config = active = config if is_first_rank else MonitorConfig()
+        # Steps between console lines; 0: none.
         self._print_interval = active.steps_per_print or (
             DEFAULT_STEPS_PER_PRINT if active.times or active.memory else 0)
-        """Steps between console lines; 0: none."""
         self.is_active = active != MonitorConfig()
         self._device, self._read_nvme_stats = device, read_nvme_stats
         self._loss: Tensor | None = None
@@ -97,8 +97,8 @@ class EngineMonitor(StepObserver):
         self._nvme_stats: NvmeStats | None = None  # since the last console line
         self._steps_since_line = 0
         self._sinks: list[MetricsSink] = []
+        # The loss on its way to the host; the samples seen and the other events of its step.
         self._pending_scalars: tuple[HostScalars, int, list[ScalarEvent]] | None = None
-        """The loss on its way to the host; the samples seen and the other events of its step."""
 
     def open(self) -> None:
         """Call before the first step. Output errors are raised here, and close the outputs opened so far."""

@@ -230,12 +230,12 @@ def _config_source(args: Namespace | None, config: Any, config_params: Any) -> t
     return given[0], by_name[given[0]]
 
 
+# Where DeepSpeed's defaults differ from ours; the default learning rate depends on the optimizer.
 DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
-"""Where DeepSpeed's defaults differ from ours; the default learning rate depends on the optimizer."""
 
+# Config sections that belong to the engine entirely.
 ENGINE_SECTIONS = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop",
                    "quantize")
-"""Config sections that belong to the engine entirely."""
 
 
 def _read_config(source: Any, argument: str, groups: Groups) -> tuple[Config, DsKeyValues | None]:

@@ -42,8 +42,8 @@ UpdateSide = Literal["host", "device"]
 
 TRIAL_CHUNKS = 4  # chunks of the shard that is timed
 TRIAL_SECONDS = 0.4  # duration of the trial for each side
+# The buffers of a device update may use at most this fraction (1/4) of free device memory.
 DEVICE_MEMORY_DIVISOR = 4
-"""The buffers of a device update may use at most this fraction (1/4) of free device memory."""
 
 
 def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,

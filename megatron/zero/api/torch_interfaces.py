@@ -174,8 +174,8 @@ class EpochDataLoader(DataLoader[Any]):
                  **options: Any) -> None:
         super().__init__(samples, sampler=sampler, **options)
         self._epoch_sampler, self._count_steps = sampler, count_steps
+        # Step count when the epoch's last batch was yielded; None if the iteration is not there.
         self._ended_at_step: int | None = None
-        """Step count when the epoch's last batch was yielded; None if the iteration is not there."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, begun_at = self._epoch_sampler.epoch, self._count_steps()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Chunks are multiples of this many elements, which fill whole pages in any dtype of 16 bits and more.
 CHUNK_ALIGNMENT = 2048
-"""Chunks are multiples of this many elements, which fill whole pages in any dtype of 16 bits and more."""
 
+# Elements of a chunk of host state: large enough to saturate the bus, small enough for the device buffers.
 HOST_CHUNK_NUMEL = 2**22
-"""Elements of a chunk of host state: large enough to saturate the bus, small enough for the device buffers."""
 
 STEP_BUFFER_SETS = 3  # buffer sets of a step: one chunk is read, one updated, one written
 

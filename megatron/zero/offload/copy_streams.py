@@ -24,8 +24,8 @@ from megatron.zero.offload.direct_io import page_aligned_zeros
 from mpu.device import on_accelerator
 from mpu.grads import NORM_ROW, row_norms
 
+# Device tensors that pending copies of a stream may hold; beyond this the device waits for the oldest copy.
 MAX_UNJOINED_SOURCES = 2
-"""Device tensors that pending copies of a stream may hold; beyond this the device waits for the oldest copy."""
 
 
 class CopyEvent:
@@ -124,9 +124,9 @@ class StagingDoubleBuffer:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | None, *, pinned: bool = False) -> None:
         """Buffers on `device`, copied to the host; or with None on the host, copied to the device."""
         self._from_host = device is None
+        # With the copy of each; the buffer that was sent first comes first.
         self._buffers = deque((page_aligned_zeros(size, dtype, pinned=pinned) if device is None else
                                torch.empty(size, dtype=dtype, device=device), CopyEvent()) for _ in range(2))
-        """With the copy of each; the buffer that was sent first comes first."""
 
     def acquire(self, count: int) -> Tensor:
         """[count] of the buffer that was sent first, after its copy is done. The caller owns it until `mark_sent`."""

@@ -21,8 +21,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+# Bytes. O_DIRECT needs addresses, lengths and offsets that are multiples of a sector, which is at most this.
 PAGE_SIZE = 4096
-"""Bytes. O_DIRECT needs addresses, lengths and offsets that are multiples of a sector, which is at most this."""
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -99,9 +99,8 @@ def _reopen_direct(descriptor: int) -> int:
 
 
 _LIVE_MAPPINGS: weakref.WeakSet[_HostMapping] = weakref.WeakSet()
+# In a forked child: keeps the parent's mappings from being unmapped, as their addresses may now hold something else.
 _PARENT_MAPPINGS: list[_HostMapping] = []
-"""In a forked child: keeps the parent's mappings from being unmapped, as their addresses may now hold something
-else."""
 
 os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
 

@@ -32,8 +32,8 @@ from megatron.zero.offload.swap_drive import AsyncSwapFile, SwapDrive, SwapReque
 @dataclass(frozen=True, kw_only=True)
 class NvmeSettings:
     chunk_numel: int  # elements of a chunk, at most; 0 for the whole shard
+    # Elements of a chunk that a step writes at a time; chunks do not cross its boundaries.
     write_chunk_numel: int | None = None
-    """Elements of a chunk that a step writes at a time; chunks do not cross its boundaries."""
     buffer_sets: int  # staging buffer sets on the host, at most; at least one more than a step uses at a time
     dtype: torch.dtype = torch.float32
     host_numel: int = 0  # elements that stay in host memory: the shards that are allocated first
@@ -48,8 +48,8 @@ class _StagingBuffers:
     """Host buffers for one chunk, one for each kind."""
 
     buffers: Mapping[str, Tensor]
+    # Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done.
     valid_kinds: set[str] = field(default_factory=set)
-    """Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done."""
     pending_io: list[SwapRequest] = field(default_factory=list)
     pending_copy: CopyEvent | None = None  # copy from the buffers to the device
 
@@ -131,11 +131,11 @@ class NvmeStorage(StorageBackend):
         self._drive, self._name = drive, name
         self._files: list[AsyncSwapFile] = []
         self._host_shards: list[HostShard] = []
+        # By the chunk in them or being read into them, least recently released first.
         self.released_buffers: dict[tuple[int, int], _StagingBuffers] = {}
-        """By the chunk in them or being read into them, least recently released first."""
+        # Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
+        # interrupt may have left a read into them that is not recorded in `pending_io`.
         self._chunks_in_use: set[tuple[int, int]] = set()
-        """Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
-        interrupt may have left a read into them that is not recorded in `pending_io`."""
         self.update_location = Location.HOST if settings.device_is_separate else Location.DEVICE
         self._is_closed = False
         self._wait_seconds = 0.0

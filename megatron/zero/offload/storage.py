@@ -38,8 +38,8 @@ WEIGHT = "weight"
 
 HOST = torch.device("cpu")
 
+# Yields the tensors of each chunk of a step. A caller that stops early must close the generator.
 ChunkIterator = Generator[list[StateTensors], None, None]
-"""Yields the tensors of each chunk of a step. A caller that stops early must close the generator."""
 
 
 class Location(Enum):
@@ -58,8 +58,8 @@ class StoredShard(ABC):
     is_in_memory = True  # `view` gives all elements of a kind
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice]) -> None:
+        # `chunks`: the slices that `open` accepts, in order and without gaps.
         self.numel, self.dtype, self.chunks = numel, dtype, chunks
-        """`chunks`: the slices that `open` accepts, in order and without gaps."""
         self.kinds: tuple[str, ...] = (WEIGHT,)
 
     @abstractmethod
@@ -126,10 +126,10 @@ class StateSegment:
 class StorageBackend(ABC):
     """Stores the masters and optimizer states of all buckets of an engine, or its 16-bit parameter shards."""
 
+    # If it is not the device, masters exist even if the parameters are fp32, and a step updates chunk by chunk.
     location: Location
-    """If it is not the device, masters exist even if the parameters are fp32, and a step updates chunk by chunk."""
+    # Where `iter_chunks` yields the tensors. Without an accelerator the device is the host.
     update_location: Location
-    """Where `iter_chunks` yields the tensors. Without an accelerator the device is the host."""
 
     @abstractmethod
     def allocate_shard(self, name: str, numel: int) -> StoredShard:
@@ -156,10 +156,10 @@ class EngineStorage:
     params: StorageBackend  # where sharded parameters are (stage 3)
     copy_streams: CopyStreams | None = None  # None if the device is the host
     pin_memory: bool = False  # host buffers of device copies are page-locked
+    # The host update overlaps the next forward and backward (`delayed_param_update`).
     delays_update: bool = False
-    """The host update overlaps the next forward and backward (`delayed_param_update`)."""
+    # Holds the buckets that stay on the device, if `offload_ratio` offloads only some.
     device_optimizer: StorageBackend | None = None
-    """Holds the buckets that stay on the device, if `offload_ratio` offloads only some."""
     offload_ratio: OffloadRatio = field(default_factory=OffloadRatio)
 
     def storage_for_masters(self, numel: int) -> StorageBackend:
@@ -229,10 +229,10 @@ class HostShard(StoredShard):
         super().__init__(numel, dtype, chunks)
         self._pinned = pinned
         self._tensors = {WEIGHT: page_aligned_zeros(numel, dtype, pinned=pinned)}
+        # (stream, start, stop) -> the last copy of that range on that stream.
         self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
-        """(stream, start, stop) -> the last copy of that range on that stream."""
+        # A background update of the tensors, set by the one who runs it.
         self.pending_update: Future[None] | None = None
-        """A background update of the tensors, set by the one who runs it."""
 
     def add_kinds(self, kinds: Sequence[str]) -> None:
         super().add_kinds(kinds)
@@ -311,8 +311,8 @@ class _DeviceChunkBuffers:
     """Device buffers for one chunk, one for each kind."""
 
     tensors: StateTensors
+    # Copies of the last chunk back to the host; the buffers are free once these are done.
     copies_to_host: Sequence[CopyEvent] = ()
-    """Copies of the last chunk back to the host; the buffers are free once these are done."""
 
 
 @final

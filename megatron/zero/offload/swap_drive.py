@@ -36,12 +36,12 @@ from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligne
 
 IoKind = Literal["read", "write"]
 
+# Bytes of one system call, the default of `AioSettings`; less if the probe is smaller.
 PROBE_BLOCK_BYTES = 8 << 20
-"""Bytes of one system call, the default of `AioSettings`; less if the probe is smaller."""
 PROBE_SECONDS = 0.4  # seconds of writing, and of reading
+# Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
+# space takes as long as writing it.
 MAX_PROBE_BYTES = 256 << 20
-"""Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
-space takes as long as writing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class AioSettings:
     queue_depth: int = 8  # blocks in one system call; the disk works on all of them at once
     intra_op_parallelism: int = 1  # concurrent system calls, for reads and for writes each
     single_submit: bool = False  # one block per system call; `queue_depth` is ignored
+    # One more thread, so that a block is checksummed while the disk works on another.
     overlap_events: bool = True
-    """One more thread, so that a block is checksummed while the disk works on another."""
 
     @property
     def bytes_per_call(self) -> int:
@@ -80,8 +80,8 @@ class SwapDrive:
         except OSError as error:
             raise StorageError(
                 f"{flag} {self.path}: cannot write there: {_explain_create_error(error, self.path)}") from error
+        # Separate: an awaited read does not queue behind writes.
         self.reads, self.writes = IoThreads("reads", aio), IoThreads("writes", aio)
-        """Separate: an awaited read does not queue behind writes."""
         self.files: WeakSet[AsyncSwapFile] = WeakSet()
         self._owner_pid = os.getpid()
 
@@ -157,8 +157,8 @@ class _SwapTile:
     offset: int
     size: int
     last_write: SwapRequest | None = None  # pending or finished
+    # Since the last write; finished ones are dropped by the next request.
     reads: list[SwapRequest] = field(default_factory=list)
-    """Since the last write; finished ones are dropped by the next request."""
 
 
 @final
