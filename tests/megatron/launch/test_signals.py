@@ -213,6 +213,29 @@ def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(tmp_path):
     assert checkpoint(["verify", str(save)]) == 0
 
 
+BAR_AND_A_STEP = """
+import os, sys, time
+from megatron.distributed.signals import StopListener
+request = StopListener().listen()
+if os.environ.setdefault("RANK", "0") == "0":
+    print("a progress bar", end="", flush=True)
+while not request:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "1"]], ids=["alone", "launched"])
+def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(launch, tmp_path):
+    """In the place of the progress bar, and of the ^C that the terminal writes behind it."""
+    (tmp_path / "program.py").write_text(BAR_AND_A_STEP)
+    with AtTerminal([sys.executable, *launch, str(tmp_path / "program.py")], environment(), PATIENCE) as program:
+        program.sees("a progress bar")
+        program.presses("C")
+        code, shown = program.ends()
+    assert code == 0 and shown.count("stopping after this step") == 1
+    assert "\r\x1b[Kstopping after this step" in shown, shown
+
+
 # -- programs beside training ---------------------------------------------------------------------------------------
 
 
