@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,6 +37,7 @@ from data.writer import CorpusWriter
 from tests.data.helpers import BYTE
 from tests.data.webtext.stages import REVERSE, SHOUT
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = [1000, 0, 3000, 7, 2000]
 TOKENS = np.arange(sum(SIZES)) % 50_000
 
@@ -123,6 +126,30 @@ def test_slices_are_those_of_the_document_though_reads_come_in_pieces(prefix: Pa
         corpus = pickle.loads(pickle.dumps(IndexedCorpus(prefix)))
         for start, stop in ((0, None), (5, 9), (-3, None), (2999, 9999), (7, 7), (9, 3), (0, 0), (-9999, 2)):
             np.testing.assert_array_equal(corpus.document(2, start, stop), TOKENS[1000:4000][start:stop])
+
+
+def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path) -> None:
+    flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64 --batch-size 2 "
+             "--vocab-size 50257 --train-iters 100000 --eval-interval 0 --split 1,0,0 --tokenizer-type GPT2BPETokenizer"
+             ).split()
+    metrics = prefix.with_name("metrics")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "pretrain_gpt2.py", *flags,
+         "--train-data", str(prefix), "--metrics-file", str(metrics)], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env={name: value for name, value in os.environ.items()
+                                                if name not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"})
+    try:
+        until = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.05)
+        os.truncate(prefix.with_suffix(".bin"), 2 * sum(SIZES) - 2)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert process.returncode == 3 and len(errors) == 1 and f"{prefix}.bin: size: 12014 bytes when" in errors[0], said
+    assert "Traceback" not in said
 
 
 # ----------------------------------------------------------------------------------------------------- rows of integers

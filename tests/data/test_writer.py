@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +36,7 @@ from data.writer import CorpusWriter
 from tests.data.helpers import BYTE, Stop, files_of
 from tests.data.killing import in_a_fork
 
+ROUNDS = 8
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {1: [500, 100, 400], 2: [100, 800, 100]}
 """Token of a writer to the sizes of its documents: as many bytes in all three files as the other's have."""
@@ -47,6 +50,48 @@ def write(prefix: Path | str, token: int) -> None:
 def is_whole(corpus: IndexedCorpus) -> bool:
     token = int(corpus.document(0)[0])
     return corpus.sizes.tolist() == SHAPES[token] and all((block == token).all() for _, block in corpus.token_blocks())
+
+
+def rounds_of(prefix: str, token: int, start: Barrier, told: Any) -> None:
+    """Both writers begin each round together."""
+    for _ in range(ROUNDS):
+        start.wait(60)
+        try:
+            write(prefix, token)
+            told.put((token, ""))
+        except StorageFault as fault:
+            told.put((token, str(fault)))
+        start.wait(60)
+
+
+def test_two_writers_of_one_name_leave_the_corpus_of_one(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start, told = context.Barrier(3), context.Queue()
+    writers = [context.Process(target=rounds_of, args=(str(tmp_path / "c"), token, start, told), daemon=True)
+               for token in SHAPES]
+    for process in writers:
+        process.start()
+    refused = 0
+    for _ in range(ROUNDS):
+        start.wait(60)
+        while True:  # a reader in between
+            try:
+                assert is_whole(IndexedCorpus(tmp_path / "c"))
+            except DataError as error:
+                assert "c.idx: cannot read: No such file" in str(error) or "was replaced while" in str(error), error
+            if start.n_waiting == 2:
+                break
+            assert all(process.is_alive() for process in writers)
+        start.wait(60)
+        said = [told.get(timeout=60) for _ in writers]
+        refused += sum(words != "" for _, words in said)
+        assert any(words == "" for _, words in said), said
+        assert all(words == "" or "is writing under this name now" in words for _, words in said), said
+        assert is_whole(IndexedCorpus(tmp_path / "c"))
+        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
+    for process in writers:
+        process.join()
+    assert refused, "they never met: this test shows nothing"
 
 
 def holder(path: Path) -> subprocess.Popen[str]:

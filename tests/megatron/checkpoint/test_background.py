@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 from megatron import zero
+from megatron.checkpoint.async_save import AsyncSaver
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
 from megatron.zero.api.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint.faults import before_each, failing, held_back
 from tests.megatron.checkpoint.made import open_quietly
 from tests.megatron.helpers import ROOT, TINY, lines, steps, total_digest, train, train_all, write_corpus
@@ -197,6 +198,59 @@ def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
 
 def test_ranks_complete_together_what_one_of_their_engines_left_under_way(tmp_path: Path) -> None:
     assert run_ranks(dropped_on_ranks, 2, tmp_path) == [["second", "first", "second"]] * 2
+
+
+def failed_beside_a_writer(rank: int, world: int, root: Path) -> None:
+    """Rank 1 fails while rank 0 writes: all advance at once, and only then rank 0 completes its file."""
+    engine, advance = engine_of(world, 2), AsyncSaver._advance
+    full = failing(root, errno.ENOSPC, lambda operation, path: path.endswith("rank1.safetensors"), ["write"])
+    with held_back(root) if rank == 0 else full as go:
+        def completes_its_file(saver: AsyncSaver) -> None:
+            if go is not None:
+                go.set()
+            advance(saver)
+
+        engine.save_checkpoint(root, in_background=True)
+        with mock.patch.object(AsyncSaver, "_advance", completes_its_file):
+            with pytest.raises(StorageError, match="No space left"):
+                for _ in range(500):
+                    step(engine)
+
+
+def test_a_rank_that_fails_is_told_while_another_one_still_writes(tmp_path: Path) -> None:
+    run_ranks(failed_beside_a_writer, 2, tmp_path)
+    assert tag_names(tmp_path) == []
+
+
+def killed(rank: int, world: int, root: Path, victim: int, call: int) -> int:
+    """Two saves, in the second of which the `call`-th change kills rank `victim`; how many changes it made."""
+    engine, calls = engine_of(world, 2), count()
+
+    def die(operation: str, path: str) -> None:
+        if next(calls) == call and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    step(engine)
+    engine.save_checkpoint(root)
+    step(engine)
+    with before_each(root, die):
+        engine.save_checkpoint(root)
+    return next(calls)
+
+
+def test_a_save_of_two_ranks_that_dies_at_any_change_leaves_the_tag_before_it(tmp_path: Path) -> None:
+    newest = []
+    for victim, changes in enumerate(run_ranks(killed, 2, tmp_path / "rehearsal", 0, -1)):
+        for call in sorted({0, changes // 3, 2 * changes // 3, changes - 1}):
+            root = tmp_path / f"{victim}-{call}"
+            with pytest.raises(RankError, match=f"rank {victim} of 2 died"):
+                run_ranks(killed, 2, root, victim, call)
+            for tag in tag_names(root):
+                verify_tag(root, tag)
+            assert "global_step1" in tag_names(root)
+            newest.append(open_quietly(root).tag)
+            assert newest[-1] == tag_names(root)[-1]
+    assert set(newest) == {"global_step1", "global_step2"}, "before and after the commit"
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from megatron.inference.int8 import Int8
+from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train
 from tests.megatron.inference.gpt2s import CLOSE, PROMPTS, greedy, ours, theirs, tokens
@@ -65,6 +67,23 @@ def test_a_folder_of_transformers_fills_our_model_or_theirs(tmp_path: Path) -> N
             torch.testing.assert_close(logits_of_ours, logits, **CLOSE)
             torch.testing.assert_close(filled, logits, **CLOSE)
             assert torch.equal(text, greedy(whole)) and torch.equal(their_text, greedy(whole))
+
+
+def in_given_groups(rank: int, world: int) -> tuple[list[torch.Tensor], str]:
+    given: list[dict[str, Any]] = [{"mpu": groups.build(world)}, {"tensor_parallel": {"tp_group": dist.group.WORLD}}]
+    with pytest.raises(TrainerError) as error:
+        init_inference(ours(), mp_size=1, **given[0])
+    return [init_inference(ours(), **one)(tokens()) for one in given], str(error.value)
+
+
+def test_groups_that_exist_are_used() -> None:
+    expected = ours()(tokens()).detach()
+    for found, said in run_ranks(in_given_groups, 2):
+        for one in found:
+            torch.testing.assert_close(one, expected, **CLOSE)
+        assert "tensor_parallel.tp_size is 1, and the given group has 2 ranks" in said
+    with pytest.raises(TrainerError, match="without get_model_parallel_rank"):
+        init_inference(ours(), mpu=3)
 
 
 # ---- the engine ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.errors import ConfigError, TrainerError
 from megatron.inference import init_inference
 from megatron.inference.api.arguments import FIXED_ARGUMENTS, InferenceArguments, parse_arguments
+from tests.distributed import run_ranks
 from tests.megatron.inference.gpt2s import ours, theirs
 
 
@@ -136,6 +137,24 @@ def test_a_refused_call_changes_no_model(make: Callable[[], Any], given: dict[st
         init_inference(model, dtype="int8")
 
 
+@pytest.mark.parametrize("make", [ours, one_layer])
+def test_a_model_that_is_partly_cast_says_so_and_one_that_is_partly_moved_is_taken(
+        make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: Any) -> None:
+        raise MemoryError
+
+    model = make()
+    for dtype in (None, "bf16"):
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(nn.Module, "to", no_memory)
+            init_inference(model, dtype=dtype)
+        if dtype is None:
+            init_inference(model)
+    for again in (lambda: init_inference(model), lambda: model(torch.ones(1, 4))):
+        with pytest.raises(TrainerError, match="partly cut or cast: load it again"):
+            again()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("hf")
@@ -166,3 +185,12 @@ def test_every_difference_is_named_at_once(folder: str) -> None:
     assert all(f"its {name} is {saved}, and the given model's is {given}; " in said for name, saved, given in (
         ("num_layers", 3, 2), ("hidden_size", 48, 32), ("num_attention_heads", 4, 2), ("intermediate_size", 192, 128),
         ("activation_function", "gelu_new", "relu")))
+
+
+def on_one_rank(rank: int, world: int, folder: str) -> str:
+    return refusal(theirs(seed=9, n_head=4 - 2 * rank), folder)
+
+
+def test_a_model_that_is_another_on_one_rank_is_refused_on_all(folder: str) -> None:
+    for said in run_ranks(on_one_rank, 2, folder):
+        assert "its num_attention_heads is 4, and the given model's is 2" in said

@@ -86,6 +86,23 @@ def a_layer(dtype: torch.dtype) -> nn.Linear:
     return layer
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_layer_in_another_precision_has_the_same_levels(dtype: torch.dtype) -> None:
+    layer = nn.Sequential(a_layer(torch.bfloat16))
+    weight = cast(Int8, layer[0].weight)
+    levels, scale, x = weight.levels, weight.scale, torch.randn(3, 32)
+    layer.to(dtype)
+    assert isinstance(layer[0].weight, Int8) and isinstance(layer[0].weight, nn.Parameter)
+    assert layer[0].weight.dtype == layer[0].weight.scale.dtype == dtype
+    assert torch.equal(layer[0].weight.levels, levels) and torch.equal(layer[0].weight.scale, scale.to(dtype))
+    expected = x.to(dtype).double() @ (levels.double() * scale.double()[:, None]).T + layer[0].bias.double()
+    # sums of 32 products of numbers up to about 4 and 127, a few roundings of each result
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 8.0}[dtype]
+    found = layer(x.to(dtype)).detach()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected.detach(), atol=tolerance, rtol=0)
+
+
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     layer = a_layer(torch.bfloat16)
     with pytest.raises(ConfigError, match="cannot be made float16: its activations are one of float64, float32, bf"):
@@ -197,3 +214,10 @@ def test_a_rank_holds_its_part_and_some_blocks_at_any_moment(tmp_path: Path, tp:
     for held, expected, peak in run_ranks(loaded, tp, tmp_path, dtype):
         assert held == expected
         assert held <= peak < 1.01 * held + 3 * 4 * BLOCK_ELEMENTS, (held, peak)
+
+
+def test_int8_cannot_be_made_wide_again(folder: Path, tmp_path: Path) -> None:
+    assert checkpoint(["convert", str(folder), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0
+    grid = groups.build(1)
+    with pytest.raises(ConfigError, match="holds int8 weights: give --dtype int8"):
+        loading.build_model(loading.open_run_checkpoint(str(tmp_path / "q"), grid), grid, torch.bfloat16, CPU)

@@ -344,14 +344,27 @@ def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_i
 # ---- real ranks --------------------------------------------------------------------------------------------------
 
 
+def training(port: int, iterations: int) -> list[subprocess.Popen[str]]:
+    """A run on two nodes of one rank each."""
+    flags = (f"--preset tiny --mock-data --train-iters {iterations} --log-interval 1 --eval-interval 0 --num-layers 1 "
+             "--hidden-size 16 --num-attention-heads 2").split()
+    return [begin([sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
+                   "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags], cwd=ROOT,
+                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) for node in range(2)]
+
+
+def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(port: int) -> None:
+    """Rank 0 keeps the store in which ranks leave notes for each other, and leaves last."""
+    launchers = training(port, 2)
+    said = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert "iteration        2/       2" in said[0][0] and said[1] == ("", ""), said
+    assert "TCPStore" not in said[0][1]
+
+
 def test_a_lost_node_0_leaves_one_line_and_no_stack_of_torchs(port: int) -> None:
     """It keeps the store, and each connection to it that breaks is a warning of torch's with a stack in C++."""
-    flags = ("--preset tiny --mock-data --train-iters 1000000 --log-interval 1 --eval-interval 0 --num-layers 1 "
-             "--hidden-size 16 --num-attention-heads 2").split()
-    launchers = [begin(
-        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
-         "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=environment()) for node in range(2)]
+    launchers = training(port, 1_000_000)
     assert launchers[0].stdout is not None
     assert any("iteration  " in line for line in launchers[0].stdout)
     launchers[0].kill()

@@ -19,6 +19,7 @@ from tests.covering import pairs
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import LIMIT, alive, begin, environment, wait_until
+from tests.terminal import AtTerminal
 
 PATIENCE = 60.0
 """For a phase to begin: torch is imported until then."""
@@ -192,6 +193,47 @@ def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(tmp_path):
+    """Its progress bar and its lines have nowhere to go any more; that is no failure."""
+    save, marks = tmp_path / "save", tmp_path / "marks"
+    marks.mkdir()
+    launch = ["-m", "megatron.launch", "--nproc-per-node", "2"]
+    program = [str(Path(__file__).with_name("phased.py")), "step", str(marks)]
+    flags = [*TINY, "--mock-data", "--batch-size", "1", "--save", str(save), "--train-iters", LONG, "--log-interval",
+             "1"]
+    command = [sys.executable, *launch, *program, *flags]
+    with AtTerminal(command, environment(TMPDIR=tmp_path), limit=PATIENCE) as program_there:
+        program_there.sees("iteration        3/")
+        program_there.hangs_up()
+        assert program_there.process.wait(LIMIT) == 0
+        pids = [int(path.read_text()) for path in marks.glob("pid*")]
+        assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+    assert checkpoint(["verify", str(save)]) == 0
+
+
+BAR_AND_A_STEP = """
+import os, sys, time
+from megatron.distributed.signals import StopListener
+request = StopListener().listen()
+if os.environ.setdefault("RANK", "0") == "0":
+    print("a progress bar", end="", flush=True)
+while not request:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "1"]], ids=["alone", "launched"])
+def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(launch, tmp_path):
+    """In the place of the progress bar, and of the ^C that the terminal writes behind it."""
+    (tmp_path / "program.py").write_text(BAR_AND_A_STEP)
+    with AtTerminal([sys.executable, *launch, str(tmp_path / "program.py")], environment(), PATIENCE) as program:
+        program.sees("a progress bar")
+        program.presses("C")
+        code, shown = program.ends()
+    assert code == 0 and shown.count("stopping after this step") == 1
+    assert "\r\x1b[Kstopping after this step" in shown, shown
 
 
 # -- programs beside training ---------------------------------------------------------------------------------------

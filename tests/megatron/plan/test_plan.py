@@ -87,6 +87,17 @@ def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are
             assert (stage, place) in cells(text)
 
 
+def test_a_row_that_is_left_out_says_why(printed: Callable[..., str]) -> None:
+    text = printed("--preset", "124M", "--ranks", "2", "--optimizer", "onebit_lamb", "--onebit-freeze-step", "10",
+                   "--train-iters", "100", "--zero-stage", "1")
+    assert list(cells(text)) == [("0", "none"), ("1", "none")]
+    assert [line for line in text.splitlines() if line.startswith("left out")] == [
+        "left out: 1 cpu: --optimizer onebit_lamb and --offload-optimizer-device cpu exclude each other",
+        "left out: 2 none, cpu: --optimizer onebit_lamb needs --zero-stage 0 or 1, not 2",
+        "left out: 3 none, cpu, cpu+params, nvme, nvme+params: "
+        "--optimizer onebit_lamb needs --zero-stage 0 or 1, not 3"]
+
+
 # The table of the ZeRO paper for 7.5 B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB of 1e9 bytes.
 def test_the_published_sums_of_what_lasts_are_in_the_table(printed: Callable[..., str]) -> None:
     found = cells(printed("--num-layers", "36", "--hidden-size", "4096", "--num-attention-heads", "32", "--fp16",

@@ -22,13 +22,17 @@ import torch
 from megatron.errors import ConfigError
 from megatron.inference import load
 from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
+from megatron.model.gpt2 import GPT2
 from megatron.serve import scheduler
 from megatron.serve.admission import AuthPolicy, ServerLimits
 from megatron.serve.app import run_server
 from megatron.serve.cli import bind_listener, main
+from megatron.serve.scheduler import RequestQueue, ServerMetrics, run_leader, run_worker
 from mpu import groups
-from tests.megatron.helpers import ROOT
+from tests.distributed import run_ranks
+from tests.megatron.helpers import ROOT, tiny_model
 from tests.megatron.serve.server import JSON, Server, served
 
 LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}  # the likeliest never ends the document here
@@ -187,6 +191,21 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
     assert isinstance(error, RuntimeError) and str(error) == "planted"
 
 
+@pytest.mark.parametrize("fails_at", ["start", "work"])
+def test_an_interrupted_server_gives_back_its_port_and_its_thread(folder: Path, fails_at: str) -> None:
+    world = groups.build(1)
+    loaded = load.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    with bind_listener("127.0.0.1", 0) as listener, pytest.raises(KeyboardInterrupt):
+        run_server(loaded, world, rows=1, name="x", listener=listener, auth=AuthPolicy("127.0.0.1", None),
+                   limits=ServerLimits(), log=lambda line: None, stop_requested=interrupt,
+                   on_ready=interrupt if fails_at == "start" else lambda: None)  # type: ignore[arg-type, return-value]
+    assert "clients" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) -> None:
     server, read = Served(folder), Decoder.prefill
 
@@ -210,6 +229,33 @@ def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) 
 
 
 # ---- a model that is split over ranks, behind one address ---------------------------------------------------------
+
+
+def idle_plans(rank: int, world: int) -> int:
+    """How many plans a leader without requests broadcasts, or its worker follows, until the leader ends both."""
+    made, plans, broadcast = groups.build(world), 0, scheduler.broadcast_json
+    generator = Generator(Decoder(GPT2(tiny_model(), made.tp), 2), vocabulary=257, eod=None)
+
+    def counted(*arguments: Any) -> object:
+        nonlocal plans
+        plans += 1
+        return broadcast(*arguments)
+
+    with patch.object(scheduler, "HEARTBEAT_SECONDS", 0.1), patch.object(scheduler, "POLL_SECONDS", 0.02), \
+            patch.object(scheduler, "broadcast_json", counted):
+        if rank > 0:
+            run_worker(generator, made.world)
+            return plans
+        began = time.monotonic()
+        assert run_leader(generator, made.world, RequestQueue(2, 9, ServerMetrics()), lambda events: None,
+                          lambda: plans >= 3 or time.monotonic() - began > 30, lambda: None, 5)
+        assert 0.2 <= time.monotonic() - began < 30
+        return plans
+
+
+def test_idle_ranks_follow_a_plan_every_few_seconds() -> None:
+    leader, worker = run_ranks(idle_plans, 2)
+    assert leader == worker >= 4, "the last one ends them"
 
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:

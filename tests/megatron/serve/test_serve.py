@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_beyond_what_may_wait_a_request_is_told_to_come_again(server: Server) ->
     events.close()  # type: ignore[attr-defined]
     server.wait_for("texts_running", 0)
     assert server.ask("/v1/completions", {"prompt": "x", "n": 43, "max_tokens": 2})[0] == 200
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
+    body = json.dumps({**FOREVER, "n": 2, "stream": True, "logprobs": 0}).encode()
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    deaf.connect((server.host, server.port))
+    deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+    server.wait_for("texts_running", 2)
+    began = time.monotonic()
+    assert len(server.complete(prompt="x", max_tokens=50)["choices"]) == 1
+    assert time.monotonic() - began < 20
+    deaf.close()
+    server.wait_for("texts_running", 0)
 
 
 def test_megatrons_clients_get_prompt_and_text(folder: Path, server: Server) -> None:

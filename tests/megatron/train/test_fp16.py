@@ -18,7 +18,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW
 from mpu.groups import build
 from tests.megatron import helpers
-from tests.megatron.helpers import TINY, steps, tiny_model, train
+from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
 
 
 def engine_of(precision: PrecisionConfig) -> ZeroEngine:
@@ -65,6 +65,20 @@ def test_overflows_at_the_smallest_scale_end_the_run_only_when_they_follow_each_
         step(engine, math.inf)
     with pytest.raises(NumericsError, match="cannot shrink"):
         step(engine, math.inf)
+
+
+def test_16_bit_training_follows_fp32(tmp_path: Path) -> None:
+    """Rounding of 2^-9 (bf16) and 2^-12 (fp16) of weights and activations; the loss falls by several units."""
+    common = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 60, "--lr", 5e-3,
+              "--batch-size", 8, "--global-batch-size", 16]
+    train([*common, "--metrics-file", tmp_path / "fp32"])
+    exact = [step["lm_loss"] for step in steps(tmp_path / "fp32")]
+    assert exact[-1] < exact[0] - 2
+    for flags, tolerance in ((["--bf16"], 0.05), (["--fp16", "--initial-loss-scale", "4096"], 0.01)):
+        train([*common, *flags, "--metrics-file", tmp_path / flags[0]])
+        rough = steps(tmp_path / flags[0])
+        assert not any(step["skipped"] for step in rough)
+        assert [step["lm_loss"] for step in rough] == pytest.approx(exact, abs=tolerance)
 
 
 def test_a_skipped_step_is_told_in_the_metrics_and_keeps_the_learning_rate(tmp_path: Path) -> None:

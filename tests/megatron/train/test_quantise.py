@@ -162,3 +162,18 @@ def test_what_cannot_be_rounded_is_one_line_and_said_in_keys_where_it_was_asked_
         "enabled": True, "eigenvalue": {"enabled": True, "layer_name": "bert.encoder.layer"}}}))
     with pytest.raises(ConfigError, match="^quantize_training.eigenvalue.layer_name bert.encoder.layer: the model"):
         train([*FLAGS[:-len(ROUNDED)], "--quantize-offset", 0, "--batch-size", 4, "--deepspeed_config", file])
+
+
+def test_eigenvalues_schedule_the_same_bits_in_two_layouts(tmp_path: Path) -> None:
+    layouts = {"dp": ["--zero-stage", 3, "--stage3-param-persistence-threshold", 0, "--batch-size", 2],
+               "tp": ["--model-parallel-size", 2, "--batch-size", 4]}
+    more = ["--quantize-verbose", "--quantize-eigenvalue", "--eigenvalue-max-iter", 16, "--eigenvalue-verbose",
+            "--quantize-groups", 1, "--train-iters", 5]
+    said = run_ranks(train_all, 2, [cell(tmp_path, name, *more, *flags) for name, flags in layouts.items()])[0]
+    first, other = (re.findall(r"(blocks\.\d) (-?[\d.e+-]+) \(x", text.split("eigenvalues before step 2")[1])[:2]
+                    for text in said)
+    assert [name for name, _ in first] == [name for name, _ in other] == ["blocks.0", "blocks.1"]
+    for (_, mine), (_, theirs) in zip(first, other):
+        assert float(mine) == pytest.approx(float(theirs), rel=0.01), "printed to 4 digits"
+    falls, same = (re.findall("current bit-precision.*", text) for text in said)
+    assert falls == same and len(falls) >= 2

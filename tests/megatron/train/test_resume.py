@@ -17,6 +17,7 @@ from megatron.distributed import exit_codes
 from megatron.distributed.signals import StopListener
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.train.loop import Trainer
+from megatron.train.resume import RunCheckpoints
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, lines, steps, total_digest, train, train_all, write_corpus
 
@@ -95,6 +96,34 @@ def test_a_reason_to_stop_on_any_rank_saves_after_the_step_and_the_rest_is_the_s
     run_ranks(train_all, world, [again])
     assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1),
+                                     (signal.SIGUSR1, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)], ids=str)
+def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come during the step, and again during the save."""
+    save, take_step, saves = RunCheckpoints._save, Trainer.train_step, list[None]()
+
+    def signalled_step(trainer: Trainer, *args: Any) -> Any:
+        if trainer.engine.global_steps == 1:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return take_step(trainer, *args)
+
+    def signalled_save(*args: Any) -> None:
+        for number in set(numbers) - {signal.SIGINT}:
+            os.kill(os.getpid(), number)
+        saves.append(save(*args))
+
+    monkeypatch.setattr(Trainer, "train_step", signalled_step)
+    monkeypatch.setattr(RunCheckpoints, "_save", signalled_save)
+    try:
+        said = train([*TINY, "--mock-data", "--train-iters", STEPS, "--save", tmp_path / "s"])
+    except KeyboardInterrupt:
+        pytest.fail("one Ctrl-C among other signals ended the run")
+    why = "interrupted" if numbers[0] == signal.SIGINT else "preempted"
+    assert f"{why} at step 2" in said and len(saves) == 1 and tag_names(tmp_path / "s") == ["global_step2"]
 
 
 def interrupted_twice(rank: int, world: int, argv: list[object], where: str) -> int:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 from megatron.config.tree import build_config
 from megatron.distributed import exit_codes
-from megatron.errors import NumericsError, StorageError
+from megatron.errors import ConfigError, NumericsError, StorageError
 from megatron.metrics.sinks import TABLES, AppendOnlyFile
 from megatron.metrics.step_metrics import StepMetrics
 from megatron.train.run_log import RunLog
@@ -41,10 +42,15 @@ class Run:
             print(json.dumps(what), file=file)
     def update(self, settings, allow_val_change): self.say("config", settings)
     def define_metric(self, name, step_metric): self.say("axis", step_metric)
-    def log(self, values): self.say("log", values)
+    def log(self, values):
+        if os.environ.get("WANDB_LASTS") == str(values["iteration"]):
+            raise errors.Error("the service\\nhas gone")
+        self.say("log", values)
     def finish(self, exit_code): self.say("finish", exit_code)
 
 def init(**given):
+    if os.environ.get("WANDB_REFUSES"):
+        raise errors.Error("api_key not configured (no-tty).\\n call wandb.login()")
     return Run(given)
 """
 """What is used of the package, writing down how."""
@@ -110,9 +116,9 @@ def test_a_row_is_there_when_its_step_is_over_and_a_table_of_something_else_is_l
     assert (tmp_path / "steps.csv").read_text() == "step,price\n1,2\n"
 
 
-def test_a_row_that_a_kill_has_cut_is_taken_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["steps.csv", "evaluations.csv"])
+def test_a_row_that_a_kill_has_cut_is_taken_away(name: str, tmp_path: Path) -> None:
     """Of any length: what is left of it would be a row of wrong numbers, alone or glued to the next."""
-    name = "evaluations.csv"
     tables(tmp_path, 1, 2)
     whole = (tmp_path / name).read_bytes()
     head, first, second = whole.splitlines(keepends=True)
@@ -171,6 +177,31 @@ def test_a_run_that_fails_does_not_pass_for_a_finished_one(wandb: Path) -> None:
     assert told(wandb)[-1] == ("finish", 1)
 
 
+def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(
+        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_LASTS", "2")
+    train([*TINY, "--mock-data", "--train-iters", 4, "--wandb-project", "gpt", "--metrics-file", tmp_path / "m"])
+    assert len(records(tmp_path / "m")) == 4
+    assert [value["iteration"] for kind, value in told(wandb) if kind == "log"] == [1]
+    assert [line for line in capsys.readouterr().err.splitlines() if "wandb" in line] == [
+        "warning: wandb takes no more scalars (Error: the service has gone); training goes on without it"]
+
+
+def test_a_sink_that_cannot_be_opened_leaves_no_other_one_open(
+        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Seen while the errors are kept, whose tracebacks keep what was made until then."""
+    monkeypatch.setenv("WANDB_REFUSES", "1")
+    values = {"metrics_file": str(tmp_path / "m"), "csv_dir": str(tmp_path / "tables")}
+    with pytest.raises(ConfigError, match=r"^--wandb-project p: wandb cannot start: api_key .* call wandb.login") as one:
+        log_of(**values, wandb_project="p")
+    (tmp_path / "tables" / "evaluations.csv").write_text("name,salary\n")
+    with pytest.raises(StorageError) as other:
+        log_of(**values)
+    (tmp_path / "tables" / "evaluations.csv").unlink()
+    log_of(**values).close()
+    assert one.value and other.value and "warning" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("flags", [["--wandb-project", "gpt"], ["--deepspeed_config", "ds.json"]])
 def test_without_the_package_a_run_ends_before_torch_is_imported(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
@@ -206,6 +237,24 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_lack_of_memory_is_
         else:
             assert failure.code == 7
             assert failure.text.startswith(f"--metrics-file {tmp_path / 'm'} cannot be written: {os.strerror(number)}")
+
+
+def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    log = log_of(tensorboard_dir=str(tmp_path / "board"))
+    monkeypatch.setattr(LocalFileSystem, "append", failing(errno.EIO))
+    with pytest.raises(StorageError, match=f"^--tensorboard-dir {tmp_path}/board cannot be written: Input/output error"):
+        log.evaluation("validation", 1, 2.0)
+        log.close()
+    assert capfd.readouterr().err == "", "the thread that writes has no traceback"
+
+
+def test_another_error_is_not_hidden_by_a_file_that_cannot_be_closed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NumericsError, match="^first$"):
+        with log_of(metrics_file=str(tmp_path / "m")):
+            monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+            raise NumericsError("first")
 
 
 def test_what_a_kill_has_cut_does_not_join_the_next_line(tmp_path: Path) -> None:

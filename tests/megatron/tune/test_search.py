@@ -104,6 +104,17 @@ def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
     assert option == "nothing is left to try" and len(trials) > 16 and fastest_choice(trials) is None
 
 
+def test_it_ends_at_the_number_of_trials_and_a_round_after_some_that_were_no_faster() -> None:
+    options, trials = options_of(), dict[TuningChoice, TrialResult]()
+    tuning = AutotuningConfig(autotuning_tuner_num_trials=6, autotuning_tuner_early_stopping=3)
+    families = list[TuningChoice]()
+    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+        trials[option.choice] = TrialResult("done", 1.0)
+        families.append(option.family)
+    assert option == "--autotuning-tuner-num-trials is 6"
+    assert families == [*families[:4], *families[:2]], "the first and three that were no faster, then half of these"
+
+
 # ---- what can be tried --------------------------------------------------------------------------------------------
 
 

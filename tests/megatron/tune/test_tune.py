@@ -262,6 +262,17 @@ def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
     assert tuner.outcomes()[0]["outcome"]["state"] == "done"
 
 
+def test_an_interrupted_search_says_that_it_can_go_on(tuner: Tuner, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> TrialResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrialRunner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.search()
+    assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
+
+
 def test_two_searches_do_not_share_their_results(tuner: Tuner) -> None:
     tuner.results.mkdir()
     with hold_writer_lock(tuner.results / TRIALS_FILE):
