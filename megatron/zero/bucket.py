@@ -91,6 +91,8 @@ class FlatBucket(ParamOwner):
         engine_storage, by_name = config.engine_storage, dict(members)
         self.storage = (engine_storage.storage_for_masters(self.layout.shard_numel) if self.trainable
                         else engine_storage.optimizer)
+        # the device on which the optimizer step computes
+        self.update_device = HOST if self.storage.update_location is Location.HOST else self.device
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
         self._copy_streams = engine_storage.copy_streams
@@ -112,11 +114,6 @@ class FlatBucket(ParamOwner):
         self._take_over_params(engine_storage)
         self.write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
-    @property
-    def update_device(self) -> torch.device:
-        """The device on which the optimizer step computes."""
-        return HOST if self.storage.update_location is Location.HOST else self.device
-
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Become a bucket of a larger model, with new names. Call it before the first collective."""
         self.name, self.log = name, log
@@ -127,10 +124,6 @@ class FlatBucket(ParamOwner):
     def empty_param(self) -> Tensor:
         """An empty tensor with the dtype and device of the parameters: the data of a sharded parameter."""
         return self.gathered_params.new_empty(0)
-
-    @property
-    def has_separate_masters(self) -> bool:
-        return self.master_state is not self.param_shard
 
     @property
     def device_param_shard(self) -> Tensor:
@@ -149,11 +142,11 @@ class FlatBucket(ParamOwner):
             self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)
         else:
             self.param_shard = DeviceShard(self.gathered_params[self._shard_slice])
-        masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
+        self.has_separate_masters = (self.trainable or self._dtypes.frozen_have_masters) and (
             param_dtype != self._dtypes.master or self._dtypes.masters_are_separate
             or self.storage.location is not Location.DEVICE or not self.param_shard.is_on_device)
         self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
-                                          if masters_are_separate else self.param_shard)
+                                          if self.has_separate_masters else self.param_shard)
         sources = init_sources(self.parameters)
         if sources is not None:
             self._init_from_sources(sources)

@@ -140,7 +140,7 @@ def test_an_error_of_the_engine_may_be_caught_but_an_exit_may_not():
                              (SystemExit(3), False), (SystemExit("why"), False), (KeyboardInterrupt(), False)):
         mine = RankStatus()
         mine.mark_running()
-        with pytest.raises(type(error)), mine:
+        with pytest.raises(type(error)), mine.in_activity("training"):
             mine.set_phase("forward")
             raise error
         assert mine.snapshot.is_mid_operation == is_inside
