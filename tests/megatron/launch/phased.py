@@ -34,16 +34,16 @@ def mark(name: str) -> None:
         path.with_suffix(".tmp").rename(path)
 
 
-def slow(owner: Any, name: str, seconds: float, marks: bool = True) -> None:
-    """Each call of this function takes longer, and the first is marked."""
+def slow(owner: Any, name: str, seconds: float, when: Callable[..., bool] = lambda *args, **more: True) -> None:
+    """Each call of this function `when` that is true takes longer, and the first is marked."""
     before: Callable[..., Any] = getattr(owner, name)
 
     def slowed(*args: Any, **more: Any) -> Any:
-        if marks:
+        if when(*args, **more):
             mark(PHASE)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:  # in Python: time.sleep would do as well
-            time.sleep(0.01)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:  # in Python: time.sleep would do as well
+                time.sleep(0.01)
         return before(*args, **more)
 
     setattr(owner, name, slowed)
@@ -61,7 +61,7 @@ elif PHASE == "index":
 elif PHASE in ("save", "background"):
     slow(os, "fsync", 0.1)
 else:
-    from megatron.train import evaluation, loop
-    slow(loop if PHASE == "step" else evaluation, "forward_loss", 0.05)
+    from megatron.zero.api.engine import Engine
+    slow(Engine, "__call__", 0.05, lambda engine, *args, **more: engine.training == (PHASE == "step"))
 
 sys.exit(pretrain_gpt2.program())
