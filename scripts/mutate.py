@@ -1,12 +1,13 @@
 """Measure the share of small faults that the tests detect: draw mutants of the product, run the tests that call them.
 
-    python scripts/mutate.py record --output runs/calls.json        # once per commit: which test calls which function
-    python scripts/mutate.py run --calls runs/calls.json --count 300 --seed 1 --output runs/mutants.jsonl
+    python scripts/mutate.py record --output runs/calls.jsonl       # once per commit: which test calls which function
+    python scripts/mutate.py run --calls runs/calls.jsonl --count 300 --seed 1 --output runs/mutants.jsonl
 
 A mutant is one change of one function: another comparison or operator, a negated condition, a constant plus one, a
 call, an assignment or a `raise` left out, a result replaced by None. It is killed if a test file that calls the
 function fails or takes far too long; these files run from the quickest on, for at most `--seconds` in all. `record`
-runs each test file by itself and leaves out those that fail. Both work on the last commit, in their own worktrees.
+runs each test file by itself and leaves out those that fail. Both work on the last commit, in their own worktrees, and
+go on where an earlier call stopped that wrote to the same file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 PACKAGES = ("mpu", "megatron/zero", "megatron/checkpoint", "megatron/optim", "data")
 EXCHANGED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", " is not ": " is ", " is ": " is not ",
@@ -164,13 +166,18 @@ def run_test(tree: Path, test: str, timeout: float, **variables: str) -> tuple[b
     return code == 0, time.monotonic() - started
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def record(output: Path, workers: int) -> None:
-    """Write {"seconds": {test file: seconds}, "calls": {function: [test files]}}."""
-    tests = subprocess.run(["git", "ls-files", "tests/**/test_*.py", "tests/test_*.py"], check=True, text=True,
-                           capture_output=True).stdout.split()
-    seconds: dict[str, float] = {}
-    calls: dict[str, list[str]] = {}
-    with worktrees(workers) as trees, tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+    """Write a line for each test file: {"test", "seconds", "calls": functions, null if the test fails}."""
+    done = {line["test"] for line in read_lines(output)}
+    tests = [test for test in subprocess.run(
+        ["git", "ls-files", "tests/**/test_*.py", "tests/test_*.py"], check=True, text=True,
+        capture_output=True).stdout.split() if test not in done]
+    with worktrees(workers) as trees, tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool, \
+            output.open("a") as lines:
         Path(folder, "sitecustomize.py").write_text(RECORDER)
         free = SimpleQueue[Path]()
         for tree in trees:
@@ -182,13 +189,11 @@ def record(output: Path, workers: int) -> None:
                                     MUTATE_CALLS=str(names))
             free.put(tree)
             print(f"{test}: {took:.1f} s{'' if passed else ', left out: it fails'}", flush=True)
-            if passed and names.exists():
-                seconds[test] = took
-                for function in set(names.read_text(errors="replace").splitlines()):
-                    calls.setdefault(function, []).append(test)
+            calls = sorted(set(names.read_text(errors="replace").splitlines())) if names.exists() else []
+            lines.write(json.dumps({"test": test, "seconds": took, "calls": calls if passed else None}) + "\n")
+            lines.flush()
 
         list(pool.map(one, tests))
-    output.write_text(json.dumps({"seconds": seconds, "calls": calls}))
 
 
 def draw(root: Path, packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
@@ -198,18 +203,15 @@ def draw(root: Path, packages: Sequence[str], count: int, seed: int) -> list[Mut
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-def judge(tree: Path, mutant: Mutant, recorded: dict[str, dict[str, object]], limit: float) -> str:
-    """The test file that kills the mutant, or an empty string."""
-    path, seconds = tree / mutant.path, recorded["seconds"]
+def judge(tree: Path, mutant: Mutant, callers: Sequence[tuple[float, str]], limit: float) -> str:
+    """The test file that kills the mutant, or an empty string. `callers` are (seconds, test file)."""
+    path = tree / mutant.path
     source = path.read_bytes()
-    callers = recorded["calls"].get(f"{mutant.path}:{mutant.function}", [])
-    tests = sorted(callers, key=seconds.__getitem__)  # type: ignore[call-overload]
     try:
         path.write_bytes(source[:mutant.start] + mutant.after.encode() + source[mutant.end:])
-        for test in tests:
-            expected: float = seconds[test]  # type: ignore[assignment]
+        for expected, test in sorted(callers):
             if not run_test(tree, test, 3 * expected + 60)[0]:
-                return str(test)
+                return test
             limit -= expected
             if limit < 0:
                 break
@@ -219,9 +221,13 @@ def judge(tree: Path, mutant: Mutant, recorded: dict[str, dict[str, object]], li
 
 
 def run(calls: Path, output: Path, packages: Sequence[str], count: int, seed: int, limit: float, workers: int) -> None:
-    recorded = json.loads(calls.read_text())
-    killed = 0
-    with worktrees(workers) as trees, ThreadPoolExecutor(workers) as pool, output.open("w") as lines:
+    callers: dict[str, list[tuple[float, str]]] = {}
+    for line in read_lines(calls):
+        for function in line["calls"] or ():
+            callers.setdefault(function, []).append((line["seconds"], line["test"]))
+    before = read_lines(output)
+    killed = sum(bool(line["killed_by"]) for line in before)
+    with worktrees(workers) as trees, ThreadPoolExecutor(workers) as pool, output.open("a") as lines:
         free = SimpleQueue[Path]()
         for tree in trees:
             free.put(tree)
@@ -229,11 +235,12 @@ def run(calls: Path, output: Path, packages: Sequence[str], count: int, seed: in
         def one(mutant: Mutant) -> tuple[Mutant, str]:
             tree = free.get()
             try:
-                return mutant, judge(tree, mutant, recorded, limit)
+                return mutant, judge(tree, mutant, callers.get(f"{mutant.path}:{mutant.function}", []), limit)
             finally:
                 free.put(tree)
 
-        for number, (mutant, killer) in enumerate(pool.map(one, draw(trees[0], packages, count, seed)), 1):
+        left = draw(trees[0], packages, count, seed)[len(before):]
+        for number, (mutant, killer) in enumerate(pool.map(one, left), len(before) + 1):
             killed += bool(killer)
             lines.write(json.dumps(asdict(mutant) | {"killed_by": killer}) + "\n")
             lines.flush()

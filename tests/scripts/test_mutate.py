@@ -26,11 +26,15 @@ def test_of_two_mutants_one_is_killed_and_one_survives(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    mutate("record", "--output", "calls.json")
-    calls = json.loads((repository / "calls.json").read_text())["calls"]
-    assert calls["product/add.py:add"] == ["tests/test_add.py"]
-    said = mutate("run", "--calls", "calls.json", "--packages", "product", "--output", "mutants.jsonl")
-    found = {line["after"]: line["killed_by"]
-             for line in map(json.loads, (repository / "mutants.jsonl").read_text().splitlines())}
+    mutate("record", "--output", "calls.jsonl")
+    recorded = json.loads((repository / "calls.jsonl").read_text())
+    assert recorded["test"] == "tests/test_add.py" and "product/add.py:add" in recorded["calls"]
+    assert mutate("record", "--output", "calls.jsonl") == "", "all is recorded"
+    said = mutate("run", "--calls", "calls.jsonl", "--packages", "product", "--output", "mutants.jsonl")
+    lines = (repository / "mutants.jsonl").read_text().splitlines(keepends=True)
+    found = {line["after"]: line["killed_by"] for line in map(json.loads, lines)}
     assert found == {"return None": "tests/test_add.py", " - ": ""}
+    (repository / "mutants.jsonl").write_text(lines[0])  # an earlier call stopped after the first
+    mutate("run", "--calls", "calls.jsonl", "--packages", "product", "--output", "mutants.jsonl")
+    assert (repository / "mutants.jsonl").read_text().splitlines(keepends=True) == lines
     assert "1 of 2 killed" in said and "'return a + b' -> 'return None': tests/test_add.py" in said
