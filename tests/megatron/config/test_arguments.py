@@ -78,7 +78,7 @@ def test_presets_have_the_published_sizes() -> None:
 BAD = [
     (["--num-layer", "3"], "did you mean --num-layers"),
     (["--num-layers", "0"], "--num-layers is 0"),
-    (["--lr", "nan"], "--lr is nan"),
+    (["--lr", "nan"], "--lr is nan"), (["--lr", "inf"], "--lr is inf"),
     (["--min-lr", "1"], "--min-lr 1 is above --lr"),
     (["--hidden-size", "100", "--num-attention-heads", "16"], "100 is not divisible by --num-attention-heads 16"),
     (["--model-parallel-size", "3"], "--num-attention-heads 16 is not divisible by --model-parallel-size 3"),

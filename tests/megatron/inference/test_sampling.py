@@ -20,7 +20,7 @@ from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPE
                             Tokenizer)
 from megatron.errors import ConfigError
 from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, candidate_probabilities,
-                                           sample_tokens)
+                                           gumbel_noise, sample_tokens)
 from megatron.inference.request import Request, Sampling
 from tests.megatron.counting import Launches
 
@@ -45,6 +45,19 @@ def drawn(settings: Sampling, stream: str, count: int) -> torch.Tensor:
 def keys(stream: str, count: int) -> torch.Tensor:
     numbers = random.Random(stream)
     return torch.tensor([numbers.getrandbits(64) - (1 << 63) for _ in range(count)])
+
+
+def splitmix64(number: int) -> int:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number ^ number >> shift) * factor % 2**64
+    return number ^ number >> 31
+
+
+def test_noise_is_that_of_splitmix64() -> None:
+    numbers, tokens = keys("noise", 50), torch.arange(1, 51)
+    for key, token, noise in zip(*map(torch.Tensor.tolist, (numbers, tokens, gumbel_noise(numbers, tokens)))):
+        uniform = ((splitmix64((token * 0x9E3779B97F4A7C15 + key) % 2**64) >> 11) + 0.5) / 2**53
+        assert math.isclose(noise, -math.log(-math.log(uniform)), rel_tol=1e-12)
 
 
 def slowly(settings: Sampling, seen: set[int]) -> list[float]:
