@@ -62,6 +62,19 @@ def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, cap
     assert engine.applied_steps == STRICT_FIRST_STEPS + 1 and not torch.equal(before[0], weights(engine)[0])
 
 
+def test_an_accelerator_counts_the_steps_for_the_bias_correction_like_the_host() -> None:
+    found = []
+    for is_accelerator in (False, True):
+        with accelerator_side(is_accelerator):
+            engine = made()
+            for factor in (*STRICT_FIRST_STEPS * [1.0], torch.inf, 1.0, 1.0):
+                step(engine, factor)
+            engine.finish_step()
+            assert engine.core.is_deferred == is_accelerator
+            found.append(weights(engine))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
 def test_so_many_in_a_row_end_the_run(side: str) -> None:
     engine = made()
     for factor in [*STRICT_FIRST_STEPS * [1.0], *2 * [*MAX_SKIPS_IN_A_ROW * [torch.inf], 1.0],
