@@ -162,12 +162,13 @@ class Trainer:
         """One optimizer step: forward and backward of each micro-batch, then the update. The loss sum and the stop
         requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, batch in enumerate(batches, 1):
+        for batch in batches:
+            # The fused loss computes its gradients in the forward, and needs the scale of the backward there. The loss
+            # itself is not scaled.
             loss = self.engine(*batch.to(self.device), grad_scale=self.engine.backward_scale)
             self.engine.backward(loss)
             loss_sum += loss.detach()
-            is_last = number == len(batches)
-            report = self.engine.step(extra_scalars=[loss_sum, *self._requests_of_rank()] if is_last else ())
+            report = self.engine.step(extra_scalars=[loss_sum, *self._requests_of_rank()])  # sent with the last batch
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
         return report
 

@@ -2,7 +2,8 @@
 
     gathered_params  all parameters in the working precision; each `parameter.data` is a view of it
     param_shard      this rank's shard of them: a view, or the only permanent copy if parameters are sharded
-    master_state     fp32 masters and optimizer states of the shard; `param_shard` itself if masters are not needed
+    master_state     fp32 masters and optimizer states of the shard; the same object as `param_shard` if parameters are
+                     fp32 on the device of the update
     grads            the gradients (gradients.py); frozen parameters have none
     shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
                      always has one rank
@@ -248,17 +249,14 @@ class FlatBucket(ParamOwner):
         self._set_shard_state(ShardState.GATHERING)
         self._gather_entry = self.log.record_collective(self.name)
         if self.secondary_shard is not None:
-            # [numel] <- [numel / size of the secondary group] of each of its ranks
-            part, self.secondary_shard = self.secondary_shard, None
-            self._pending_gather = all_gather_into(self.gathered_params, part, self.secondary_shard_group,
-                                                   self._comm.allgather_bucket_size)
-            return
-        # [numel] <- [shard_numel] of each rank; an offloaded shard was copied to its place in the output
-        own = self.device_param_shard if self.param_shard.is_on_device else self.gathered_params[self._shard_slice]
+            own, group, self.secondary_shard = self.secondary_shard, self.secondary_shard_group, None
+        else:  # an offloaded shard was copied to its place in the output
+            own = self.device_param_shard if self.param_shard.is_on_device else self.gathered_params[self._shard_slice]
+            group = self.shard_group
         with nullcontext() if self._copy_streams is None \
                 or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
-            self._pending_gather = all_gather_into(self.gathered_params, own, self.shard_group,
-                                                   self._comm.allgather_bucket_size)
+            # [numel] <- [numel / size] of each rank of the group
+            self._pending_gather = all_gather_into(self.gathered_params, own, group, self._comm.allgather_bucket_size)
         if not self._comm.overlap_comm:
             self.wait_for_param_gather()
 
@@ -334,8 +332,9 @@ class FlatBucket(ParamOwner):
     def check_params_in_buffer(self) -> None:
         """Raise ConfigError if a gathered parameter is no longer a view of the engine's buffer. (A sharded one is a
         placeholder, which refuses new data.)"""
-        for slot, parameter in zip(self.layout.slots,
-                                   self.parameters) if self.is_unsharded and not self.params_are_placeholders else ():
+        if not self.is_unsharded or self.params_are_placeholders:
+            return
+        for slot, parameter in zip(self.layout.slots, self.parameters):
             if not self._is_in_buffer(parameter, slot):
                 raise ConfigError(
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "

@@ -11,8 +11,9 @@ data parallel ranks):
     clip     nothing: unscaling, averaging and clipping are one factor, which the update applies
     update   nothing, for elementwise rules: each rank updates the fp32 masters of its shard (update.py)
     cast     nothing: the update also writes the shard in working precision
-    gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated; at
-             stage 3 the next forward does it, but for the small parameters that stay gathered
+    gather   one all-gather of parameters a bucket (P/N from each rank), started as soon as the bucket is updated (an
+             accelerator updates all at once), which overlaps the next forward; at stage 3 that forward does it, but
+             for the small parameters that stay gathered
 
 A *deferred* step takes the result of the norm on the device (step_result.py), and the host reads it later:
 `read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an

@@ -6,8 +6,8 @@ computes them writes into the slot (`MainGradWriter`). A CPU copies each when it
 with one kernel. `start_reduction` launches the reduce-scatter or all-reduce, `wait_for_reduction` waits for it.
 
 Where gradients are sharded the shard accumulates over micro-batches, and the full buffer goes back to the pool;
-otherwise the full buffer accumulates until the boundary. Where the host updates, the shard is offloaded as soon as
-it is reduced. Until then `parameter.grad` is a view of the buffer if dtypes are equal, and user changes to it count.
+otherwise the full buffer accumulates until the boundary, and `parameter.grad` is a view of it if dtypes are equal: user
+changes to it count. Where the host updates, the shard is offloaded as soon as it is reduced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -44,6 +45,13 @@ class GradState(Enum):
     REDUCED_IN_BUFFER = "the same, in the full buffer, which is to be kept until the step"
 
 
+class PendingReduction(NamedTuple):
+    work: CollectiveWork
+    output: Tensor  # this rank's part of the sum, [shard_numel]
+    output_is_in_buffer: bool  # a view of the full buffer; otherwise a tensor of its own
+    number: int  # in the collective log
+
+
 class FlatGradients:
     """The full buffer and the reduced shard of one bucket's gradients."""
 
@@ -56,13 +64,13 @@ class FlatGradients:
         self._shard_group, self._replica_group = shard_group, replica_group
         self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
-        self._reduce_dtype = dtypes.reduction
         self._buffer_pool, self._log, self.offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
-        self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
-        self.is_complete = False  # all of them
+        # Parameters whose gradient came from autograd in this backward. Gradients that an operation wrote in place do
+        # not count, since autograd does not report them: their bucket is complete at the end of the backward.
+        self._arrived_in_backward: set[int] = set()
         self.params_with_grad: set[int] = set()  # parameters with a gradient since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
         self.state = GradState.UNREDUCED
@@ -70,11 +78,10 @@ class FlatGradients:
         self.has_all_step_grads = False
         # Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py).
         self.skip_reduction = False
-        # `sum_multiplier` is applied to the reduced sum.
+        # Full gradients are divided by the first before the reduction, and the sum is multiplied by the second.
         self.predivide_factor, self.sum_multiplier = comm.gradient_predivide_factor, 1.0
         self._reservations: dict[int, ReferenceType[WgradReservation]] = {}  # slots that a forward has written to
-        self._pending_reduction: CollectiveWork | None = None
-        self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]
+        self._pending_reduction: PendingReduction | None = None
         self.grad_hooks: list[RemovableHandle] = []  # the hooks, one per parameter, that call `accept_grad`
         self._full_buffer: FlatBuffer | None = None
         self._full_dtype = dtypes.grads  # dtype of the full buffer
@@ -86,16 +93,21 @@ class FlatGradients:
 
     # ---- from autograd ------------------------------------------------------------------------------------------
 
+    @property
+    def is_complete(self) -> bool:
+        """All gradients of this backward have arrived."""
+        return len(self._arrived_in_backward) == len(self.parameters)
+
     def accept_grad(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
         self.mark_grad_received(index)
         self._arrived_in_backward.add(index)
-        self.is_complete = len(self._arrived_in_backward) == len(self.parameters)
+        is_complete = self.is_complete
         if self._copies_each_grad:
             self._copy_grads_into_buffer([index])
-        elif self.is_complete:
+        elif is_complete:
             self._copy_grads_into_buffer(self._arrived_in_backward)
-        return self.is_complete
+        return is_complete
 
     def mark_grad_received(self, index: int, *, in_place: bool = False) -> None:
         """Record that the parameter got a gradient, with `in_place` as the content of its slot. Raises ConfigError if
@@ -125,7 +137,7 @@ class FlatGradients:
         for index in indices:
             parameter = self.parameters[index]
             grad = parameter.grad
-            if grad is None:  # already written in place by a MainGradWriter
+            if grad is None:  # already in the buffer
                 continue
             self._evict_reservations(index)
             if grad.is_sparse:  # nn.Embedding(sparse=True)
@@ -143,6 +155,11 @@ class FlatGradients:
             torch._foreach_copy_(*fresh)
         if more[0]:
             torch._foreach_add_(*more)
+
+    def _copy_remaining_grads(self) -> None:
+        """Where the gradients of a bucket are copied at once: those of a bucket that this backward did not complete."""
+        if not self._copies_each_grad and not self.is_complete:
+            self._copy_grads_into_buffer(self._arrived_in_backward)
 
     def _set_grad_view(self, index: int) -> None:
         self.parameters[index].grad = self._get_full_buffer().views[index]
@@ -212,11 +229,8 @@ class FlatGradients:
     def start_reduction(self) -> None:
         """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
-        has_remaining = bool(self._arrived_in_backward) and not self._copies_each_grad and not self.is_complete
-        if has_remaining:
-            self._copy_grads_into_buffer(self._arrived_in_backward)
-        # The reduction overwrites this rank's gradients in the buffer, of which `parameter.grad` may be a view.
-        if self._slots_with_grad_view or has_remaining:
+        self._copy_remaining_grads()
+        if self._slots_with_grad_view:  # the reduction overwrites the gradients that they are views of
             self._clear_param_grads()
         self.state = GradState.REDUCING
         self._evict_reservations(*self._reservations)
@@ -227,43 +241,44 @@ class FlatGradients:
         if self.skip_reduction:
             self._shard = grads
             return
-        if self._comm.gradient_predivide_factor != 1:
-            grads.mul_(1 / self._comm.gradient_predivide_factor)
+        if self.predivide_factor != 1:
+            grads.mul_(1 / self.predivide_factor)
         if self.offloader is not None and self._shard is not None:
             self.offloader.prefetch_sums()
-        self._reduction_number = self._log.record_reduction(self.name)
+        number = self._log.record_reduction(self.name)
+        # The sum goes to this rank's part of the buffer. It gets its own tensor if the dtypes differ, and if it becomes
+        # the shard of the next micro-batches: the buffer is free then.
+        becomes_shard = self._accumulates_shard and self._shard is None and self.offloader is None
+        is_in_buffer = self._dtypes.grad_shard == grads.dtype and (self._shard_group.is_solo or not becomes_shard)
         output = grads[self._shard_slice]
-        # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
-        keeps_output = self._accumulates_shard and self._shard is None and self.offloader is None
-        if (keeps_output and self._shard_group.size > 1) or self._dtypes.grad_shard != grads.dtype:
+        if not is_in_buffer:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         sent, bucket_size = grads.to(self._dtypes.communication or grads.dtype), self._comm.reduce_bucket_size
         # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
-        if self._shard_group.size > 1 and self._comm.reduce_scatter:
-            pending = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._reduce_dtype)
+        if not self._shard_group.is_solo and self._comm.reduce_scatter:
+            work = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._dtypes.reduction)
         else:
-            group = self._replica_group if self._shard_group.size == 1 else self._shard_group
-            pending = all_reduce_into(sent, group, "sum", bucket_size, self._reduce_dtype)
-            own = sent[self._shard_slice]
-            if own.data_ptr() != output.data_ptr():
-                pending = CollectiveWork([pending], partial(output.copy_, own))
-        self._reduction_output, self._pending_reduction = output, pending
+            group = self._replica_group if self._shard_group.is_solo else self._shard_group
+            work = all_reduce_into(sent, group, "sum", bucket_size, self._dtypes.reduction)
+            if sent is not grads or not is_in_buffer:
+                work = CollectiveWork([work], partial(output.copy_, sent[self._shard_slice]))
+        self._pending_reduction = PendingReduction(work, output, is_in_buffer, number)
         if not self._comm.overlap_comm:
             self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduction, if one is running, and put its result into `shard`."""
-        if self._pending_reduction is None or self._reduction_output is None:
+        if self._pending_reduction is None:
             return
-        self._log.awaited_reduction = self._reduction_number, self.name
-        self._pending_reduction.wait()
+        work, reduced, is_in_buffer, number = self._pending_reduction
+        self._log.awaited_reduction = number, self.name
+        work.wait()
         self._log.awaited_reduction = NO_REDUCTION
-        # Dropping the work here frees its communication buffers before more memory is allocated.
-        reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
+        # Dropping the work frees its communication buffers before more memory is allocated.
+        self._pending_reduction = None
+        del work
         if self.sum_multiplier != 1.0:
             reduced.mul_(self.sum_multiplier)
-        is_in_buffer = self._full_buffer is not None and \
-            reduced.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
         if self.offloader is not None:
             copy = self.offloader.offload(reduced)
             self._return_buffer(copy if is_in_buffer else None)
@@ -339,8 +354,7 @@ class FlatGradients:
         self.state = GradState.UNREDUCED
 
     def end_backward(self, ends_step: bool) -> None:
-        if not self._copies_each_grad and not self.is_complete:  # this backward did not reach all parameters
-            self._copy_grads_into_buffer(self._arrived_in_backward)
+        self._copy_remaining_grads()
         self.wait_for_reduction()
         if self.state is GradState.REDUCING:  # an accumulated or offloaded sum has released the full buffer
             self.state = GradState.REDUCED if self._full_buffer is None else GradState.REDUCED_IN_BUFFER
@@ -350,14 +364,13 @@ class FlatGradients:
             for index in self.filled_slots - self._slots_with_grad_view:
                 self._set_grad_view(index)  # gradients that an operation wrote in place
         self._arrived_in_backward.clear()
-        self.is_complete = False
         self.has_all_step_grads = ends_step and self.state is not GradState.UNREDUCED
 
     def discard(self) -> None:
         """Drop all gradients, also those whose reduction is running."""
         if self._pending_reduction is not None:
-            self._pending_reduction.wait()
-            self._pending_reduction = self._reduction_output = None
+            self._pending_reduction.work.wait()
+            self._pending_reduction = None
         if self.offloader is not None:
             self.offloader.cancel_prefetch()
         self._clear_param_grads()
@@ -365,7 +378,7 @@ class FlatGradients:
         for marks in (self._arrived_in_backward, self.params_with_grad, self.filled_slots):
             marks.clear()
         self._return_buffer()
-        self._shard, self.state, self.is_complete, self.has_all_step_grads = None, GradState.UNREDUCED, False, False
+        self._shard, self.state, self.has_all_step_grads = None, GradState.UNREDUCED, False
 
 
 class MainGradWriter:

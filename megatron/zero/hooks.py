@@ -193,7 +193,9 @@ def register_unit_hooks(units: Sequence[Unit], coordinator: PassCoordinator) -> 
             EngineHook(partial(_before_forward, coordinator, unit)), with_kwargs=True, prepend=True))
         handles.append(unit.module.register_forward_hook(EngineHook(partial(_after_forward, coordinator, unit))))
         for bucket in unit.buckets:
-            for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
+            if not bucket.trainable:
+                continue
+            for index, parameter in enumerate(bucket.parameters):
                 ready = partial(_param_grad_ready, ref(coordinator), ref(unit), ref(bucket), index)
                 is_trained = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook needs it; a user may freeze and unfreeze parameters later

@@ -42,9 +42,9 @@ class UnitPhase(Enum):
 
 
 class UnitState(Enum):
-    """What this pass does with a unit. Where parameters are not sharded its buckets have nothing to gather."""
+    """What this pass does with a unit. Whether its buckets are sharded is their `shard_state`."""
 
-    SHARDED = "no pass uses it: the next use gathers it"
+    UNUSED = "no pass uses it: the next use gathers it, where parameters are sharded"
     IDLE = "gathered but not in use: prefetched, or it stays gathered between its forward and its backward"
     IN_FORWARD = "from `before_forward` to `after_forward`"
     IN_BACKWARD = "from `before_backward` until it is finished"
@@ -88,7 +88,7 @@ class PassCoordinator:
                  params_are_sharded: bool, max_live: int, kept_for_backward: set[Unit], prefetches: bool,
                  max_in_flight: int | None, allows_unused: bool, current_step: Callable[[], int]) -> None:
         """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward.
-        `max_in_flight`: reductions that run at a time (None: no limit)."""
+        `max_in_flight`: reductions that are left running (None: no limit)."""
         self._log, self.forward_checker, self._current_step = log, forward_checker, current_step
         self._params_are_sharded, self._max_live, self._prefetches = params_are_sharded, max_live, prefetches
         self.kept_for_backward, self._max_in_flight, self._allows_unused = (
@@ -104,9 +104,9 @@ class PassCoordinator:
         self.weight_version = 0  # a backward of a forward with an older version is refused
         # Why this rank refuses the step that its last backward ended.
         self.unused_param_error: str | None = None
-        self._is_interrupted, self._failed_backwards = False, 0
+        self._is_interrupted, self._failed_backward_count = False, 0
         # gathers
-        self._states = dict.fromkeys(units, UnitState.SHARDED)
+        self._states = dict.fromkeys(units, UnitState.UNUSED)
         self.gathered_numel = self._gather_digest = 0
         self._digest_before = 0  # `_gather_digest` at the start of the running forward
         pairs = list(zip(units[1:], units[2:]))
@@ -182,7 +182,7 @@ class PassCoordinator:
             self.record_interruption(error)
             self._log.raise_root_cause(error)
             if not self._is_interrupted:  # discard all gradients of the step, which are incomplete
-                self._failed_backwards += 1
+                self._failed_backward_count += 1
                 self.reshard_all()
                 for bucket in self._buckets:
                     bucket.grads.discard()
@@ -225,7 +225,7 @@ class PassCoordinator:
 
         Ranks compare it at each step: after a failed backward a rank goes on with other gradients than its peers."""
         digest, self._gather_digest = self._gather_digest, 0
-        return (digest * 31 + self._failed_backwards) % DIGEST_LIMIT
+        return (digest * 31 + self._failed_backward_count) % DIGEST_LIMIT
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class PassCoordinator:
         if torch.is_grad_enabled():
             STATUS.set_step(self._current_step())
         for unit, state in self._states.items():
-            if state is not UnitState.SHARDED:  # a failed forward may have left it in use
+            if state is not UnitState.UNUSED:  # a failed forward may have left it in use
                 self._states[unit] = UnitState.IDLE
         self.running_units.clear()
         self._last_use = self._last_forward_unit = None
@@ -274,7 +274,7 @@ class PassCoordinator:
         is_recompute, is_training = self.in_backward, torch.is_grad_enabled()
         STATUS.set_phase(BACKWARD if is_recompute else "" if unit.is_root else FORWARD)
         while self.running_units and self.running_units.pop() is not unit:
-            pass
+            pass  # also those inside it whose forward has raised
         if unit.is_root and is_training and not is_recompute:
             return  # the root stays gathered and in use: the backward begins with it
         if self._states[unit] is UnitState.IN_FORWARD:
@@ -300,6 +300,8 @@ class PassCoordinator:
         self.running_units.clear()  # a recomputation ends before its forward does
         if backward is not None:
             backward.begun_calls[unit].add(call)
+            # Only stage 3 needs the memory of finished units. At stages 0 to 2 a bucket with an unused parameter
+            # holds its reduction, and those after it in the order, back until the end of the backward.
             if self._params_are_sharded:
                 self._finish_earlier_units(backward, unit, call)
                 if not unit.is_root:
@@ -383,7 +385,7 @@ class PassCoordinator:
     def _gather_unit(self, unit: Unit, phase: UnitPhase) -> None:
         """Make the parameters of the unit ready for use, and prefetch the unit that is used next."""
         self._log.purpose = phase.value
-        if self._states[unit] is UnitState.SHARDED:
+        if self._states[unit] is UnitState.UNUSED:
             self._evict_idle_units(unit)
         self._count_gather(unit)
         if phase is UnitPhase.BACKWARD:
@@ -402,17 +404,17 @@ class PassCoordinator:
         second = None if follower is None else self._next_unit.get((phase, follower))
         unusable = self._left_out_units if self._backward is None \
             else self._left_out_units | self._backward.finished_units
-        if follower is not None and self._states[follower] is UnitState.SHARDED and follower not in unusable \
+        if follower is not None and self._states[follower] is UnitState.UNUSED and follower not in unusable \
                 and self.gathered_numel + follower.numel <= self._max_live:
             self._count_gather(follower)
             for bucket in follower.buckets:
                 bucket.start_gather()
-        if second is not None and self._states[second] is UnitState.SHARDED and second not in unusable:
+        if second is not None and self._states[second] is UnitState.UNUSED and second not in unusable:
             for bucket in second.buckets:  # fetch this rank's shard from its offload storage
                 bucket.param_shard.prefetch()
 
     def _count_gather(self, unit: Unit) -> None:
-        if self._states[unit] is UnitState.SHARDED:
+        if self._states[unit] is UnitState.UNUSED:
             self._states[unit] = UnitState.IDLE
             self.gathered_numel += unit.numel
         if unit.numel and all(bucket.shard_state is ShardState.SHARDED for bucket in unit.sharded_buckets):
@@ -433,15 +435,15 @@ class PassCoordinator:
     def _reshard_unit(self, unit: Unit, *, keep_secondary_shard: bool = False) -> None:
         for bucket in unit.buckets:
             bucket.reshard(keep_secondary_shard=keep_secondary_shard)
-        if self._states[unit] is not UnitState.SHARDED:
+        if self._states[unit] is not UnitState.UNUSED:
             self._states[unit] = UnitState.IDLE  # inside zero.GatheredParameters the unit stays gathered
             if all(bucket.shard_state is ShardState.SHARDED for bucket in unit.sharded_buckets):
-                self._states[unit] = UnitState.SHARDED
+                self._states[unit] = UnitState.UNUSED
                 self.gathered_numel -= unit.numel
 
     def reshard_all(self) -> None:
         """The pass is over: reshard all units."""
         for unit, state in self._states.items():
-            if state is not UnitState.SHARDED:
+            if state is not UnitState.UNUSED:
                 self._reshard_unit(unit)
         self._last_use = None

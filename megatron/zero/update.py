@@ -209,7 +209,7 @@ class OptimizerUpdate:
                            for (bucket, chunk), states in zip(tiles, chunk_states, strict=True)]
                     self._copier(new, lp_is_written=self._apply_rule(new, self._param_groups, scalars))
                     updated = [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel]
-                    if updated:  # their all-gathers overlap the update of the next tiles
+                    if updated:  # on the host their all-gathers overlap the update of the next tiles
                         self._copier.join_copies()
                     for bucket in updated:
                         bucket.start_allgather_after_step()  # [shard_numel] on each rank -> [numel]

@@ -144,8 +144,9 @@ class Engine:
         if self._eigenvalues is not None and report is not None and report.applied:
             with self.config.key_names.translate_errors():
                 self._eigenvalues.after_step()
-        for line in () if self.core.state.moq is None else self.core.state.moq.take_messages():
-            self._print(line)  # the MoQ bit widths that fell in this step
+        if self.core.state.moq is not None:
+            for line in self.core.state.moq.take_messages():  # the bit widths that fell in this step
+                self._print(line)
         if report is None:
             return None
         self.global_samples += self.train_batch_size()
