@@ -6,8 +6,9 @@
                (megatron/distributed/preflight.py)
     steps      with and without each rank saying where it is (megatron/distributed/rank_status.py), of a tiny and of a
                14M model, on one rank and on two
-    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/step_result.py), for 2
-               and 24 param groups, and the copy that takes it to the device; and what two ranks compare in a save
+    settings   what the settings of a step cost the host: their texts and digest
+               (megatron/distributed/step_consistency.py), for 2 and 24 param groups, and the copy that takes it to
+               the device; and what two ranks compare in a save
     saves      of a 124M state (1.5 GB) with and without what says which checkpoint a file is of (decision 022)
 
 What is left out is left out by patches of this script, in processes of its own; the trainer has no such switch. Both
@@ -209,7 +210,8 @@ def fastest(action: Callable[[], object], rounds: int = 200, calls: int = 10) ->
 def settings() -> Iterator[str]:
     import torch
 
-    from megatron.zero.step_result import make_step_settings, scalars_on_device, settings_digest
+    from megatron.distributed.step_consistency import make_step_settings, settings_digest
+    from mpu.device import scalars_on_device
 
     for count in (2, 24):
         groups = [dict(torch.optim.AdamW([torch.zeros(1)], lr=1e-3 * number).param_groups[0], initial_lr=1e-3)

@@ -13,6 +13,8 @@ logits: its kernel (kernels.py) reads and writes them once, and the weight gradi
 the product. Ranks exchange one all-gather per chunk: a *summary* of each row (largest logit, sum of exponentials, logit
 of the target). On a CPU, and without Triton, torch operators work on blocks of rows, and a 16-bit weight gradient over
 *slabs* of columns, so that data is read again before it leaves the cache; ranks exchange two all-reduces per block.
+
+Tests: test_cross_entropy.py (all layouts), kernel_cases.py (the Triton kernels), tests/gpu/test_loss.py.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ NAMES_OF_DISTRIBUTED = {
 }
 """What a module may use of torch.distributed, besides its types; two modules of mpu may use all of it."""
 
-MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.flop_recorder"}
+MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.fsdp.hooks", "megatron.recompute",
+                      "megatron.profiler.flop_recorder"}
 MAY_READ_A_CLOCK = {"megatron.recompute.activation_checkpoint", "megatron.distributed.watchdog",
                     "megatron.zero.offload.nvme", "megatron.zero.offload.swap_drive"}
 LIBRARY = ("mpu", "megatron.layer_drop", "megatron.bit_schedule", "megatron.config", "megatron.model",

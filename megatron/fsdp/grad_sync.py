@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.step_consistency import diverged_blocks_error
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.sharded_tensor import ParamSegment, UnreducedGrad, local_params, local_tensor, make_segment
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.step_result import HostScalars, diverged_blocks_error, scalars_on_device
 from mpu.collectives import all_reduce_into
-from mpu.device import on_accelerator
+from mpu.device import HostScalars, on_accelerator, scalars_on_device
 from mpu.groups import Group
 
 ReachedParams = Sequence[frozenset[int]]  # for each bucket, the indices of its parameters that backward reached
@@ -55,7 +55,7 @@ class BackwardConsistency:
         self._pending = HostScalars(numbers)
         if on_accelerator(self._device) and all(marks) and not self._host_needs_overflow:
             return reached, False
-        _, _, any_overflow, *any_marks = self._pending.values()
+        _, _, any_overflow, *any_marks = self._pending.values
         if not on_accelerator(self._device):
             self.check_pending()
         marked = iter(any_marks)
@@ -65,7 +65,7 @@ class BackwardConsistency:
     def check_pending(self) -> None:
         """Raise if the ranks ran different modules in the last backward. Called by all ranks."""
         if self._pending is not None:
-            trace, minus_trace, *_ = self._pending.values()
+            trace, minus_trace, *_ = self._pending.values
             self._pending = None
             if trace != -minus_trace:
                 raise diverged_blocks_error(self._log, self._dp)

@@ -25,18 +25,18 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.manifest import Lineage
 from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.step_consistency import NoGradForwardChecker
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
+from megatron.fsdp.hooks import before_optimizer_steps, on_backward_end, on_forward_end, scale_output_gradients
 from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
-from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
-                                 register_unit_hooks, scale_output_gradients)
+from megatron.zero.hooks import register_unit_hooks
 from megatron.zero.partitioned_param import param_owner
 from megatron.zero.pass_coordinator import PassCoordinator
-from megatron.zero.step_result import NoGradForwardChecker
-from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
+from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers, detach_main_grad_writers
 from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.grads import norm_term

@@ -25,6 +25,7 @@ from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
+from megatron.fsdp.hooks import before_state_dict, map_module_inputs
 from megatron.fsdp.root import VOLATILE, FSDPRoot
 from megatron.fsdp.sharded_tensor import ShardedParamViews, gather_masters
 from megatron.zero.api.initialize import init_distributed
@@ -32,13 +33,13 @@ from megatron.zero.api.model_checks import check_same_descriptions, describe_ten
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import drop_gradients
 from megatron.zero.flat_buffers import BucketDtypes, BucketingConfig, BufferPool
-from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs, map_tensors
+from megatron.zero.hooks import map_module_outputs, map_tensors
 from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStorage
 from megatron.zero.partitioned_param import clear_param_owner, full_shape, param_owner, set_param_data
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_module_buffers
-from megatron.zero.units import ROOT
+from megatron.zero.units import ROOT, Unit
 from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup

@@ -84,6 +84,7 @@ class FlatBucket(ParamOwner):
         self.show_sharded = config.show_sharded or replace_params_by_placeholders
         self._broadcast_group = SOLO if config.values_are_equal else config.dp
         self.trainable = members[0][1].requires_grad
+        # Frozen parameters have no optimizer state: their buckets are sharded at stage 3 only.
         self.shard_group, self.replica_group = (config.dp, SOLO) if policy.optim_is_sharded else (SOLO, config.dp)
         slots = [Slot(path, tuple(full_shape(p)), config.param_group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]

@@ -38,6 +38,7 @@ from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog, assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
+from megatron.distributed.step_consistency import NoGradForwardChecker, make_step_settings, settings_digest
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.one_bit import OneBitRule
@@ -45,6 +46,7 @@ from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange, CompressedGradExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
+from megatron.zero.grad_norm import GradNorm
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
@@ -53,13 +55,11 @@ from megatron.zero.offload_states import LP_PARAMS, StateOffloader
 from megatron.zero.pass_coordinator import PassCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import EngineState, StepCounters, broadcast_module_buffers, snapshot_module_buffers
-from megatron.zero.step import GradNorm, StepResultReader
-from megatron.zero.step_result import (MAX_EXTRA_SCALARS, NoGradForwardChecker, StepReport, clip_factor,
-                                       make_step_settings, scalars_on_device, settings_digest)
+from megatron.zero.step_result import MAX_EXTRA_SCALARS, StepReport, StepResultReader, clip_factor
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_reduce_into
-from mpu.device import on_accelerator
+from mpu.device import on_accelerator, scalars_on_device
 from mpu.groups import Groups
 
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
@@ -150,17 +150,7 @@ class ZeroEngine:
         """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
         Returns the divided loss."""
         self._check_can_train("engine.backward()", LP_PARAMS)
-        if not isinstance(loss, Tensor):
-            raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
-                              "tensor with one number")
-        if loss.numel() != 1:
-            raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of "
-                              "it")
-        if not loss.requires_grad:
-            advice = "run the forward outside of torch.no_grad(), on parameters that are not frozen"
-            if not any(parameter.requires_grad for parameter in self.module.parameters()):
-                advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
-            raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
+        self._check_loss(loss)
         divisor = self.accumulation_steps if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.state.counters.scaler.scale / divisor)
         if not self._in_trial_backward:
@@ -180,6 +170,19 @@ class ZeroEngine:
         self._failed_backward = None
         return part
 
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
+                              "tensor with one number")
+        if loss.numel() != 1:
+            raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of "
+                              "it")
+        if not loss.requires_grad:
+            advice = "run the forward outside of torch.no_grad(), on parameters that are not frozen"
+            if not any(parameter.requires_grad for parameter in self.module.parameters()):
+                advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
+            raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
+
     def step(self, extra_scalars: Sequence[Tensor | float] = (), engine_scalars: Sequence[float] = ()
              ) -> StepReport | None:
         """At the accumulation boundary: clip and update the weights; otherwise only count, and return None.
@@ -187,21 +190,11 @@ class ZeroEngine:
         `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and `engine_scalars` are summed over all ranks; the report
         has the sums."""
         self.finish_step()
-        self._check_can_train("engine.step()")
-        if self._in_no_sync:
-            raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
-                              "after the block, and after a backward outside of it")
-        if self._failed_backward is not None:
-            raise ConfigError(f"step() after a backward that failed ({self._failed_backward}): what had been "
-                              "accumulated is gone, and the step starts again: call backward(loss) for each of its "
-                              "micro-batches")
+        self._check_can_step()
         if not self.is_at_boundary:
             self.state.counters.micro_steps += 1
             self._micro_batches += 1
             return None
-        if not all(bucket.grads.is_reduced for bucket in self.buckets):
-            raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
-                              "outside of no_sync() and at the accumulation boundary")
         STATUS.set_phase(OPTIMIZER_STEP)
         self.pass_coordinator.reshard_all()  # a forward may have run since the backward
         try:
@@ -220,29 +213,14 @@ class ZeroEngine:
     def _update_or_skip(self, extra_scalars: Sequence[Tensor | float], engine_scalars: Sequence[float]) -> StepReport:
         """Update the weights, or skip the step if a gradient is not finite, and discard the gradients."""
         counters, world, rule, device = self.state.counters, self.groups.world, self.rule, self.state.device
-        refused_scalars = next(
-            (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give numbers, or tensors of "
-             "shape []" for value in extra_scalars if isinstance(value, Tensor) and value.dim()), None)
-        if len(extra_scalars) > MAX_EXTRA_SCALARS:
-            refused_scalars = (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
-                               f"{MAX_EXTRA_SCALARS}")
-        # A veto of one rank raises on all, after the all-reduce: the others wait in it.
-        veto_error = self.pass_coordinator.unused_param_error
-        try:
-            self._param_guard.check_before_step()
-        except ConfigError as error:  # the user changed the model or a gradient, and the step would ignore it
-            veto_error = veto_error or str(error)
-        veto_error = veto_error or refused_scalars
+        veto_error, extra_scalars = self._collect_veto(extra_scalars)
         run_digest = self.pass_coordinator.take_run_digest()  # what this rank ran, for the comparison between ranks
-        extra_scalars = () if refused_scalars else extra_scalars
         self.log.record_barrier(STEP)
         self.log.purpose = AFTER_STEP
 
         # ---- norm: the device computes it while the host digests the settings, which must be equal on all ranks
         norm = self._unreduced_norm if rule.is_compressed else self._norm
-        square: Tensor | int = norm.norm_squared()
-        if not rule.is_compressed and self.buckets[0].replica_group.rank > 0:
-            square = 0  # the first replica counts it
+        square = norm.norm_squared()
         settings, digest = None, 0
         if not world.is_solo:
             settings = make_step_settings(counters.global_steps + 1, self._loss_divisors, self.accumulation_steps,
@@ -263,19 +241,21 @@ class ZeroEngine:
 
         # ---- update, cast and gather, bucket by bucket (update.py)
         if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
+            scalars = StepScalars(report.applied_on_device + float(counters.optimizer_steps), report.grad_divisor(),
+                                  report.applied_on_device.logical_not().float())
             with self.state.guard_state_change("step"):
-                self.update(StepScalars(report.is_applied + float(counters.optimizer_steps), report.grad_divisor(),
-                                        report.is_applied.logical_not().float()))
+                self.update(lambda device: scalars)
         elif self._step_results.applied_or_raise(report):
-            factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
             if rule.is_compressed:
                 assert self.compressed_exchange is not None
                 factor, report.grad_norm = self.compressed_exchange(self._mean_factor() * self._sum_divisor,
                                                                     self._clip_grad)
+            else:
+                factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
             if self.state.moq is not None:
                 self.state.moq.advance(counters.applied_steps + 1)
             with self.state.guard_state_change("step"):
-                self.update(factor)
+                self.update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps))
         for bucket in self.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -283,6 +263,24 @@ class ZeroEngine:
         if not self.is_deferred:
             self._step_results.finish()
         return report
+
+    def _collect_veto(self, extra_scalars: Sequence[Tensor | float]
+                      ) -> tuple[str | None, Sequence[Tensor | float]]:
+        """(why this rank refuses the step, or None; the extra scalars, if they can be sent). A veto of one rank raises
+        on all of them after the all-reduce, in which the others wait."""
+        veto_error = self.pass_coordinator.unused_param_error
+        try:
+            self._param_guard.check_before_step()
+        except ConfigError as error:  # the user changed the model or a gradient, and the step would ignore it
+            veto_error = veto_error or str(error)
+        if len(extra_scalars) > MAX_EXTRA_SCALARS:
+            return veto_error or (f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most "
+                                  f"{MAX_EXTRA_SCALARS}"), ()
+        for value in extra_scalars:
+            if isinstance(value, Tensor) and value.dim():
+                return veto_error or (f"step(extra_scalars=...) has a tensor of shape {list(value.shape)}: give "
+                                      "numbers, or tensors of shape []"), ()
+        return veto_error, extra_scalars
 
     @cached_property
     def _unreduced_norm(self) -> GradNorm:
@@ -319,6 +317,19 @@ class ZeroEngine:
         """Wait for the device, count the last step, and return its report. Local."""
         self._step_results.read()
         return self.last_report
+
+    def _check_can_step(self) -> None:
+        self._check_can_train("engine.step()")
+        if self._in_no_sync:
+            raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
+                              "after the block, and after a backward outside of it")
+        if self._failed_backward is not None:
+            raise ConfigError(f"step() after a backward that failed ({self._failed_backward}): what had been "
+                              "accumulated is gone, and the step starts again: call backward(loss) for each of its "
+                              "micro-batches")
+        if self.is_at_boundary and not all(bucket.grads.is_reduced for bucket in self.buckets):
+            raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
+                              "outside of no_sync() and at the accumulation boundary")
 
     def _check_can_train(self, call: str, *needed: str) -> None:
         """Raise ConfigError without an optimizer, after an interrupted backward, step or load, and if one of the

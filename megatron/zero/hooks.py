@@ -1,8 +1,5 @@
 """Module, gradient and saved-tensor hooks of the engine. They report to a `PassCoordinator`.
 
-A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
-the parameters that no other unit has.
-
 Autograd may save views of gathered weights, which would keep the gathered buffer alive until the backward. After the
 forward of a unit each such view in its graph is replaced by a reference (`SavedParamView`), which is resolved in
 the buffer that the backward gathers. Gradients do not depend on this search.
@@ -22,12 +19,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
+from megatron.zero.units import Unit, UnitCall
 
 if TYPE_CHECKING:
     from megatron.zero.pass_coordinator import PassCoordinator
@@ -64,6 +61,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return replace(value, **{item.name: map_tensors(getattr(value, item.name), change)
                                  for item in fields(value) if item.init})
     return value
+
+
+# ---- saved tensors --------------------------------------------------------------------------------------------------
 
 
 # Part of autograd's message when a saved tensor has another version.
@@ -136,33 +136,7 @@ def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> Sav
                           saved.stride())
 
 
-class Unit:
-    """A module and the buckets of its parameters. `index` counts units in forward order; the root is 0."""
-
-    def __init__(self, index: int, name: str, module: nn.Module, buckets: tuple[FlatBucket, ...]) -> None:
-        self.index, self.name, self.module, self.buckets = index, name, module, buckets
-        self.is_root = index == 0
-        self.display_name = "" if self.is_root else name  # in messages
-        self.sharded_buckets = [bucket for bucket in buckets if bucket.params_are_sharded]
-        # Elements that are sharded between uses.
-        self.numel = sum(bucket.layout.numel for bucket in self.sharded_buckets)
-        self.has_frozen = any(not bucket.trainable for bucket in buckets)
-
-    def has_view(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a view of gathered parameters that will be resharded."""
-        return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
-
-
-class UnitCall:
-    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
-
-    weight_version = 0  # version of the weights in this forward; the backward must run with the same
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
-
-    def shares_output_with(self, other: UnitCall) -> bool:
-        return not self._output_ids.isdisjoint(other._output_ids)
+# ---- units -----------------------------------------------------------------------------------------------------------
 
 
 class EngineHook:
@@ -242,9 +216,6 @@ def _param_grad_ready(coordinator_of: ref[PassCoordinator], unit_of: ref[Unit], 
         coordinator.param_grad_ready(unit, bucket, index)
 
 
-# ---- other hooks ----------------------------------------------------------------------------------------------------
-
-
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     def refuse_load(buckets: set[FlatBucket], *arguments: object) -> None:
@@ -262,64 +233,5 @@ def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
     return handles
 
 
-def map_module_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
-    """Apply `change` to the positional and keyword arguments of every call of the module."""
-    return module.register_forward_pre_hook(lambda module, args, kwargs: (change(args), change(kwargs)), prepend=True,
-                                            with_kwargs=True)
-
-
 def map_module_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
     return module.register_forward_hook(lambda module, args, output: change(output))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity, cast to fp32 in the forward, so that small gradients are scaled before they are cast to 16 bits."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, scale: Callable[[], float]) -> Tensor:
-        context.scale, context.dtype = scale, x.dtype
-        return x.float() if x.dtype != torch.float32 else x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient * context.scale()).to(context.dtype), None
-
-
-def scale_output_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
-    """Multiply the gradients of the module's outputs by `scale()`. The outputs become fp32."""
-    def scaled(tensor: Tensor) -> Tensor:
-        narrow = tensor.is_floating_point() and tensor.element_size() <= 4
-        return _ScaleGradient.apply(tensor, scale) if narrow else tensor  # type: ignore[no-untyped-call]
-
-    return map_module_outputs(module, lambda output: map_tensors(output, scaled))
-
-
-def on_forward_end(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    """Call `call` when a forward returns or raises, after the hooks registered so far."""
-    return module.register_forward_hook(EngineHook(lambda module, args, output: call()), always_call=True)
-
-
-def before_optimizer_steps(call: Callable[[list[Tensor], bool], None]) -> None:
-    """Call `call(parameters, has_closure)` before every step of any torch optimizer in the process."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: call(
-        [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
-
-
-def before_state_dict(module: nn.Module, call: Callable[[bool | None], None]) -> None:
-    """Call `call(None)` before `state_dict()` of the module, and `call(assign)` before `load_state_dict()`."""
-    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(None))
-    module.register_load_state_dict_pre_hook(  # torch passes assign= in the metadata of the state dict
-        lambda module, state, prefix, metadata, *more: call(metadata.pop("assign_to_params_buffers", False)))
-
-
-def on_backward_end(call: Callable[[], None]) -> Callable[[], bool]:
-    """Run `call` at the end of the running backward, before `backward()` returns.
-
-    The returned function tells whether the call is still to come: a backward that raises drops its callbacks
-    silently."""
-    def once() -> None:
-        call()
-
-    torch.autograd.Variable._execution_engine.queue_callback(once)
-    callback_ref = ref(once)
-    return lambda: callback_ref() is not None

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from megatron.distributed.collective_log import BACKWARD_END, INTERRUPTED, CollectiveLog
 from megatron.distributed.rank_status import BACKWARD, FORWARD, STATUS
+from megatron.distributed.step_consistency import NoGradForwardChecker
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, ShardState
 from megatron.zero.gradients import STAGE3_OUTPUT_RULE
-from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
-from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.hooks import INPLACE_CHANGE_TEXT
+from megatron.zero.units import Unit, UnitCall
 
 # Digests are below this, so that sums of their squares over 20,000 ranks are exact in fp64.
 DIGEST_LIMIT = 2**12
@@ -271,7 +272,7 @@ class PassCoordinator:
     def after_forward(self, unit: Unit, call: UnitCall) -> None:
         """The forward of a unit is over. It stays gathered if its backward comes soon: always after a recomputation."""
         call.weight_version = self.weight_version
-        is_recompute, is_training = self.in_backward, torch.is_grad_enabled()
+        is_recompute, is_training = self._backward is not None, torch.is_grad_enabled()
         STATUS.set_phase(BACKWARD if is_recompute else "" if unit.is_root else FORWARD)
         while self.running_units and self.running_units.pop() is not unit:
             pass  # also those inside it whose forward has raised

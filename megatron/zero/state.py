@@ -17,10 +17,10 @@ from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import UpdateRule
 from megatron.zero.bucket import FlatBucket, publish_masters
-from megatron.zero.hooks import Unit
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import WEIGHT, StateSegment
+from megatron.zero.units import Unit
 from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group, Groups
 

@@ -1,37 +1,31 @@
 """The result of an optimizer step, all-reduced once: gradient norm, overflow, and whether all ranks agree.
 
-Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters, a veto
-flag, and extra scalars of the caller (a loss, a stop request). The sums are on the device at once, so the optimizer
-step follows without a wait; the host reads them later (`StepReport`). Where digests differ, the texts behind them are
-gathered and the error names the difference. A learning rate on the device is not compared: the host would wait for it.
+Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters
+(distributed/step_consistency.py), a veto flag, and extra scalars of the caller (a loss, a stop request). The sums are
+on the device at once, so the optimizer step follows without a wait; the host reads them later (`StepReport`), counts
+the step, and raises its errors (`StepResultReader`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.distributed.collective_log import (NO_ENTRY, CollectiveLog, CollectiveLogSnapshot, describe_positions,
-                                                 divergence_positions)
-from megatron.distributed.rank_text import describe_differences
-from megatron.errors import ConfigError
-from megatron.optim.rule import ParamGroup
-from mpu import collective_tracker
-from mpu.collectives import all_gather_json, all_reduce_into
-from mpu.device import on_accelerator
-from mpu.groups import Group
-
-if TYPE_CHECKING:
-    from megatron.zero.step import GradNorm
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.rank_text import format_ranks
+from megatron.distributed.step_consistency import different_settings_error, diverged_blocks_error
+from megatron.errors import ConfigError, NumericsError
+from megatron.optim.loss_scale import LossScaleRule
+from megatron.zero.grad_norm import GradNorm
+from megatron.zero.state import EngineState
+from mpu.collectives import all_gather_json
+from mpu.device import HostScalars
+from mpu.groups import Groups
 
 # Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
 # callers give different numbers of scalars.
@@ -67,8 +61,7 @@ class StepReport:
         self._device_norm = squares.sqrt() * self.mean_factor
         # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
         digests_match = squared_digests * self.ranks == digests * digests
-        # `applied`, on the device.
-        self.is_applied = self._device_norm.isfinite() & digests_match & (vetoes == 0)
+        self.applied_on_device = self._device_norm.isfinite() & digests_match & (vetoes == 0)
         self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
     def grad_divisor(self) -> Tensor:
@@ -80,19 +73,15 @@ class StepReport:
         return (clipped * self.mean_factor).reciprocal().float()
 
     @cached_property
-    def _on_host(self) -> list[float]:
-        return self._host_scalars.values()
-
-    @cached_property
     def grad_norm(self) -> float:
         """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
         step was skipped."""
-        return self._on_host[0]
+        return self._host_scalars.values[0]
 
     @property
     def ranks_agree(self) -> bool:
         """All ranks gave the same digest, and none refuses the step."""
-        digests, squared_digests, vetoes = self._on_host[2:5]
+        digests, squared_digests, vetoes = self._host_scalars.values[2:5]
         return squared_digests * self.ranks == digests * digests and not vetoes
 
     @property
@@ -102,25 +91,12 @@ class StepReport:
     @property
     def extra_scalars(self) -> tuple[float, ...]:
         """The caller's extra scalars, summed over the world; as many as this rank gave."""
-        return tuple(self._on_host[5:][:self.given_scalar_count])
+        return tuple(self._host_scalars.values[5:][:self.given_scalar_count])
 
     @property
     def engine_scalars(self) -> tuple[float, ...]:
         """The engine's extra scalars, summed over the world."""
-        return tuple(self._on_host[5 + MAX_EXTRA_SCALARS:])
-
-
-def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
-    """The numbers as one fp64 tensor on the device. All host numbers take one copy from page-locked memory, without a
-    wait or a kernel launch; each 0-dimensional tensor takes one more copy."""
-    on_host = torch.tensor([0.0 if isinstance(number, Tensor) else number for number in numbers], dtype=torch.float64,
-                           pin_memory=device.type == "cuda")
-    row = torch.empty(len(numbers), dtype=torch.float64, device=device)
-    row.copy_(on_host, non_blocking=True)
-    for place, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            row[place].copy_(number)
-    return row
+        return tuple(self._host_scalars.values[5 + MAX_EXTRA_SCALARS:])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -128,138 +104,103 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
-class HostScalars:
-    """A few numbers that are copied to the host asynchronously; `values` waits for them."""
+# Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never train
+# again.
+MAX_OVERFLOWS_IN_A_ROW = 20
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._host, self._arrived = numbers, None
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(numbers.device))
-
-    def values(self) -> list[float]:
-        if self._arrived is not None:
-            collective_tracker.mark_waiting()  # the device may be waiting for other ranks
-            self._arrived.synchronize()
-            collective_tracker.mark_idle()
-        values: list[float] = self._host.tolist()
-        return values
+# Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
+# the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped.
+STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
 
 
-FLOAT64_INTEGER_BITS = 53  # float64 represents integers of this many bits exactly
-NOT_COMPARED = frozenset({"params", "param_names"})  # keys of a param group that are not hyper-parameters
+class StepResultReader:
+    """Reads the result of the last step, counts the step as applied or skipped, and raises its errors."""
 
+    def __init__(self, state: EngineState, groups: Groups, scale_rule: LossScaleRule, log: CollectiveLog,
+                 max_skipped: int | None) -> None:
+        self._state, self._groups, self._scale_rule, self._log = state, groups, scale_rule, log
+        self._skips_in_a_row, self._max_skipped = 0, max_skipped
+        self.unread: StepReport | None = None  # the last step, until the host has read its result
+        self._to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
 
-def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,
-                       groups: Sequence[ParamGroup]) -> dict[str, str]:
-    """The settings of one optimizer step on this rank, which must be equal on all ranks: name in messages -> value.
-
-    `losses`: factor of a loss ("1/4") -> number of losses with it. Values of `groups` are JSON, in the order of their
-    names: the order of keys in a group makes no difference."""
-    settings = {"the number of the step": str(number),
-                "the step's sum of losses": " + ".join(f"{count} x {part}" for part, count in sorted(losses.items())),
-                "gradient_accumulation_steps": str(accumulation),
-                "train_micro_batch_size_per_gpu": str(micro_batch)}
-    for index, group in enumerate(groups):
-        for key in sorted(group, key=str):
-            if key not in NOT_COMPARED:
-                settings[f"{key} of param group {index}"] = _json_text(group[key])
-    return settings
-
-
-def settings_digest(settings: Mapping[str, str], run_digest: int, ranks: int) -> int:
-    """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
-    text = "\n".join((str(run_digest), *settings, *settings.values()))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) & (1 << digest_bits(ranks)) - 1
-
-
-_JSON_CONSTANTS = {None: "null", True: "true", False: "false"}
-_encode_json = json.JSONEncoder(sort_keys=True).encode
-
-
-def _json_text(value: Any) -> str:
-    # JSON takes microseconds, and most values of a group are of these kinds.
-    if value is None or type(value) is bool:
-        return _JSON_CONSTANTS[value]
-    if type(value) is float and math.isfinite(value):
-        return repr(value + 0.0)  # + 0.0 turns -0.0 into 0.0
-    if type(value) is int and value == float(value):
-        return repr(float(value))  # 1 equals 1.0
-    return _encode_json(to_plain_values(value, reads_device=False))
-
-
-def to_plain_values(value: Any, *, reads_device: bool = True) -> Any:
-    """`value` as comparable plain numbers, strings, lists and dicts; other objects as their class name. Without
-    `reads_device` a tensor on the device is not read."""
-    if type(value) is float:
-        return value
-    if isinstance(value, Tensor) and not reads_device and on_accelerator(value):
-        return "a tensor on the device"
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [to_plain_values(item, reads_device=reads_device) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((to_plain_values(item, reads_device=reads_device) for item in value), key=repr)
-    if isinstance(value, Mapping):
-        return {str(key): to_plain_values(item, reads_device=reads_device) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def digest_bits(ranks: int) -> int:
-    """Bits of a digest, 25 for two ranks and 16 for a thousand.
-
-    float64 is then exact in ranks * sum(digest^2) and in sum(digest)^2, which are equal only if all digests are."""
-    return (FLOAT64_INTEGER_BITS - 2 * (ranks - 1).bit_length()) // 2
-
-
-def different_settings_error(settings: Mapping[str, str], world: Group) -> ConfigError | None:
-    """The error that names the settings that differ between ranks; None if the settings are equal. Collective."""
-    gathered = all_gather_json(settings, world)
-    differences = describe_differences([(texts, [rank]) for rank, texts in enumerate(gathered)])
-    return ConfigError(f"the ranks would take different steps, and their weights would part: {differences}. No weight "
-                       "was changed; every rank must set the same hyper-parameters, from numbers that all ranks have, "
-                       "the same batch sizes, and step after as many micro-batches") if differences else None
-
-
-class NoGradForwardChecker:
-    """Checks after a forward without gradients, which no step follows, that the ranks gathered the same units."""
-
-    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog) -> None:
-        self._dp, self._device, self._log = dp, device, log
-        self._pending: HostScalars | None = None
-
-    def __call__(self, gather_digest: int) -> None:
-        """After a forward: start to compare its digest over data parallel. On an accelerator the error is raised by the
-        next call, or by `raise_if_diverged`."""
-        self.raise_if_diverged()
-        self._log.purpose = ""
-        self._log.awaited_entry = self._log.record_collective("the end of a forward without gradients")
-        numbers = scalars_on_device(self._device, (gather_digest, gather_digest * gather_digest))
-        all_reduce_into(numbers, self._dp).wait()
-        self._log.awaited_entry = NO_ENTRY
-        self._pending = HostScalars(numbers)
-        if not on_accelerator(self._device):
-            self.raise_if_diverged()
-
-    def raise_if_diverged(self) -> None:
-        """Raise ConfigError if the ranks differed at the last check. Collective then: all ranks must call it."""
-        numbers, self._pending = self._pending, None
-        if numbers is None:
+    def read(self) -> None:
+        """Wait for the last step, and count it. Local; raises nothing."""
+        report, self.unread = self.unread, None
+        if report is None:
             return
-        traces, squares = numbers.values()
-        if squares * self._dp.size != traces * traces:
-            raise diverged_blocks_error(self._log, self._dp)
+        counters = self._state.counters
+        if not report.ranks_agree:
+            self._to_explain = report
+            return
+        if report.applied:
+            counters.optimizer_steps += 1
+            self._skips_in_a_row = 0
+        else:
+            counters.skipped_steps += 1
+            if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
+                self._skips_in_a_row += 1
+                self._to_explain = report
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not report.applied)
 
+    def finish(self) -> None:
+        """`read`, and raise the error of the step. All ranks must call it at the same place: it is collective if there
+        was an error."""
+        self.read()
+        report, self._to_explain = self._to_explain, None
+        if report is None:
+            return
+        self.applied_or_raise(report)
+        is_scaled = self._scale_rule.is_enabled
+        if is_scaled:
+            allowed = MAX_OVERFLOWS_IN_A_ROW
+        elif self._max_skipped is not None:
+            allowed = self._max_skipped
+        else:
+            allowed = MAX_SKIPS_IN_A_ROW if report.number > STRICT_FIRST_STEPS else 0
+        too_many = self._skips_in_a_row > allowed
+        if is_scaled and too_many:
+            raise NumericsError(
+                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot shrink, "
+                f"last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
+                "checkpoint with --bf16 or a lower --lr")
+        if not is_scaled:
+            what = (f"gradient norm is {report.grad_norm} at step {report.number}: "
+                    f"{self._describe_first_nonfinite_param(report)}")
+            if too_many:
+                why = f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
+                if self._max_skipped is None and not allowed:
+                    why = (f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped-in-a-row "
+                           "allows it")
+                raise NumericsError(f"{what}; weights are unchanged; {why}; resume from the last checkpoint with a "
+                                    "lower --lr or other data")
+            report.skip_warning = f"{what}; the step was skipped, weights are unchanged"
 
-def diverged_blocks_error(log: CollectiveLog, ranks: Group) -> ConfigError:
-    """The error that says where the collective logs of the ranks diverge. Collective."""
-    packed = all_gather_json(log.snapshot(ranks.rank).pack(), ranks)
-    where = describe_positions(divergence_positions([CollectiveLogSnapshot.unpack(one) for one in packed]))
-    return ConfigError(
-        "the ranks ran different blocks of the model, or in another order, and have received each other's "
-        f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) must be "
-        "drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward failed on some ranks "
-        "only, and they went on without it: end the run then, and resume it from the last checkpoint")
+    def applied_or_raise(self, report: StepReport) -> bool:
+        """`report.applied`. Raises ConfigError if the ranks disagree, and is collective then."""
+        if not report.ranks_agree:
+            texts = all_gather_json(report.veto_error, self._groups.world)
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
+            assert report.settings is not None
+            raise different_settings_error(report.settings, self._groups.world) or \
+                diverged_blocks_error(self._log, self._groups.world)
+        return report.applied
+
+    def _describe_first_nonfinite_param(self, report: StepReport) -> str:
+        """Gathered over all ranks, so that all raise the same message. Reduced gradients do not tell which rank had the
+        bad one; the losses do, if the forward was at fault."""
+        tp = self._groups.tp
+        finite = all(bool(loss.isfinite().all()) for loss in report.losses)
+        rank_findings = all_gather_json([report.norm.first_nonfinite_param(), tp.rank, finite],
+                                        self._groups.world)
+        bad = [rank for rank, (_, _, is_finite) in enumerate(rank_findings) if not is_finite]
+        where = f" on {format_ranks(bad)}" if len(rank_findings) > 1 else ""
+        loss = f"the loss{where} is not finite" if bad else "every loss is finite"
+        for number, (name, rank, _) in enumerate(rank_findings):
+            if name is not None:
+                whose = "" if self._groups.dp.is_solo else \
+                    f", in the gradient of rank {number}" if report.norm.unreduced else ", in the sum over the ranks"
+                return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
+                    f"{whose} ({loss})"
+        return f"the sum of finite gradients overflowed ({loss})"

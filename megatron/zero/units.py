@@ -1,9 +1,9 @@
 """Cuts a model into units, and checks that it keeps their parameters.
 
-A unit is an element of an outermost `ModuleList` (a transformer block), a tile of a tiled linear inside one, or a
-module marked as a leaf (`set_z3_leaf_modules`). The root has the rest: parameters outside of units, shared between
-them, registered as external, and small ones (`stage3_param_persistence_threshold`). Trainable and frozen
-parameters of a unit have a bucket each.
+A unit is a module whose parameters are gathered and resharded together: an element of an outermost `ModuleList` (a
+transformer block), a tile of a tiled linear inside one, or a module marked as a leaf (`set_z3_leaf_modules`). The root
+has the rest: parameters outside of units, shared between them, registered as external, and small ones
+(`stage3_param_persistence_threshold`). Trainable and frozen parameters of a unit have a bucket each.
 
 `ModelParamGuard` refuses a step if a parameter was replaced, added, moved or unfrozen after `zero.initialize`.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BucketingConfig
 from megatron.zero.gradients import MainGradWriter
-from megatron.zero.hooks import Unit
 from megatron.zero.partitioned_param import EXTERNAL_ATTRIBUTE, full_shape
 from megatron.zero.tiling import TiledLinearBase
 from mpu.layers import VocabParallelEmbedding
@@ -28,6 +27,35 @@ ROOT = "root"
 LEAF_ATTRIBUTE = "_z3_leaf"  # the attribute that `set_z3_leaf_modules` sets on a module
 # Modules without a forward: they cannot be gathered for it.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Unit:
+    """A module and the buckets of its parameters. `index` counts units in forward order; the root is 0."""
+
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: tuple[FlatBucket, ...]) -> None:
+        self.index, self.name, self.module, self.buckets = index, name, module, buckets
+        self.is_root = index == 0
+        self.display_name = "" if self.is_root else name  # in messages
+        self.sharded_buckets = [bucket for bucket in buckets if bucket.params_are_sharded]
+        # Elements that are sharded between uses.
+        self.numel = sum(bucket.layout.numel for bucket in self.sharded_buckets)
+        self.has_frozen = any(not bucket.trainable for bucket in buckets)
+
+    def has_view(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of gathered parameters that will be resharded."""
+        return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
+
+
+class UnitCall:
+    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
+
+    weight_version = 0  # version of the weights in this forward; the backward must run with the same
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
+
+    def shares_output_with(self, other: UnitCall) -> bool:
+        return not self._output_ids.isdisjoint(other._output_ids)
 
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:

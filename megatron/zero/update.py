@@ -11,7 +11,7 @@ devices they go through a staging buffer while the next tile is updated; to NVMe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -193,14 +193,14 @@ class OptimizerUpdate:
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
 
-    def __call__(self, step: StepScalars | float) -> None:
-        """Update all shards and start the all-gathers. `step` is the factor of the gradients, or the scalars of a
-        deferred step on the device."""
+    def __call__(self, scalars_on: Callable[[torch.device], StepScalars]) -> None:
+        """Update all shards and start the all-gathers. `scalars_on` returns the scalars of the step on the device of an
+        update."""
         for bucket in self._state.buckets:
             bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         for storage, all_tiles in self._tiles_by_storage.items():
-            scalars = step if isinstance(step, StepScalars) else StepScalars.for_applied_step(
-                step, self._state.counters.optimizer_steps, all_tiles[0][0][0].update_device)
+            first_bucket, _ = all_tiles[0][0]
+            scalars = scalars_on(first_bucket.update_device)
             with closing(storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles]
                                              for tiles in all_tiles)) as chunk_iterator:
                 for tiles, chunk_states in zip(all_tiles, chunk_iterator, strict=True):
@@ -236,12 +236,13 @@ class OptimizerUpdate:
                 names = () if elementwise else tuple(slot.name for slot in layout.slots)
                 here = slice(start - chunk.start, stop - chunk.start)
                 segments.append(UpdateSegment(
-                    group, tile.master_state[WEIGHT][here], tile.grads[here],
-                    {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}, parts,
-                    len(layout.slots), partial(self._reduce_slot_values, bucket, "sum"),
-                    None if tile.lp_out is None else tile.lp_out[here],
-                    partial(self._reduce_slot_values, bucket, "max"), names,
-                    partial(gather_full_params, bucket, self._groups.tp, group)))
+                    group, master=tile.master_state[WEIGHT][here], grad=tile.grads[here],
+                    states={kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT},
+                    slot_ranges=parts, num_slots=len(layout.slots), param_names=names,
+                    sum_over_shards=partial(self._reduce_slot_values, bucket, "sum"),
+                    max_over_shards=partial(self._reduce_slot_values, bucket, "max"),
+                    lp_out=None if tile.lp_out is None else tile.lp_out[here],
+                    gather_full_params=partial(gather_full_params, bucket, self._groups.tp, group)))
             if segments:
                 written &= self._rule.step(segments, hyper, scalars)
         return written
@@ -266,7 +267,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
                                                        pinned=engine_storage.pin_memory) for bucket in state.buckets}
         self._pending_copies: list[CopyEvent] = []  # running copies of `_new_params` to the device
 
-    def __call__(self, step: StepScalars | float) -> None:
+    def __call__(self, scalars_on: Callable[[torch.device], StepScalars]) -> None:
         assert self.running is None, "an update is under way"
         shards = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
         for event in self._pending_copies:
@@ -281,9 +282,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         # Copies for the background thread: a learning rate may be a tensor that schedulers change in place.
         hypers = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
                   for hyper in self._param_groups]
-        assert isinstance(step, float), "the host knows that the step is applied"
-        scalars = StepScalars.for_applied_step(step, self._state.counters.optimizer_steps, HOST)
-        self.running = self._worker.submit(self._update_tiles, tiles, hypers, scalars)
+        self.running = self._worker.submit(self._update_tiles, tiles, hypers, scalars_on(HOST))
         for shard in shards:
             shard.pending_update = self.running
 

@@ -36,8 +36,7 @@ from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.eigenvalue import HessianEigensolver
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.moq import MoQState
-from megatron.zero.step_result import HostScalars
-from mpu.device import on_accelerator
+from mpu.device import HostScalars, on_accelerator
 from mpu.random import capture_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ class EngineMonitor(StepObserver):
         pending, self._pending_scalars = self._pending_scalars, None
         if pending is not None:
             copy, samples, events = pending
-            loss, = copy.values()
+            loss, = copy.values
             self.write_events([(f"{TAG_PREFIX}train_loss", loss, samples), *events])
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from megatron.distributed import exit_codes, process_group
 from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS
 from megatron.distributed.watchdog import start_watchdog
+from megatron.distributed.step_consistency import to_plain_values
 from megatron.errors import ConfigError
 from megatron.metrics.sinks import WandbProject
 from megatron.optim.adam import MAX_TILE_NUMEL
@@ -52,7 +53,6 @@ from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
 from megatron.zero.muon_groups import muon_split_note, split_muon_groups
 from megatron.zero.stages import ineffective_on_gpu_notes
-from megatron.zero.step_result import to_plain_values
 from mpu.groups import Groups
 
 DEFAULT_PORT = 29500

@@ -23,7 +23,7 @@ import megatron.zero.api.engine
 import mpu.weight_init
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.zero.step_result import HostScalars
+from mpu.device import HostScalars
 from mpu import groups
 from mpu.random import get_rng_tracker
 from tests.megatron.live_bytes import LiveBytes
@@ -54,7 +54,7 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
     with ExitStack() as stack:
         stack.callback(get_rng_tracker().set_states, get_rng_tracker().get_states())  # those made inside are fake
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(HostScalars, "values", lambda scalars: [1.0] * 4 + [0.0])
+        patch.setattr(HostScalars, "values", property(lambda scalars: [1.0] * 4 + [0.0]))
         patch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         patch.setattr(torch.Tensor, "data_ptr", _place)
         patch.setattr(mpu.weight_init, "fill_normal_rows", lambda out, *places: None)

@@ -15,7 +15,7 @@ from megatron.config.tree import PrecisionConfig
 from megatron.errors import NumericsError
 from megatron.model import GPT2
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW
+from megatron.zero.step_result import MAX_OVERFLOWS_IN_A_ROW
 from mpu.groups import build
 from tests.megatron import helpers
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
-from megatron.zero.hooks import Unit
+from megatron.zero.units import Unit
 from megatron.zero.pass_coordinator import PassCoordinator, UnitPhase, UnitState
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
@@ -124,7 +124,7 @@ def not_foreseen(rank: int, world: int) -> list[list[str]]:
     enter = PassCoordinator._gather_unit
 
     def noted(coordinator: PassCoordinator, unit: Unit, phase: UnitPhase) -> None:
-        if coordinator._states[unit] is UnitState.SHARDED:
+        if coordinator._states[unit] is UnitState.UNUSED:
             found[-1].append(unit.name)
         enter(coordinator, unit, phase)
 

@@ -136,7 +136,7 @@ def test_a_report_is_read_when_somebody_asks() -> None:
     backward(engine)
     with Launches() as counted:
         report = engine.step()
-        assert report is not None and "_on_host" not in vars(report) and not counted.waits
+        assert report is not None and "values" not in vars(report._host_scalars) and not counted.waits
         assert report.applied and report.grad_norm > 0 and counted.waits == 1
 
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
 from megatron.inference import load
-from megatron.zero import step_result
+from megatron.distributed import step_consistency
 from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_full_fp32_param,
@@ -288,13 +288,13 @@ def test_where_a_step_of_more_micro_batches_exchanges_otherwise_the_number_is_na
 
 
 def settings_of(value: Any) -> dict[str, str]:
-    return step_result.make_step_settings(3, {"1/2": 2}, 2, None, [{"params": [], "lr": 0.1, "x": value}])
+    return step_consistency.make_step_settings(3, {"1/2": 2}, 2, None, [{"params": [], "lr": 0.1, "x": value}])
 
 
 def test_digests_have_as_many_bits_as_their_sums_are_exact_with() -> None:
-    assert [step_result.digest_bits(ranks) for ranks in (2, 3, 1000)] == [25, 24, 16]
+    assert [step_consistency.digest_bits(ranks) for ranks in (2, 3, 1000)] == [25, 24, 16]
     for ranks in (2, 3, 8, 1000, 1024, 16384):
-        assert (ranks * ((1 << step_result.digest_bits(ranks)) - 1)) ** 2 <= 2**53
+        assert (ranks * ((1 << step_consistency.digest_bits(ranks)) - 1)) ** 2 <= 2**53
 
 
 ALIKE: list[tuple[Any, Any, bool]] = [
@@ -307,7 +307,8 @@ def test_values_are_compared_as_what_they_are() -> None:
     for one, other, equal in ALIKE:
         texts = settings_of(one), settings_of(other)
         assert (texts[0] == texts[1]) is equal, (one, other)
-        assert (step_result.settings_digest(texts[0], 7, 2) == step_result.settings_digest(texts[1], 7, 2)) is equal
+        one, other = (step_consistency.settings_digest(text, 7, 2) for text in texts)
+        assert (one == other) is equal
 
 
 @on_ranks(3)

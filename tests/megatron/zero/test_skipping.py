@@ -15,7 +15,7 @@ from megatron import zero
 from megatron.errors import NumericsError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
-from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, STRICT_FIRST_STEPS
+from megatron.zero.step_result import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, STRICT_FIRST_STEPS
 from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
@@ -165,7 +165,8 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
                 step(engine, torch.inf)
             step(engine)
             report = engine.core.last_report
-            assert report is not None and ("_on_host" in vars(report)) == (side == "cpu" or made_by is by_hand)
+            assert report is not None
+            assert ("values" in vars(report._host_scalars)) == (side == "cpu" or made_by is by_hand)
         engine.finish_step()
         group = engine.optimizer.param_groups[0]
         ends.append(({name: group[name] for name in ("lr", "betas")}, weights(engine),

@@ -29,7 +29,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
 RULES = ("adamw", "lamb", "lion", "nadam")
 
 REASONS = {
-    "megatron/zero/step_result.py:HostScalars.values: tolist":
+    "mpu/device.py:HostScalars.values: tolist":
         "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
     "megatron/zero/offload/storage.py:StoredShard.write: copy_ from device to host":
         "updated on the device, and at work from a drive: its tiles are written from the host",
