@@ -270,10 +270,10 @@ class FlatBucket(ParamOwner):
             if self._pending_shard_copy is not None:
                 self._pending_shard_copy.wait_on_device()
                 self._pending_shard_copy = None
-            if self.shard_state is ShardState.GATHERING:  # not after Ctrl-C between the next two lines
+            if self.shard_state is ShardState.GATHERING:  # otherwise Ctrl-C came between the next lines
                 self._set_shard_state(ShardState.GATHERED)
-            self._pending_gather = None
             self._restore_params()
+            self._pending_gather = None
 
     def _restore_params(self) -> None:
         if self.params_are_placeholders:

@@ -164,8 +164,9 @@ class ZeroEngine:
         try:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
                                            reduces=self._policy.grads_are_sharded or self.is_at_boundary)
-        except BaseException as error:  # the accumulated gradients of the step were discarded
+        except BaseException as error:
             self._micro_batches, self._failed_backward = 0, type(error).__name__
+            self.pass_coordinator.fail_backward(error)  # discards what the step has accumulated
             raise
         self._failed_backward = None
         return part
@@ -231,7 +232,7 @@ class ZeroEngine:
             *[0.0] * (MAX_EXTRA_SCALARS - len(extra_scalars)), *engine_scalars))
         all_reduce_into(sums, world).wait()  # [4 + MAX_EXTRA_SCALARS + engine scalars], in place
 
-        # ---- clip: one factor of the gradients
+        # ---- clip: one factor of the gradients (`deferred_scalars` computes it on the device, `factor` is the host's)
         report = StepReport(sums, world.size, self._mean_factor(), self._clip_grad, veto_error,
                             number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
                             lr=self.param_groups[0]["lr"], note=self._next_note,
@@ -240,11 +241,9 @@ class ZeroEngine:
         self._next_note = None
 
         # ---- update, cast and gather, bucket by bucket (update.py)
-        if self.is_deferred:  # the host does not know yet whether the step is applied: count it on the device
-            scalars = StepScalars(report.applied_on_device + float(counters.optimizer_steps), report.grad_divisor(),
-                                  report.applied_on_device.logical_not().float())
-            with self.state.guard_state_change("step"):
-                self.update(lambda device: scalars)
+        scalars_on: Callable[[torch.device], StepScalars] | None = None  # None: the step is skipped
+        if self.is_deferred:
+            scalars_on = partial(report.deferred_scalars, counters.optimizer_steps)
         elif self._step_results.applied_or_raise(report):
             if rule.is_compressed:
                 assert self.compressed_exchange is not None
@@ -254,12 +253,14 @@ class ZeroEngine:
                 factor = report.mean_factor * clip_factor(report.grad_norm, report.max_norm)
             if self.state.moq is not None:
                 self.state.moq.advance(counters.applied_steps + 1)
-            with self.state.guard_state_change("step"):
-                self.update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps))
-        for bucket in self.buckets:
-            bucket.grads.discard()
-        counters.global_steps += 1
-        self._step_results.unread = report
+            scalars_on = partial(StepScalars.for_applied_step, factor, counters.optimizer_steps)
+        with self.state.guard_state_change("step"):
+            if scalars_on is not None:
+                self.update(scalars_on)
+            for bucket in self.buckets:
+                bucket.grads.discard()
+            counters.global_steps += 1
+            self._step_results.unread = report
         if not self.is_deferred:
             self._step_results.finish()
         return report

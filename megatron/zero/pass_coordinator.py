@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,8 @@ class PassCoordinator:
         self._last_forward_unit: Unit | None = None
         # forwards since the weights changed
         self._forwards_version = 0  # their weight version
-        self._call_counts = Counter[Unit]()  # per unit: forward calls whose backward may still come
+        # Forward calls whose backward may still come: their graphs are alive (stage 3).
+        self._live_calls: dict[Unit, WeakSet[UnitCall]] = {unit: WeakSet() for unit in units}
         # Units that ran, and units that `set_forward_modules` left out.
         self._ran_units, self._skipped_units = set[Unit](), set[Unit]()
         # Units whose forward runs, outermost first (stage 3).
@@ -135,18 +137,17 @@ class PassCoordinator:
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Compute the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
-        `ends_step` this is the last backward of the step."""
+        `ends_step` this is the last backward of the step. If it raises, the caller must call `fail_backward`."""
+        self.begin_backward(reduces=reduces)
         try:
-            self.begin_backward(reduces=reduces)
             loss.backward(retain_graph=retain_graph)
-            self.complete_backward(ends_step=ends_step)
-        except BaseException as error:
-            self.fail_backward(error)
+        except RuntimeError as error:
             if INPLACE_CHANGE_TEXT in str(error) and self._params_are_sharded:
                 raise ConfigError(
                     "a backward came to a parameter while it was split over the ranks, or to a tensor that was "
                     f"changed in place after the forward: {STAGE3_OUTPUT_RULE}. torch says: {error}") from error
             raise
+        self.complete_backward(ends_step=ends_step)
         self.end_backward(retain_graph=retain_graph)
 
     def begin_backward(self, *, reduces: bool) -> None:
@@ -192,10 +193,12 @@ class PassCoordinator:
             self.running_units.clear()
 
     def end_backward(self, *, retain_graph: bool) -> None:
+        assert self._backward is not None
+        if not retain_graph:
+            for unit, calls in self._backward.begun_calls.items():
+                self._live_calls[unit].difference_update(calls)
         self._backward = PassCoordinator._in_backward_now = None
         self.running_units.clear()
-        if not retain_graph and max(self._call_counts.values(), default=0) <= 1:
-            self._call_counts.clear()  # otherwise it is unknown which of the calls still have a backward to come
         self.reshard_all()
         STATUS.set_phase("")
 
@@ -239,8 +242,10 @@ class PassCoordinator:
         if unit.is_root and backward is None:
             self._begin_model_forward(unit)
         if backward is None and self._forwards_version != self.weight_version:
-            for forwards in (self._call_counts, self._ran_units, self._skipped_units):
-                forwards.clear()
+            for calls in self._live_calls.values():
+                calls.clear()
+            self._ran_units.clear()
+            self._skipped_units.clear()
             self._forwards_version = self.weight_version
         self._ran_units.add(unit)
         if self._params_are_sharded:
@@ -248,8 +253,6 @@ class PassCoordinator:
             self.running_units.append(unit)
             if backward is not None:
                 self._finish_earlier_units(backward, unit, call=None)
-            elif torch.is_grad_enabled():
-                self._call_counts[unit] += 1
         try:
             self._gather_unit(unit, UnitPhase.FORWARD if backward is None else UnitPhase.RECOMPUTE)
         except RuntimeError as error:
@@ -276,6 +279,8 @@ class PassCoordinator:
         STATUS.set_phase(BACKWARD if is_recompute else "" if unit.is_root else FORWARD)
         while self.running_units and self.running_units.pop() is not unit:
             pass  # also those inside it whose forward has raised
+        if self._params_are_sharded and is_training and not is_recompute:
+            self._live_calls[unit].add(call)
         if unit.is_root and is_training and not is_recompute:
             return  # the root stays gathered and in use: the backward begins with it
         if self._states[unit] is UnitState.IN_FORWARD:
@@ -355,12 +360,11 @@ class PassCoordinator:
         torch.utils.checkpoint(use_reentrant=True) are not counted; their backward is over when another unit is
         recomputed."""
         for other in sorted(backward.unfinished_calls.keys() - {unit}, key=lambda one: -one.index):
-            calls = self._call_counts[other]
-            begun = backward.unfinished_calls[other]
+            live, begun = self._live_calls[other], backward.unfinished_calls[other]
             if call is None:
-                is_over = not calls
+                is_over = not live
             else:
-                is_over = len(begun) >= calls and unit not in self._enclosing_units[other] and not any(
+                is_over = live <= begun and unit not in self._enclosing_units[other] and not any(
                     call.shares_output_with(one) for one in begun)
             if is_over and other not in self._enclosing_units[unit]:
                 del backward.unfinished_calls[other]

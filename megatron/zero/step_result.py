@@ -21,6 +21,7 @@ from megatron.distributed.rank_text import format_ranks
 from megatron.distributed.step_consistency import different_settings_error, diverged_blocks_error
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
+from megatron.optim.rule import StepScalars
 from megatron.zero.grad_norm import GradNorm
 from megatron.zero.state import EngineState
 from mpu.collectives import all_gather_json
@@ -64,13 +65,16 @@ class StepReport:
         self.applied_on_device = self._device_norm.isfinite() & digests_match & (vetoes == 0)
         self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
-    def grad_divisor(self) -> Tensor:
-        """What the sums of gradients are divided by: unscaling, averaging and clipping. In fp32, on the device."""
+    def deferred_scalars(self, steps_taken: int, device: torch.device) -> StepScalars:
+        """The scalars of a step that the device applies or skips before the host knows which; the device counts it."""
         norm = self._device_norm
-        if not self.max_norm:
-            return torch.full((), 1.0 / self.mean_factor, dtype=torch.float32, device=norm.device)
-        clipped = torch.where(norm > self.max_norm, self.max_norm / (norm + 1e-6), 1.0)
-        return (clipped * self.mean_factor).reciprocal().float()
+        if self.max_norm:
+            clipped = torch.where(norm > self.max_norm, self.max_norm / (norm + 1e-6), 1.0)
+            divisor = (clipped * self.mean_factor).reciprocal().float()
+        else:
+            divisor = torch.full((), 1.0 / self.mean_factor, dtype=torch.float32, device=norm.device)
+        return StepScalars(self.applied_on_device + float(steps_taken), divisor,
+                           skip=self.applied_on_device.logical_not().float())
 
     @cached_property
     def grad_norm(self) -> float:

@@ -108,6 +108,35 @@ def test_a_block_used_twice_is_recomputed_rightly_or_refused(rank: int, world: i
             refused.backward(refused(rows(0, 0)))
 
 
+class UsedByOne(nn.Linear):
+    """It has a parameter that one rank does not use."""
+
+    def __init__(self, uses_it: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.extra, self.uses_it = nn.Parameter(torch.ones(WIDTH)), uses_it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.extra if self.uses_it else 0)
+
+
+@on_ranks(2)
+def test_a_forward_without_its_backward_changes_no_order(rank: int, world: int) -> None:
+    """Its graph is gone; a rank that counted its calls would wait for their backward, and reduce later than others."""
+    section = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "ignore_unused_parameters": True}
+    model = Model()
+    model.blocks[2] = UsedByOne(uses_it=rank == 0)
+    engine = engine_of(3, model, **section)
+    for number in range(2):
+        engine(rows(rank, 5))
+        failed = engine(rows(rank, 6))
+        failed.register_hook(_no_room)
+        with pytest.raises(RuntimeError, match="no room"):
+            engine.backward(failed)
+        del failed
+        engine.backward(engine(rows(rank, number)))
+        engine.step()
+
+
 # ---- steps where none can be taken ---------------------------------------------------------------------------------
 
 

@@ -1,0 +1,89 @@
+"""Ctrl-C at a line of a forward, a backward or a step: what follows is right, or refused."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from tests.megatron.helpers import ROOT
+from tests.megatron.zero.small import engine_of, rows, whole
+
+INTERRUPTED = tuple(str(ROOT / "megatron" / "zero" / f"{name}.py")
+                    for name in ("engine", "pass_coordinator", "bucket", "gradients", "update", "step_result"))
+
+Line = tuple[str, int]
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the first visit of a line; collects the lines it passes."""
+
+    def __init__(self, line: Line | None) -> None:
+        self.line, self.passed = line, dict[Line, None]()
+
+    def __call__(self, frame: FrameType, event: str, value: Any) -> Any:
+        if frame.f_code.co_filename not in INTERRUPTED:
+            return None
+        if event == "line":
+            here = frame.f_code.co_filename, frame.f_lineno
+            self.passed[here] = None
+            if here == self.line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> None:
+        sys.settrace(self)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+
+def train(engine: Engine, *numbers: int) -> None:
+    for number in numbers:
+        engine.backward(engine(rows(0, number).bfloat16()))
+        engine.step()
+
+
+def interrupted_step(engine: Engine, number: int, at: InterruptAt) -> None:
+    """A step; what the interruption has prevented is called again."""
+    core = engine.core
+    try:
+        with at:
+            train(engine, number)
+    except KeyboardInterrupt:
+        if not core.has_gradients and core.counters.global_steps < 2:
+            engine.backward(engine(rows(0, number).bfloat16()))
+        if core.counters.global_steps < 2:
+            engine.step()
+
+
+OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("stage, section, every", [
+    (3, OFFLOAD, 4), *(pytest.param(stage, section, 1, marks=pytest.mark.slow)
+                       for stage, section in ((0, {}), (1, {}), (2, {}), (3, {}), (3, OFFLOAD)))])
+def test_what_follows_ctrl_c_is_right_or_refused(stage: int, section: dict[str, Any], every: int) -> None:
+    def new_engine() -> Engine:
+        engine = engine_of(stage, precision="bf16", **section)
+        train(engine, 1)
+        return engine
+
+    plain, seen = new_engine(), InterruptAt(None)
+    interrupted_step(plain, 2, seen)
+    train(plain, 3)
+    for line in list(seen.passed)[::every]:
+        engine = new_engine()
+        try:
+            interrupted_step(engine, 2, InterruptAt(line))
+            train(engine, 3)
+        except ConfigError as error:  # the weights may be half new
+            assert "an earlier step ended half way" in str(error), (line, error)
+        else:
+            assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 3, line
