@@ -26,7 +26,7 @@ from megatron.checkpoint.file_formats import reraise_as_corrupt
 from megatron.checkpoint.manifest import TensorEntry, rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
-from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
+from megatron.checkpoint.writer import LazyData, SavePlan, TensorPiece, agree
 from megatron.distributed.collective_log import LOAD
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments
 from megatron.distributed.rank_text import format_ranks, join_limited
@@ -94,10 +94,10 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(reserved)} is the engine's own; choose another name")
 
 
-def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
-                      scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
-                      rng: bool, frozen: bool, **options: Any) -> PendingSave:
-    """The save of checkpoint `tag` under `root`, for the caller to finish; `options` are `PendingSave`'s. The caller
+def plan_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
+                     scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
+                     rng: bool, frozen: bool, **options: Any) -> SavePlan:
+    """Plan the checkpoint `tag` under `root`, for the caller to finish; `options` are those of `agree`. The caller
     has checked the client state, and that every rank makes this call. Collective over the world."""
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
@@ -129,9 +129,9 @@ def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, 
         "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
         "loop": dict(loop_state),
         "client_state": dict(client_state)}
-    return PendingSave(root, tag, pieces=pieces, tensors=entries, place=dp.rank * tp.size + tp.rank,
-                       rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
-                       world=engine.groups.world, run_id=run_id, iteration=engine.counters.global_steps, **options)
+    return agree(root, tag, pieces=pieces, tensors=entries, place=dp.rank * tp.size + tp.rank,
+                 rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, world=engine.groups.world,
+                 run_id=run_id, iteration=engine.state.counters.global_steps, **options)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:

@@ -15,18 +15,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
-from megatron.checkpoint.commit import Keep, check_save_root_is_writable
+from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
-from megatron.checkpoint.writer import SaveReport
+from megatron.checkpoint.writer import AsyncSaver, SaveReport, finish
 from megatron.config.schema import require
 from megatron.config.tree import Config
 from megatron.distributed.collective_log import LOAD, SAVE
@@ -36,8 +36,7 @@ from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError, TrainerError
 from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
-                                             load_module_weights, restore_rng_streams, begin_engine_save,
-                                             write_state_dict)
+                                             load_module_weights, plan_engine_save, restore_rng_streams, write_state_dict)
 from megatron.zero.api.checkpoint_state import check_shared_state
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
@@ -99,7 +98,6 @@ class Engine:
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
         self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
-        self._host_copy = HostSnapshot(self.device)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -480,34 +478,27 @@ class Engine:
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-
-        def prepare_root() -> list[str]:
-            check_save_root_is_writable(root)
-            return pending_saves_in(root)
-
-        earlier = on_rank_0(prepare_root, self.groups.world)
-        self.finish_save()
-        wait_for_earlier_saves(earlier, self.groups.world)
+        self._background_save.finish_earlier_saves(root)
         in_background &= not self.core.engine_storage.has_offloaded_state
         epochs, batch_size = self.training_dataloader, self.train_batch_size()
-        save = begin_engine_save(
+        plan = plan_engine_save(
             self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
             loop_state={"global_samples": self.global_samples,
                         "train_batch_size": None if batch_size == self._configured_batch_size else batch_size,
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
             config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
-            hold=self._host_copy.copy_tensors if in_background else None)
+            hold=partial(self._background_save.copy_tensors, self.device) if in_background else None)
         if in_background:
-            self._background_save.start(save, on_complete)
+            self._background_save.start(plan, on_complete)
         else:
-            on_complete(save.finish())
+            on_complete(finish(plan))
         return True
 
     @property
     def is_saving(self) -> bool:
         """A background save is pending."""
-        return self._background_save.has_pending_save
+        return self._background_save.plan is not None
 
     def finish_save(self) -> None:
         """Wait for the pending save, if any. Collective. Call it before the process exits."""

@@ -38,7 +38,7 @@ from megatron.zero.deferred_init import init_chunk
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import groups, weight_init
-from mpu.groups import Group
+from mpu.groups import SOLO, Group
 from mpu.partition import partition_of
 from mpu.weight_init import initializer_of
 from tests.megatron.checkpoint.made import ThreadWorld
@@ -254,7 +254,9 @@ def _write_the_others(folder: Path, size: int) -> None:
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.local.partition is not None or piece.local.tp_rank == 0]
-            writer.RankFiles(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
+            plan = writer.SavePlan(folder.parent, SOLO, manifest, rank, Lineage(), writer.Keep(), True, staging=folder)
+            writer.collect_files(plan, pieces, {"seed": rank}, {})
+            writer.write(plan)
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

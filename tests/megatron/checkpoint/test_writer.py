@@ -23,13 +23,12 @@ from safetensors.torch import load_file
 
 from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint import safetensors_io
-from megatron.checkpoint.async_save import HostSnapshot
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.writer import LazyData, TensorPiece
+from megatron.checkpoint.writer import AsyncSaver, LazyData, TensorPiece
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
@@ -249,7 +248,7 @@ def no_tensor() -> torch.Tensor:
 
 def short_of_memory(kind: str, rank: int, world_size: int, root: Path) -> tuple[int, str, bool]:
     lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    hold = HostSnapshot(torch.device("cpu")).copy_tensors if kind == "copy" else None
+    hold = partial(AsyncSaver(build().world).copy_tensors, torch.device("cpu")) if kind == "copy" else None
     save(rank, world_size, root, 1)
     patches = {"map": (mmap, "mmap", lacks), "folder": (os, "mkdir", lacks), "rename": (os, "rename", lacks),
                "write": (os, "write", lacks), "object": (os, "fsync", MemoryError()),
