@@ -109,7 +109,7 @@ def verify_tags(root: Path, tag: str | None) -> None:
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.export_huggingface import export_huggingface
-    from megatron.checkpoint.convert.external_checkpoint import import_weights, quantise_checkpoint
+    from megatron.checkpoint.convert.external_checkpoint import save_weights
     from megatron.checkpoint.convert.importers import open_external_checkpoint
     from megatron.checkpoint.reader import open_checkpoint
 
@@ -121,14 +121,14 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
             for path in export_huggingface(checkpoint, output):
                 print(f"{path}: {path.stat().st_size} bytes")
             return
-        report = quantise_checkpoint(checkpoint, output)
+        report = save_weights(checkpoint, output, quantise=True)
     else:
         found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
                                          options.checkpoint_version)
         if options.dtype is None:
             for note in found.notes:
                 print(f"note: {found.where}: {note}")
-            report, shape = import_weights(found, output), found.model
+            report, shape = save_weights(found, output), found.model
             parameters = sum(map(prod, found.shapes.values()))
             print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
                   f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
@@ -136,7 +136,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
                   "--finetune")
             return
-        report = import_weights(found, output, quantise=True)
+        report = save_weights(found, output, quantise=True)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 

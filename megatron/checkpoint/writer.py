@@ -1,7 +1,7 @@
 """Save a checkpoint in three phases: every rank writes the pieces it owns, rank 0 commits.
 
-A *piece* is a run of consecutive elements of one parameter's state, as the engine hands it to a save. After each phase
-all ranks agree (megatron/distributed/consistency.py): if one rank fails, all raise its error and no tag is touched.
+Which elements of a tensor a rank writes, its *piece*, follows from the manifest. After each phase all ranks agree
+(megatron/distributed/consistency.py): if one rank fails, all raise its error and no tag is touched.
 
     agree     what each rank writes, copied first if it is written later; rank 0 makes the staging folder    collective
     write     rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json                        local
@@ -41,7 +41,7 @@ from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_
                                           Manifest, TensorEntry, lineage_to_json, piece_key, provenance_of,
                                           rank_manifest_name, read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileTensor, file_parts, split_files, write_file
 from megatron.checkpoint.tags import (format_file_names, link_target_outside, print_to_stderr, read_tag_manifest,
                                       unknown_files)
 from megatron.distributed import exit_codes
@@ -51,35 +51,30 @@ from mpu.groups import Group
 
 COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in a host copy: one cache line
 
-@dataclass(frozen=True)
-class LazyData:
-    """Data that is loaded when it is written (from NVMe, for example), so that a rank never holds all of it."""
-
-    count: int
-    dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
-
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """Elements from `offset` on of the flattened local tensor of one tensor-parallel rank."""
+class TensorSource:
+    """A tensor to save, equal on all ranks but for what `load` returns."""
 
-    name: str
-    kind: str
-    local: TPSlice
-    offset: int
-    data: torch.Tensor | LazyData  # 1-D, on any device
+    entry: TensorEntry
+    # load(offset, count) -> [count], on any device: elements from `offset` on of this rank's flattened local tensor. It
+    # is called when they are written, so that a rank never holds all of what comes from NVMe, for example.
+    load: Callable[[int, int], torch.Tensor]
 
-    @property
-    def count(self) -> int:
-        return self.data.count if isinstance(self.data, LazyData) else self.data.numel()
+    @classmethod
+    def of(cls, kind: str, name: str, dtype: torch.dtype, local: TPSlice, load: Callable[[int, int], torch.Tensor],
+           dp_sharding: DPSharding | None = None) -> TensorSource:
+        """`local` is what a tensor-parallel rank holds. Without `dp_sharding` the first data-parallel rank writes it.
+        """
+        whole = DPSharding(0, prod(local.shape))
+        return cls(TensorEntry(kind, name, DTYPE_NAMES[dtype], local.sharding, dp_sharding or whole), load)
 
-    def load(self) -> torch.Tensor:
-        """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""
-        data = self.data.load() if isinstance(self.data, LazyData) else self.data
+    def load_finite(self, offset: int, count: int) -> torch.Tensor:
+        """`load`; NumericsError if the data is not finite, so that no such checkpoint is committed."""
+        data = self.load(offset, count)
         # A sum is fast and finds any non-finite element, but may overflow itself: then check each element.
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
-            raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
+            raise NumericsError(f"{self.entry.kind} {self.entry.name!r} holds a non-finite value; not saved")
         return data
 
 
@@ -103,6 +98,7 @@ class SavePlan:
     lineage: Lineage
     keep: Keep
     latest: bool
+    on_complete: Callable[[SaveReport], None] = lambda report: None
     begin: float = field(default_factory=time.perf_counter)
     tensors: list[FileTensor] = field(default_factory=list)
     texts: dict[str, bytes] = field(default_factory=dict)  # other files: name -> content
@@ -121,7 +117,9 @@ def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveRep
 def finish(plan: SavePlan) -> SaveReport:
     """Run the remaining phases in this thread. Collective."""
     finish_phase(plan, lambda: write(plan))
-    return finish_phase(plan, lambda: commit(plan))
+    report = finish_phase(plan, lambda: commit(plan))
+    plan.on_complete(report)
+    return report
 
 
 def finish_phase(plan: SavePlan, result: Callable[[], int]) -> SaveReport:
@@ -140,37 +138,38 @@ def finish_phase(plan: SavePlan, result: Callable[[], int]) -> SaveReport:
 
 # ---- the phases -----------------------------------------------------------------------------------------------------
 
-def agree(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_state: Mapping[str, Any],
           shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-          run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-          keep: Keep = Keep(), hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None,
-          latest: bool = True, lineage: Lineage | None = None) -> SavePlan:
+          run_id: str, iteration: int, place: int | None = None, keep: Keep = Keep(),
+          hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None, latest: bool = True,
+          lineage: Lineage | None = None, on_complete: Callable[[SaveReport], None] = lambda report: None) -> SavePlan:
     """Plan the checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
 
-    `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full local
-    tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams); `shared_state` and
-    `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
-    "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp * data-parallel rank, and names its
-    files; default: the rank. `hold` copies the data for an asynchronous save. With `latest` False the tag is loaded
-    only by name. The save continues `lineage`; None starts a branch."""
-    lineage = lineage or Lineage()
-    # A replicated tensor is stored once, under tensor-parallel rank 0.
-    own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
-    if tensors is None:
-        tensors = (TensorEntry(piece.kind, piece.name, DTYPE_NAMES[piece.data.dtype], piece.local.sharding,
-                               DPSharding(0, prod(piece.local.shape))) for piece in own)
+    `rank_state` is per rank (random streams); `shared_state` and `config` are those of rank 0. States are nested dicts
+    of JSON values and tensors. `layout` holds at least "tp" and "dp". `place` is this rank's index in that grid,
+    tensor-parallel rank + tp * data-parallel rank, and names its files; default: the rank. `hold` copies the data for
+    an asynchronous save. With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts
+    a branch. `on_complete` is called after the commit, on all ranks."""
+    lineage, sources = lineage or Lineage(), list(tensors)
+    entries = sorted((source.entry for source in sources), key=lambda entry: (entry.kind, entry.name))
     manifest = Manifest(tag, iteration, run_id, lineage.branch, history=lineage.history, layout=layout, config=config,
-                        tensors=tuple(sorted(tensors, key=lambda entry: (entry.kind, entry.name))))
+                        tensors=tuple(entries))
     # One id for all files of this save, and the same tensors on all ranks.
     checksum = f"{crc32(json.dumps(manifest.tensors_as_json()).encode()):08x}"
     save_id, checksum_of_rank_0 = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", checksum], world)
     plan = SavePlan(Path(root), world, replace(manifest, save_id=save_id), world.rank if place is None else place,
-                    lineage, keep, latest)
+                    lineage, keep, latest, on_complete)
 
     def collect() -> None:
         with explain_out_of_memory(world, f"saving {tag}"):
-            _check_pieces(plan, own, checksum == checksum_of_rank_0)
-            collect_files(plan, own, rank_state, shared_state)
+            manifest.check()
+            if world.size != manifest.world_size:
+                raise CheckpointError(
+                    f"a layout of {manifest.world_size} ranks ({dict(layout)}) is saved by {world.size}")
+            if checksum != checksum_of_rank_0:
+                raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or "
+                                      "how they are cut")
+            collect_files(plan, sources, rank_state, shared_state)
             # Copies are made here, before training goes on; a rank without memory for them ends the save on all.
             plan.tensors = plan.tensors if hold is None else hold(plan.tensors)
 
@@ -184,62 +183,45 @@ def agree(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_sta
     return plan
 
 
-def collect_files(plan: SavePlan, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: Mapping[str, Any],
                   shared_state: Mapping[str, Any]) -> None:
     """Plan what this rank writes; tensors of the states go into the same files as the pieces."""
-    origin = provenance_of(plan.manifest, plan.rank)
+    manifest, origin = plan.manifest, provenance_of(plan.manifest, plan.rank)
     plan.rank_manifest = {"format": FORMAT, "origin": origin, "files": {},
                           "state": encode_state(rank_state, f"rank{plan.rank}", plan.tensors)}
     if plan.rank == 0:
-        plan.rank_manifest["lineage"] = lineage_to_json(plan.manifest)  # a copy, in case the manifest is damaged
+        plan.rank_manifest["lineage"] = lineage_to_json(manifest)  # a copy, in case the manifest is damaged
         shared = {"origin": origin, "state": encode_state(shared_state, "shared", plan.tensors)}
-        config = encode_state(plan.manifest.config, "config", plan.tensors)
+        config = encode_state(manifest.config, "config", plan.tensors)
         for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
             plan.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
-    plan.tensors += [FileTensor(piece_key(piece.kind, piece.name, piece.local.stored_rank, piece.offset),
-                                piece.data.dtype, (piece.count,), piece.load) for piece in pieces]
+    for source in sources:
+        entry = source.entry
+        if (piece := manifest.piece_of_rank(entry, plan.rank)) is not None:
+            offset, count = piece
+            key = piece_key(entry.kind, entry.name, plan.rank % manifest.layout["tp"], offset)
+            load = partial(source.load_finite, offset, count)
+            plan.tensors.append(FileTensor(key, DTYPES[entry.dtype], (count,), load))
     plan.nbytes = sum(item.nbytes for item in plan.tensors) + sum(map(len, plan.texts.values()))
-
-
-def _check_pieces(plan: SavePlan, own: Sequence[TensorPiece], agrees: bool) -> None:
-    """Raise unless this rank holds exactly the pieces that it should write. `agrees`: its list of tensors is rank 0's.
-    """
-    manifest, world = plan.manifest, plan.world
-    if world.size != manifest.world_size:
-        raise CheckpointError(
-            f"a layout of {manifest.world_size} ranks ({dict(manifest.layout)}) is saved by {world.size}")
-    manifest.check()
-    if not agrees:
-        raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
-                              "they are cut")
-    remaining = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
-    for tensor in manifest.tensors:
-        expected, found = manifest.piece_of_rank(tensor, plan.rank), remaining.pop((tensor.kind, tensor.name), None)
-        if found != expected:
-            should_write, has = ("no elements" if piece is None else
-                                 f"{piece[1]} elements from element {piece[0]} on" for piece in (expected, found))
-            raise CheckpointError(f"{tensor.kind} {tensor.name!r}: rank {plan.rank} should write {should_write} of "
-                                  f"{tensor.numel}, and has {has}")
-    if remaining:
-        raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(remaining)))
 
 
 def write(plan: SavePlan) -> int:
     """Write the files of this rank, its manifest last; returns the bytes. No communication."""
     files: dict[str, FileEntry] = {}
     metadata = {name: str(value) for name, value in plan.rank_manifest["origin"].items()}
+    contents: dict[str, Iterable[bytes | memoryview]] = {}
+    for index, batch in enumerate(split_files(plan.tensors)):
+        name = f"rank{plan.rank}-{index}.safetensors" if index else f"rank{plan.rank}.safetensors"
+        contents[name] = file_parts(batch, metadata)
+    contents |= {name: [text] for name, text in plan.texts.items()}
     with explain_out_of_memory(plan.world, f"saving {plan.manifest.tag}"):
-        for index, batch in enumerate(split_files(plan.tensors)):
-            name = f"rank{plan.rank}-{index}.safetensors" if index else f"rank{plan.rank}.safetensors"
+        for name, parts in contents.items():
             with explain_disk_errors(plan.staging / name, plan.nbytes):
-                files[name] = write_file(plan.staging / name, batch, metadata)
-        for name, text in plan.texts.items():
-            with explain_disk_errors(plan.staging / name, plan.nbytes):
-                files[name] = write_blob(plan.staging / name, text)
+                files[name] = write_file(plan.staging / name, parts)
         name = rank_manifest_name(plan.rank)
         text = seal_record({**plan.rank_manifest, "files": {file: asdict(entry) for file, entry in files.items()}})
         with explain_disk_errors(plan.staging / name, len(text)):
-            write_blob(plan.staging / name, text)
+            write_file(plan.staging / name, [text])
     return sum(entry.size for entry in files.values()) + len(text)
 
 
@@ -261,7 +243,7 @@ def commit(plan: SavePlan) -> int:
         made = replace(plan.manifest, nbytes=plan.written, saved_at=now, commit=1 + max(earlier, default=0))
         data = made.to_bytes()
         with explain_disk_errors(plan.staging / MANIFEST, len(data)):
-            write_blob(plan.staging / MANIFEST, data)  # the last file written
+            write_file(plan.staging / MANIFEST, [data])  # the last file written
         commit_tag(plan.staging, root, tag, plan.latest)
         plan.lineage.parent = made
         delete_old_tags(root, plan.keep, made)
@@ -297,7 +279,6 @@ class AsyncSaver:
         self.plan: SavePlan | None = None  # the save in progress: None on all ranks or on none
         self._phase: Callable[[SavePlan], int] = write  # the one that runs
         self._job: Future[int] = Future()
-        self._on_complete: Callable[[SaveReport], None] = lambda report: None
         self._name = ""  # name of the last save, for messages
         self._deferred_error: TrainerError | None = None
         self._copies = torch.empty(0, dtype=torch.uint8)
@@ -348,9 +329,8 @@ class AsyncSaver:
                 saver._deferred_error = error
                 atexit.register(saver._finish_at_exit)
 
-    def start(self, plan: SavePlan, on_complete: Callable[[SaveReport], None],
-              phase: Callable[[SavePlan], int] = write) -> None:
-        """Run the phase, and later the next, in a thread; `on_complete` is called when the save is complete."""
+    def start(self, plan: SavePlan, phase: Callable[[SavePlan], int] = write) -> None:
+        """Run the phase, and later the next, in a thread."""
         job = Future[int]()
 
         def work() -> None:
@@ -364,7 +344,7 @@ class AsyncSaver:
             threading.Thread(target=work, name="save", daemon=True).start()
         except RuntimeError:  # no new threads during interpreter shutdown
             work()
-        self.plan, self._phase, self._job, self._on_complete = plan, phase, job, on_complete
+        self.plan, self._phase, self._job = plan, phase, job
         self._name = f"{plan.manifest.tag} of {plan.root}"
         _PENDING_SAVES.append(self)
         atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
@@ -401,9 +381,9 @@ class AsyncSaver:
         plan = self._take_plan()  # an error below leaves no save pending
         report = finish_phase(plan, self._job.result)
         if self._phase is write:
-            self.start(plan, self._on_complete, commit)
+            self.start(plan, commit)
         else:
-            self._on_complete(report)
+            plan.on_complete(report)
 
     def _take_plan(self) -> SavePlan:
         """The plan of the pending save, which is pending no more."""

@@ -35,12 +35,12 @@ from megatron.distributed.process_group import read_environment
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError, TrainerError
 from megatron.metrics.step_metrics import NvmeStats
-from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
-                                             load_module_weights, plan_engine_save, restore_rng_streams, write_state_dict)
-from megatron.zero.api.checkpoint_state import check_shared_state
+from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, check_shared_state, load_engine,
+                                             plan_engine_save, restore_rng_streams)
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
                                                ProgressiveLayerDrop, StepObserver)
+from megatron.zero.api.full_state_dict import gather_full_state_dict, load_module_weights, write_state_dict
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.torch_interfaces import (EpochDataLoader, LRSchedulerProtocol, ReversibleSchedulerStep,
                                                 ZeroOptimizer, is_reversible)
@@ -70,7 +70,7 @@ class Engine:
         # As stored in checkpoints.
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
         core.micro_batch = config.train.batch_size
-        self._configured_batch_size = config.global_batch_size(core.groups.dp.size)
+        self.configured_batch_size = config.global_batch_size(core.groups.dp.size)
         # fp32 accumulation buffers can only be allocated with the engine
         self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or self.working_dtype == torch.float32)
@@ -93,11 +93,11 @@ class Engine:
         # `step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
         # may set False: the gathers then overlap the next forward.
         self.block_until_params_gathered = True
-        self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
-        self._lineage = Lineage()
+        self.run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
+        self.lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self.run_id)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -480,19 +480,14 @@ class Engine:
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
         self._background_save.finish_earlier_saves(root)
         in_background &= not self.core.engine_storage.has_offloaded_state
-        epochs, batch_size = self.training_dataloader, self.train_batch_size()
         plan = plan_engine_save(
-            self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop_state={"global_samples": self.global_samples,
-                        "train_batch_size": None if batch_size == self._configured_batch_size else batch_size,
-                        "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
-            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
-            config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
+            self, root, name, client_state or {}, optimizer=save_optimizer_states, rng=save_rng_states,
+            frozen=not exclude_frozen_parameters, keep=keep, latest=save_latest, on_complete=on_complete,
             hold=partial(self._background_save.copy_tensors, self.device) if in_background else None)
         if in_background:
-            self._background_save.start(plan, on_complete)
+            self._background_save.start(plan)
         else:
-            on_complete(finish(plan))
+            finish(plan)
         return True
 
     @property
@@ -545,7 +540,7 @@ class Engine:
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
         self.monitor.reset_loss()
         if options.counters:
-            self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
+            self.run_id, self.lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
             loop_state = checkpoint.shared_state.get("loop", {})
             self.global_samples = loop_state.get("global_samples", self.global_steps * self.train_batch_size())
             saved_size = loop_state.get("train_batch_size")

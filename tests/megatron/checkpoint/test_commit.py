@@ -54,7 +54,7 @@ def check_next_save(root: Path) -> None:
 def in_background(plan: SavePlan) -> None:
     """As --async-save completes it."""
     saver = AsyncSaver(SOLO)
-    saver.start(plan, lambda report: None)
+    saver.start(plan)
     saver.wait_for_save()
 
 
