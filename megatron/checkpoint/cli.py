@@ -48,8 +48,7 @@ def list_tags(root: Path, tag: str | None) -> None:
     choice = choose_tag(root) if manifests or latest is not None else None
     used = records.get(choice.first) if choice is not None else None
     for name, manifest in manifests.items():
-        print(_tag_line(manifest) + _branch_text(manifest, records, used)
-              + "  damaged" * (name in damaged) + "  latest" * (name == latest))
+        print(_tag_text(manifest, records, used) + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in manifests),
@@ -70,19 +69,15 @@ def list_tags(root: Path, tag: str | None) -> None:
         print_to_stderr(choice.warning)
 
 
-def _tag_line(manifest: Manifest) -> str:
-    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
-
-
-def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:
-    """The parent tag, and whether the tag is on another branch than `used`, which a load uses."""
-    text = ""
+def _tag_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:
+    """Content, parent tag, and whether the tag is on another branch than `used`, which a load uses."""
+    layout = " ".join(f"{key}={value}" for key, value in record.layout.items())
+    text = escape_to_one_line(f"{record.tag}  iteration {record.iteration}  {layout}  {record.nbytes} bytes")
     if record.history:
         parent = record.history[-1]
         saved = records.get(parent.tag)
         there = saved is not None and (saved.branch, saved.commit) == (parent.branch, parent.commit)
-        text = f"  after {parent.tag}" + ("" if there else " (not in this folder)")
+        text += f"  after {parent.tag}" + ("" if there else " (not in this folder)")
     is_other = used is not None and not used.descends_from(record) and not record.descends_from(used)
     return text + ("  other branch" if is_other else "")
 

@@ -29,7 +29,7 @@ from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED
                                           read_rank_manifest, read_shared_state)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
 from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, file_parts, write_parts
-from megatron.checkpoint.tags import TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder
+from megatron.checkpoint.tags import TagChoice, choose_tag, print_to_stderr, tag_folder
 from megatron.checkpoint.verify import verify_share, warn_of_unknown_files
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
@@ -76,15 +76,11 @@ def open_checkpoint(root: str | Path, tag: str | TagChoice | None = None, *, wor
 def _verify_together(root: Path, tag: str, world: Group) -> Manifest:
     """The manifest of a tag, after each rank has verified its share of the files, and rank 0 looked for others.
     Collective."""
-    def verify() -> tuple[Manifest, int]:
-        manifest = read_tag_manifest(root, tag)
-        return manifest, len(verify_share(tag_folder(root, tag), manifest, world.rank, world.size))
-
-    manifest, verified = all_succeed_or_raise(verify, world)
+    manifest, files = all_succeed_or_raise(lambda: verify_share(root, tag, world.rank, world.size), world)
     # Each node may have a disk of its own, with another copy of the tag.
     assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
-    count = sum_over_ranks(verified, world)
+    count = sum_over_ranks(len(files), world)
     all_succeed_or_raise(lambda: None if world.rank > 0 else warn_of_unknown_files(
         tag_folder(root, tag), manifest, count), world)
     return manifest

@@ -10,26 +10,25 @@ from pathlib import Path
 from data.storage import crc32_file
 from megatron.checkpoint.file_formats import TensorLocation, explain_read_errors, parse_json, read_bytes, read_header
 from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Manifest,
-                                          check_provenance, piece_key, rank_manifest_name, rank_of_file,
-                                          read_rank_manifest, read_shared_state)
+                                          check_provenance, rank_manifest_name, rank_of_file, read_rank_manifest,
+                                          read_shared_state)
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, tag_folder
 from megatron.errors import CheckpointError
 
 
 def verify_tag(root: Path, tag: str) -> dict[str, FileEntry]:
     """Check every byte of the tag, and warn of other files; returns its files without the manifest."""
-    manifest = read_tag_manifest(root, tag)
-    folder = tag_folder(root, tag)
-    files = verify_share(folder, manifest)
-    warn_of_unknown_files(folder, manifest, len(files))
+    manifest, files = verify_share(root, tag)
+    warn_of_unknown_files(tag_folder(root, tag), manifest, len(files))
     return files
 
 
-def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
-    """Check every byte of the files of one share, and that they hold each piece of the manifest once, with its dtype
-    and count; returns these files. Ranks divide the work; no rank reads a file of another share."""
-    found: dict[str, FileEntry] = {}
-    with explain_read_errors(f"tag {manifest.tag}: {folder}"):
+def verify_share(root: Path, tag: str, share: int = 0, shares: int = 1) -> tuple[Manifest, dict[str, FileEntry]]:
+    """Check every byte of the manifest and of the files of one share, and that they hold each piece of the manifest
+    once, with its dtype and count; returns manifest and files. Ranks divide the work; no rank reads a file of another
+    share."""
+    manifest, folder, found = read_tag_manifest(root, tag), tag_folder(root, tag), dict[str, FileEntry]()
+    with explain_read_errors(f"tag {tag}: {folder}"):
         for rank in range(share, manifest.world_size, shares):
             part = read_rank_manifest(folder, manifest, rank)
             found |= {rank_manifest_name(rank): part.own_entry, **part.files}
@@ -44,14 +43,13 @@ def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int =
             for tensor in manifest.tensors:
                 if (piece := manifest.piece_of_rank(tensor, rank)) is None:
                     continue
-                offset, count = piece
-                key = piece_key(tensor.kind, tensor.name, rank % manifest.layout["tp"], offset)
+                key, _, count = piece
                 place = stored.get(key)
                 if place is None or (place.dtype, place.shape) != (tensor.dtype, (count,)):
                     actual = "nothing" if place is None else f"{place.dtype} {str(list(place.shape)):.80}"
                     raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
                                           f"{tensor.dtype:.20} [{count}], found {actual}")
-    return found
+    return manifest, found
 
 
 def _verify_file(path: Path, entry: FileEntry, manifest: Manifest, rank: int) -> dict[str, TensorLocation]:

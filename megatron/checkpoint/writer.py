@@ -38,8 +38,8 @@ from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, chec
 from megatron.checkpoint.file_formats import seal_record
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage,
-                                          Manifest, TensorEntry, lineage_to_json, piece_key, provenance_of,
-                                          rank_manifest_name, read_manifest_end)
+                                          Manifest, TensorEntry, lineage_to_json, provenance_of, rank_manifest_name,
+                                          read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileTensor, file_parts, split_files, write_file
 from megatron.checkpoint.tags import (format_file_names, link_target_outside, print_to_stderr, read_tag_manifest,
@@ -196,12 +196,10 @@ def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: M
         for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
             plan.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
     for source in sources:
-        entry = source.entry
-        if (piece := manifest.piece_of_rank(entry, plan.rank)) is not None:
-            offset, count = piece
-            key = piece_key(entry.kind, entry.name, plan.rank % manifest.layout["tp"], offset)
+        if (piece := manifest.piece_of_rank(source.entry, plan.rank)) is not None:
+            key, offset, count = piece
             load = partial(source.load_finite, offset, count)
-            plan.tensors.append(FileTensor(key, DTYPES[entry.dtype], (count,), load))
+            plan.tensors.append(FileTensor(key, DTYPES[source.entry.dtype], (count,), load))
     plan.nbytes = sum(item.nbytes for item in plan.tensors) + sum(map(len, plan.texts.values()))
 
 

@@ -138,9 +138,8 @@ class RunCheckpoints:
         scheduler, optimizer = lr_scheduler_of(engine), not (section.finetune or section.no_load_optim)
         state, data_fingerprint = TrainState(), ""
         if not section.finetune:  # restoring sets the learning rate from the schedule, so choose that first
-            state, schedule, data_fingerprint = parse_loop_state(
-                saved, f"{checkpoint.shared_label}: field 'client_state'")
-            scheduler.schedule = _choose_schedule(config, schedule, scheduler.schedule)
+            state, scheduler.schedule, data_fingerprint = _read_loop_state(
+                config, saved, scheduler.schedule, f"{checkpoint.shared_label}: field 'client_state'")
         same_precision = recorded_precision(checkpoint.config) == config.precision.name
         engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                                rng=not (section.finetune or section.no_load_rng),
@@ -253,19 +252,6 @@ def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoi
     return weights
 
 
-def _choose_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> LRSchedule:
-    """The schedule to use. The checkpoint's and the flags' must agree unless a flag chooses one."""
-    if saved == present or config.schedule.override_lr_scheduler:
-        return present
-    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
-        return saved
-    rows = "; ".join(f"{flag} {getattr(saved, field)} in the checkpoint, {getattr(present, field)} here"
-                     for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
-    raise ConfigError(
-        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
-        "--use-checkpoint-lr-scheduler the checkpoint's")
-
-
 SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--lr-warmup-iters",
                   "decay_steps": "--lr-decay-iters", "warmup_type": "--warmup-type", "tail": "--cycle-decay",
                   "wsd_style": "--lr-wsd-decay-style", "wsd_steps": "--lr-wsd-decay-iters",
@@ -275,8 +261,10 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
 
 # ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
 
-def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
-    """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
+def _read_loop_state(config: Config, saved: Mapping[str, Any], present: LRSchedule, where: str
+                     ) -> tuple[TrainState, LRSchedule, str]:
+    """(state, schedule to use, fingerprint of the data). The saved schedule and that of the flags, `present`, must
+    agree unless a flag chooses one. `tokenizer_facts_of_state` reads the tokenizer."""
     known = {"iteration": int, "consumed_samples": int, "schedule": dict, "data": str}
     record = check_record({name: saved[name] for name in (*known, "owes_evaluation") if name in saved}, where, known,
                           {"owes_evaluation": bool})
@@ -288,7 +276,15 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, 
         # Values of which each is good may be senseless together.
         schedule(state.iteration)
         schedule.betas(state.iteration)
-    return state, schedule, record["data"]
+    if schedule == present or config.schedule.override_lr_scheduler:
+        return state, present, record["data"]
+    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
+        return state, schedule, record["data"]
+    rows = "; ".join(f"{flag} {getattr(schedule, name)} in the checkpoint, {getattr(present, name)} here"
+                     for name, flag in SCHEDULE_FLAGS.items() if getattr(schedule, name) != getattr(present, name))
+    raise ConfigError(
+        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
+        "--use-checkpoint-lr-scheduler the checkpoint's")
 
 
 # ---- notes ---------------------------------------------------------------------------------------------------------

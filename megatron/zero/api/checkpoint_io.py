@@ -200,8 +200,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     _check_model(engine, checkpoint, options.strict, optimizer)
     param_groups = _param_groups_to_restore(shared, scheduler, options) if engine.buckets else None
     if param_groups is not None:
-        check_param_groups(param_groups, engine.param_groups, checkpoint.label)
-        check_hyper_parameters(param_groups, engine.param_groups, where)
+        check_param_groups(param_groups, engine.param_groups, where)
 
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
     known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
@@ -321,10 +320,16 @@ def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[ParamGroup], where: str) -> None:
+    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
     if len(saved) != len(groups):
         raise CheckpointError(
             f"{where} holds the hyper-parameters of {len(saved)} param groups, the optimizer has {len(groups)}: give "
             "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
+    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
+        for name, value in values.items():
+            if name in group and not _is_same_kind(group[name], value):
+                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
+                                      f"of {group[name]!r:.80}")
 
 
 def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -341,15 +346,6 @@ def _is_serializable(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_serializable, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
-
-
-def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
-    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
-        for name, value in values.items():
-            if name in group and not _is_same_kind(group[name], value):
-                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
-                                      f"of {group[name]!r:.80}")
 
 
 def _is_same_kind(current: Any, value: Any) -> bool:

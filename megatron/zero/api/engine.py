@@ -538,7 +538,7 @@ class Engine:
         assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
         self.finish_step()
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
-        self.monitor.reset_loss()
+        self.monitor.loss = None  # the accumulated gradients were discarded
         if options.counters:
             self.run_id, self.lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
             loop_state = checkpoint.shared_state.get("loop", {})

@@ -7,11 +7,13 @@ import fcntl
 import json
 import os
 import random
+import weakref
 import zlib
 from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,6 +45,19 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
         assert set(read) == set(tensors())
         for key, tensor in tensors().items():
             assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), key
+
+
+def test_a_tensor_is_freed_before_the_next_one_is_loaded(tmp_path: Path) -> None:
+    loaded: list[weakref.ref[np.ndarray]] = []
+
+    def load() -> torch.Tensor:
+        assert not any(other() is not None for other in loaded)
+        memory = np.zeros(4, np.float32)
+        loaded.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    write_file(tmp_path / "f", file_parts([FileTensor(key, torch.float32, (4,), load) for key in "abc"]))
+    assert len(loaded) == 3
 
 
 def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
